@@ -361,7 +361,7 @@ def _no_write(write: Any) -> Any:
 
 def test_what_was_saved_and_damaged_is_refused(place: Path, tmp_path: Path) -> None:
     stopped(place, tmp_path / "c")
-    path = next(tmp_path.rglob("curvature.safetensors"))
+    path = next(tmp_path.rglob("saved-sums.safetensors"))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(gm.InputError, match=r"c\.gradmerge-partial"):
         measure(place, "bert", tmp_path / "c", resume=True)

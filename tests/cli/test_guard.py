@@ -135,7 +135,7 @@ def stop_after_saving(model: Path, data: str, out: Path, **options: Any) -> None
         estimate_curvature(
             str(model), data, out=out, batch_size=1, save_every=0, progress=Stop(after=3), device="cpu", **options
         )
-    assert (out.with_name(out.name + ".gradmerge-partial") / "so-far.json").is_file()
+    assert (out.with_name(out.name + ".gradmerge-partial") / "saved-sums.safetensors").is_file()
 
 
 def test_neither_a_merge_nor_another_measurement_takes_over_an_unfinished_one(bert: Path) -> None:
@@ -150,15 +150,6 @@ def test_neither_a_merge_nor_another_measurement_takes_over_an_unfinished_one(be
     assert contents(bert / "out.gradmerge-partial") == before
     done = estimate_curvature(str(model), rows, out=out, batch_size=1, resume=True, device="cpu")
     assert done.resumed_from > 0
-
-
-def test_a_kill_while_sums_are_being_replaced_loses_none_of_them(bert: Path) -> None:
-    model, rows, out = bert / "models" / "a", str(bert / "data" / "rows.jsonl"), bert / "out"
-    stop_after_saving(model, rows, out)
-    so_far = bert / "out.gradmerge-partial" / "so-far"
-    so_far.rename(so_far.with_name("so-far.gradmerge-replaced"))
-    assert estimate_curvature(str(model), rows, out=out, batch_size=1, resume=True, device="cpu").resumed_from > 0
-    assert sorted(path.name for path in out.iterdir()) == ["README.md", "curvature.safetensors"]
 
 
 def test_a_measurement_does_not_take_over_an_unfinished_merge(bert: Path, recipe: Path, tmp_path: Path) -> None:

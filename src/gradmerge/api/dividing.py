@@ -26,7 +26,7 @@ from ..refinement.splitting import RowBatches, as_batches, rows_in, share_of_row
 from ..refinement.teaching import TaughtLoss, Teacher, teacher_on_disk
 from ..tasks import LoadedTask, measure
 from ..tasks.metrics import Metrics
-from .saved_sums import SavedSums, stored_as
+from .saved_sums import SavedSums
 
 
 def what_all_see(loaded: LoadedTask) -> dict[str, Any]:
@@ -59,21 +59,22 @@ def estimate_saving(
 ) -> Curvature | KroneckerCurvature:
     """The curvature of all rows, each process taking its share of those that ``start`` does not have.
 
-    ``saved`` and ``start`` are the first process's. The sums so far of all are saved about ``every`` so many seconds.
+    ``saved`` and ``start`` are the first process's. It saves the sums of all processes about ``every`` so many seconds.
     """
     sums, before = start if start is not None else (None, [])
     before = group.gather(before)[0]
     left = without(before, loaded.examples)
-    if not left:  # on other processes than the first, nothing comes of it
-        return stored_as(sums if sums is not None else Curvature({}, loaded.examples), loaded.model)
     number = sum(map(len, left))
     progress.begin("estimating", loaded.examples, loaded.examples - number)
     mine = parts([(stretch.start, stretch.stop) for stretch in left], group.share(number))
     done: list[list[int]] = []
-    end, last = 0, time.monotonic()
+    end, last, attempts = 0, time.monotonic(), 0
 
     def batches() -> Iterator[tuple[int, Any]]:
-        nonlocal end
+        nonlocal end, attempts
+        attempts += 1
+        if attempts > 1 and saved is not None:
+            saved.remove()  # a formula turned out wrong, maybe already for the rows that are saved
         done.clear()
         for stretch in mine:
             done.append([stretch.start, stretch.start])

@@ -296,7 +296,7 @@ def estimate_to_disk(
                         **{name: asked[name] for name in ("limit", "max_length", "dtype", "tokenizer", "quantize")},
                         **({"widest": widest} if kind == "kronecker" else {}),
                     }
-                    start = saved.read(kind) if resume else None
+                    start = saved.read(kind, loaded.examples) if resume else None
                 options_of: Any = {"structure": kind, "widest": widest, "seed": seed, "keeping": keeping}
                 result = estimate_saving(loaded, likelihood, start, saved, save_every, told, group, **options_of)
                 if isinstance(result, KroneckerCurvature) and result.wide:

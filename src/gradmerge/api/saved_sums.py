@@ -1,77 +1,103 @@
-"""Sums of an estimate that goes on for long, saved now and then: a run that was stopped goes on from them."""
+"""The sums of an unfinished estimate, saved from time to time so that ``--resume`` can continue from them."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from ..curvature.curvature import Curvature, require_finite, write_sums
+from ..curvature.files import open_curvature
+from ..curvature.kronecker import KroneckerCurvature
+from ..errors import InputError, MachineError
+from ..storage.staging import MARK, Staging
 
-from ..curvature.curvature import Curvature
-from ..curvature.kronecker import KroneckerCurvature, for_kronecker_files, stored_alone
-from ..curvature.stored_names import for_files
-from ..errors import InputError
-from ..storage.smallfile import read_json
-from ..storage.staging import MARK, REPLACED, Staging
-
-
-def stored_as(sums: Curvature | KroneckerCurvature, model: nn.Module | None) -> Curvature | KroneckerCurvature:
-    """The same under names of the model's files when it is saved; without a model, as in memory."""
-    if isinstance(sums, KroneckerCurvature):
-        convert = for_kronecker_files(model, stored_alone(model)) if model is not None else None
-        facts = sums.examples, sums.likelihood, "", sums.transposed, sums.wide
-        return KroneckerCurvature(sums.layers, sums.diagonal, *facts, convert)
-    return Curvature(sums, sums.examples, sums.likelihood, "", for_files(model) if model is not None else None)
+#: The file with the sums, and the file that replaces it once it is complete.
+STEM, NEW = "saved-sums", "saved-sums-new"
 
 
 class SavedSums:
-    """The sums so far, in the folder that becomes the result, with the request that they are for."""
+    """One file in the folder that becomes the result: the sums, their rows and the request.
+
+    The rows and the request are header metadata of the file with the sums, so one rename replaces all three.
+    """
 
     def __init__(self, staging: Staging) -> None:
         self._staging, self._folder = staging, staging.folder
-        self._curvature, self._request = self._folder / "so-far", self._folder / "so-far.json"
+        self._path = self._folder / f"{STEM}.safetensors"
         self.request: dict[str, Any] = {}
-        staging.keep = self._request.is_file()
+        """What is estimated; :meth:`read` refuses the sums of another request."""
+        staging.keep = self._path.is_file()
 
-    def write(self, so_far: Curvature | KroneckerCurvature, rows: Sequence[Sequence[int]]) -> None:
-        """Save sums, and the stretches of rows that they are of."""
-        stored_as(so_far, None).save(self._curvature, force=True)
-        temporary = self._request.with_suffix(".new")
-        temporary.write_text(json.dumps({**self.request, "rows": [list(stretch) for stretch in rows]}))
-        os.replace(temporary, self._request)  # noqa: PTH105
+    def write(self, sums: Curvature | KroneckerCurvature, rows: Sequence[Sequence[int]]) -> None:
+        """Replace the saved sums; ``rows`` lists the ranges [first, end) of rows that the sums include."""
+        require_finite(sums)
+        header = {**sums.header(), "request": self._request_text(), "rows": json.dumps(list(map(list, rows)))}
+        write_sums(self._folder, sums, header, sys.maxsize, NEW)
+        new = self._folder / f"{NEW}.safetensors"
+        try:
+            with new.open("rb") as file:
+                os.fsync(file.fileno())
+            new.replace(self._path)
+        except OSError as error:
+            raise MachineError(f"{self._path}: cannot be written: {error.strerror}") from error
         self._staging.keep = True
 
     def clear_rest(self) -> None:
-        """Make room for the result; the sums stay until that is written."""
+        """Remove all files but the saved sums, to make room for the result."""
         for child in self._folder.iterdir():
-            if child not in (self._curvature, self._request, self._folder / MARK):
+            if child not in (self._path, self._folder / MARK):
                 shutil.rmtree(child) if child.is_dir() else child.unlink()
 
     def remove(self) -> None:
-        self._request.unlink(missing_ok=True)
-        shutil.rmtree(self._curvature, ignore_errors=True)
+        """Remove the saved sums: the result is complete, or the sums may be wrong."""
+        self._staging.keep = False
+        self._path.unlink(missing_ok=True)
 
-    def read(self, kind: str) -> tuple[Curvature | KroneckerCurvature, list[list[int]]] | None:
-        """The sums that an earlier run saved, and the stretches of rows that they are of."""
-        if not self._request.is_file():
+    def read(self, kind: str, total: int) -> tuple[Curvature | KroneckerCurvature, list[list[int]]] | None:
+        """The sums that an earlier run saved and the ranges of rows they include, of ``total`` rows."""
+        if not self._path.is_file():
             return None
-        aside = self._curvature.with_name(self._curvature.name + REPLACED)
-        if aside.is_dir() and not self._curvature.exists():  # a kill came while newer sums took the place of these
-            aside.rename(self._curvature)
         try:
-            found = read_json(self._request)
-            rows = [[int(first), int(end)] for first, end in found.pop("rows")]
-            load = KroneckerCurvature.load if kind == "kronecker" else Curvature.load
-            so_far: Curvature | KroneckerCurvature = load(self._curvature)
-        except (InputError, OSError, ValueError, KeyError, TypeError) as error:
-            unread = f"what it holds cannot be read ({error})"
-            raise InputError(f"{self._folder}: {unread}. Run without --resume to begin anew.") from error
-        if found != self.request:
+            with open_curvature(str(self._path)) as file:
+                header, examples = file.metadata, file.examples
+            rows = _ranges(header["rows"])
+        except (InputError, OSError, ValueError, KeyError, RecursionError) as error:
+            raise InputError(self._unusable(f"cannot be read ({error})")) from error
+        if header.get("request") != self._request_text():
             raise InputError(
                 f"{self._folder}: holds a measurement of another model, other data or other options. "
                 "Run it with the same ones, or without --resume to begin anew."
             )
-        return so_far, rows
+        if not _fit(rows, examples, total):
+            raise InputError(self._unusable(f"holds sums over {examples} examples, but lists other rows: {rows}"))
+        return (KroneckerCurvature if kind == "kronecker" else Curvature).load(self._path), rows
+
+    def _request_text(self) -> str:
+        return json.dumps(self.request, sort_keys=True)
+
+    def _unusable(self, why: str) -> str:
+        return f"{self._path}: {why}. Run without --resume to begin anew."
+
+
+def _ranges(text: str) -> list[list[int]]:
+    """Pairs of whole numbers from JSON."""
+    ranges = json.loads(text)
+    if not isinstance(ranges, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair) for pair in ranges
+    ):
+        raise ValueError("its rows are not pairs of whole numbers")
+    return ranges
+
+
+def _fit(ranges: list[list[int]], examples: int, total: int) -> bool:
+    """Whether ranges lie within ``total`` rows, do not overlap, and have as many rows as there are examples."""
+    end_before = 0
+    for first, end in sorted(ranges):
+        if not end_before <= first <= end <= total:
+            return False
+        end_before = end
+    return sum(end - first for first, end in ranges) == examples

@@ -129,11 +129,12 @@ class Curvature(NamedSums):
         if precision not in PRECISIONS:
             raise InputError(f"precision {precision!r}: known are {', '.join(PRECISIONS)}")
         sums = self._stored(self._sums) if self._stored is not None else self._sums
-        for name, value in sums.items():
-            if not bool(torch.isfinite(value).all()) or bool((value < 0).any()):
-                raise InputError(f"curvature of {name} has values that are negative or not finite; it is not saved")
-            let_go(value)
-        write_sums(folder, sums, metadata(self.examples, self.likelihood, self.model, precision), shard_size)
+        require_finite(sums, signed=False)
+        write_sums(folder, sums, self.header(precision), shard_size)
+
+    def header(self, precision: str = "float32") -> Mapping[str, str]:
+        """The header metadata of its file."""
+        return metadata(self.examples, self.likelihood, self.model, precision)
 
     @classmethod
     @checked()
@@ -156,7 +157,18 @@ class Curvature(NamedSums):
             return cls(sums, file.examples, file.likelihood, file.metadata.get("model", ""))
 
 
-def write_sums(folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, str], shard_size: int) -> None:
+def require_finite(sums: Mapping[str, Tensor], what: str = "curvature", *, signed: bool = True) -> None:
+    """Raise if a value is NaN or infinite, or negative where ``signed`` is False."""
+    for name, value in sums.items():
+        if not bool(torch.isfinite(value).all()) or (not signed and bool((value < 0).any())):
+            wrong = "not finite" if signed else "negative or not finite"
+            raise InputError(f"the {what} of {name} has values that are {wrong}; it is not saved")
+        let_go(value)
+
+
+def write_sums(
+    folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, str], shard_size: int, stem: str = STEM
+) -> None:
     """Write files of sums, in the precision that the header says. Tensors are encoded one at a time."""
     precision = header.get("precision", "float32")
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -167,7 +179,7 @@ def write_sums(folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, st
         if precision == "log8":
             tensors[name + log8.SUFFIX] = ("F32", (2,))
             parts[name + log8.SUFFIX] = lambda v=value: log8.encode(v.detach().cpu())[1]  # type: ignore[misc]
-    writer = TensorWriter(folder, STEM, tensors, shard_size, header)
+    writer = TensorWriter(folder, stem, tensors, shard_size, header)
     require_space(folder, writer.nbytes)
     try:
         writer.open()
@@ -179,7 +191,7 @@ def write_sums(folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, st
     except BaseException:
         writer.close()
         raise
-    if header["likelihood"] != PENALTY:
+    if stem == STEM and header["likelihood"] != PENALTY:
         write_curvature_card(folder)
 
 

@@ -160,7 +160,7 @@ def estimate_curvature(
                 warning = "earlier estimates with this trial may be wrong for these parameters:\n%s"
                 _log.warning(warning, listed(names))
             slow |= doubted
-    if not any(together.processes.gather(examples - begun)):
+    if not any(together.processes.gather(examples)):
         raise InputError("there are no examples to estimate curvature on")
     unused = [name for name, p in parameters.items() if p in factors and not accumulator.sums[p].used]
     if unused:

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..processes import ALONE, Processes
 from ..progress import Progress, shown
 from .batches import examples_in, moved, watched
-from .curvature import SHARD_SIZE, NamedSums, write_sums
+from .curvature import SHARD_SIZE, NamedSums, require_finite, write_sums
 from .files import metadata
 from .formulas import is_conv1d
 from .losses import logits_of
@@ -53,9 +53,7 @@ class Gram(NamedSums):
         """Write the files into a folder that is there; ``precision`` is ``float32``, the only one of Gram matrices."""
         if precision != "float32":
             raise InputError(f"precision {precision!r}: Gram matrices are stored as float32 only")
-        for name, value in self.items():
-            if not bool(torch.isfinite(value).all()):
-                raise InputError(f"the Gram matrix of {name} has values that are not finite; it is not saved")
+        require_finite(self, "Gram matrix")
         more = {"kind": "gram", "fan_in_fan_out": json.dumps(sorted(self.transposed))}
         write_sums(folder, self, metadata(self.examples, "", self.model, **more), shard_size)
 

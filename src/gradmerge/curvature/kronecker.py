@@ -8,19 +8,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..arguments import checked
 from ..display import View
 from ..errors import InputError
-from .curvature import SHARD_SIZE, NamedSums, write_sums
+from .curvature import SHARD_SIZE, NamedSums, require_finite, write_sums
 from .factors import KroneckerSums
 from .files import INPUTS, OUTPUTS, metadata, open_curvature
 from .formulas import is_conv1d
 from .stored_names import for_files, stored_shapes, stored_sources
 from .sums import ParameterSum
-from .totals import Keeping, let_go
+from .totals import Keeping
 
 #: Layers with more inputs or outputs get a diagonal: their factors would be of a gigabyte or more each.
 WIDEST = 16384
@@ -91,14 +90,14 @@ class KroneckerCurvature(NamedSums):
         if precision != "float32":
             raise InputError(f"precision {precision!r}: Kronecker factors are stored as float32 only")
         named = self._stored(self) if self._stored is not None else self
-        for name, value in named.items():
-            if not bool(torch.isfinite(value).all()):
-                raise InputError(f"curvature of {name} has values that are not finite; it is not saved")
-            let_go(value)
-        tokens = {name: layer.tokens for name, layer in named.layers.items()}
-        more = {"tokens": json.dumps(tokens), "fan_in_fan_out": json.dumps(sorted(named.transposed))}
-        header = metadata(self.examples, self.likelihood, self.model, kind="kronecker", **more)
-        write_sums(folder, named, header, shard_size)
+        require_finite(named)
+        write_sums(folder, named, named.header(), shard_size)
+
+    def header(self) -> Mapping[str, str]:
+        """The header metadata of its file."""
+        tokens = {name: layer.tokens for name, layer in self.layers.items()}
+        more = {"tokens": json.dumps(tokens), "fan_in_fan_out": json.dumps(sorted(self.transposed))}
+        return metadata(self.examples, self.likelihood, self.model, kind="kronecker", **more)
 
     @classmethod
     @checked()
