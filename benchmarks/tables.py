@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
@@ -292,28 +290,6 @@ def engine_results() -> str:
     return table(header, rows) + about
 
 
-def teacher_results() -> str:
-    """What teachers add to refinement, from the last `python -m benchmarks.teachers` that was kept."""
-    cases = json.loads((RESULTS / "teachers.json").read_text("utf-8"))["cases"].values()
-
-    def shown(name: str) -> str:
-        accuracies, losses = [100 * case[name]["accuracy"] for case in cases], [case[name]["loss"] for case in cases]
-        return f"{mean(accuracies):.1f} ± {stdev(accuracies):.1f} / {mean(losses):.3f} ± {stdev(losses):.3f}"
-
-    methods = (("newton", "newton"), ("adamw", "adamw --rounds 12"))
-    starts = (("", ""), ("base, ", ", from the base"))
-    rows = [
-        (
-            f"`{shown_as}`, {size}{start}",
-            *(shown(f"{first}{method}, {size} rows, teaching {share}") for share in ("0", "0.5", "1")),
-        )
-        for size, (first, start), (method, shown_as) in product((50, 200), starts, methods)
-    ]
-    header = ("method, rows", "labels alone", "half of each (`--teaching 0.5`)", "teachers alone (`--teaching 1`)")
-    limits = f"The merge has {shown('merge')}, joint training on all 997 rows of each task {shown('joint')}."
-    return f"{table(header, rows)}\n\n{limits}"
-
-
 #: What a page may ask for, by the name that it uses.
 TABLES: dict[str, Callable[[], str]] = {
     "benchmark": benchmark_results,
@@ -326,5 +302,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "ranking": ranking_results,
     "same-work": same_work_results,
     "studio-move": move_results,
-    "teachers": teacher_results,
 }

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradmerge as gm
@@ -25,15 +24,12 @@ from gradmerge import process_group, processes
 from gradmerge.api import dividing
 from gradmerge.curvature.batches import Placed
 from gradmerge.curvature.estimate import estimate_curvature
-from gradmerge.curvature.losses import logits_of
 from gradmerge.curvature.together import Together, parts, without
 from gradmerge.progress import Progress
-from gradmerge.refinement import adamw, newton
 from gradmerge.tasks import load_task
 
 from .curvature import slow
 from .groups import Ended, launch
-from .making import read_model
 from .tasks.making import labelled, sentences, tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
 
 ROWS = 11
@@ -51,21 +47,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_jsonl(folder / "texts.jsonl", [{"prompt": a, "completion": " " + b} for a, b in pairs])
     # Empty lines are left out before rows are shared out.
     (folder / "texts.txt").write_text("\n\n\n".join(texts[:ROWS]))
-    tiny_bert_checkpoint(folder / "merged")
-    for seed, name in enumerate("ab"):  # labels of a model near by
-        write_jsonl(folder / f"{name}.jsonl", labelled(40, 2, seed))
-        loaded = load_task(folder / "merged", folder / f"{name}.jsonl", device="cpu")
-        with torch.no_grad():
-            logits = torch.cat([logits_of(loaded.model, batch) for batch in loaded.batches(40)])
-        side = logits[:, 1] - logits[:, 0]
-        rows = zip(sentences(40, seed), (side > side.median()).int().tolist(), strict=True)
-        write_jsonl(folder / f"{name}.jsonl", [{"text": text, "label": label} for text, label in rows])
-    torch.manual_seed(0)
-    shutil.copytree(folder / "merged", folder / "teacher")
-    weights = load_file(folder / "merged" / "model.safetensors")
-    near_by = {name: value + 0.02 * torch.randn_like(value) for name, value in weights.items()}
-    near_by["classifier.weight"] *= 4 / near_by["classifier.weight"].norm()
-    save_file(near_by, folder / "merged" / "model.safetensors", {"format": "pt"})
     write_jsonl(folder / "bad.jsonl", [*labelled(ROWS, 3), {"text": 5, "label": 1}])
     return folder
 
@@ -87,25 +68,7 @@ def measured(place: Path, out: Path, several: bool) -> dict[str, Any]:
     gm.estimate_curvature(place / "gpt2", place / "texts.txt", out=out / "gpt2", **more)
     numbers = gm.evaluate(bert, rows, **more)
     written = gm.evaluate(place / "gpt2", place / "texts.jsonl", generation=gm.Generation(max_new_tokens=4), **more)
-    data = {name: place / f"{name}.jsonl" for name in "ab"}
-    refined = {}
-    for method in ("newton", "adamw"):
-        options = {**more, "batch_size": 32, "out": out / method, "method": method}
-        found = gm.refine(place / "merged", data, teachers={"a": place / "teacher"}, rounds=1, **options)
-        refined[method] = [one.judged for one in found.rounds]
-    return {"bert": numbers, "gpt2": written, "refined": refined}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_searches() -> Iterator[None]:
-    """Refinement that tries little, and takes what it finds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(newton, "STEPS", 1)
-        patch.setattr(newton, "DAMPINGS", (1.0, 100.0))
-        patch.setattr(adamw, "TRIALS", 1)
-        patch.setattr(adamw, "RATE", 1e-3)
-        patch.setattr(adamw, "DOUBT", 0.0)
-        yield
+    return {"bert": numbers, "gpt2": written}
 
 
 @pytest.fixture(scope="module")
@@ -170,17 +133,6 @@ def test_metrics_with_their_errors_are_those_of_all_rows(
             assert value == (pytest.approx(want[name][key], rel=1e-5) if isinstance(value, float) else want[name][key])
         numbers["standard_errors"] = errors
     assert got["gpt2"]["examples"] == ROWS and "exact_match" in got["gpt2"]
-
-
-def test_refinement_takes_the_same_steps(several: tuple[Path, list[Ended]], one: tuple[Path, Any], place: Path) -> None:
-    start = read_model(place / "merged")
-    for method in ("newton", "adamw"):
-        got, want = several[1][0].gave["refined"][method], one[1]["refined"][method]
-        assert len(got) == len(want) > 1 and got == pytest.approx(want, rel=1e-3)
-        mine, theirs = read_model(several[0] / method), read_model(one[0] / method)
-        moved = sum(float((theirs[n] - start[n]).square().sum()) for n in start) ** 0.5
-        apart = sum(float((theirs[n] - mine[n]).square().sum()) for n in start) ** 0.5
-        assert apart < 0.02 * moved
 
 
 class Wandering(nn.Module):

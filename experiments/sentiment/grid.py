@@ -58,7 +58,7 @@ def model_name(task: str, tuning: str) -> str:
 
 
 def cells() -> list[Cell]:
-    """The whole grid. Kronecker factors are of drawn labels alone, as in the experiment on refinement."""
+    """The whole grid. Kronecker factors are estimated with sampled labels only."""
     kinds = [
         ("identity", "", ""),
         *(("diagonal", labels, reduction) for labels in LABELS for reduction in REDUCTIONS),

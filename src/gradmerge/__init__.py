@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from .api.merging import merge as merge
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
     from .api.publishing import push as push
-    from .api.refining import refine as refine
     from .api.removing import remove as remove
     from .api.sampling import sample_posterior as sample_posterior
     from .api.state_dicts import merge_state_dicts as merge_state_dicts
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from .progress import Progress as Progress
     from .recipe import Recipe as Recipe, load_recipe as load_recipe
     from .refinement.influence import InfluenceRemoval as InfluenceRemoval
-    from .refinement.rounds import Refinement as Refinement
     from .rules import RULES as RULES, gradient_matching_full as gradient_matching_full, removal_full as removal_full
     from .tasks.data_sources import read_rows as read_rows
     from .tasks.loading import Loading as Loading
@@ -57,7 +55,6 @@ _NAMES = {
     "api.merging": "merge",
     "api.previewing": "preview suggest_weights",
     "api.publishing": "push",
-    "api.refining": "refine",
     "api.removing": "remove",
     "api.sampling": "sample_posterior",
     "api.state_dicts": "merge_state_dicts",
@@ -79,7 +76,6 @@ _NAMES = {
     "progress": "Progress",
     "recipe": "Recipe load_recipe",
     "refinement.influence": "InfluenceRemoval",
-    "refinement.rounds": "Refinement",
     "rules": "RULES gradient_matching_full removal_full",
     "tasks.data_sources": "read_rows",
     "tasks.loading": "Loading",

@@ -112,19 +112,11 @@ class Group(Processes):
     def add(self, tensors: Iterable[Tensor]) -> None:
         import torch.distributed as dist
 
-        self._all(tensors, lambda t, group: dist.all_reduce(t, group=group, async_op=True))
-
-    def from_first(self, tensors: Iterable[Tensor]) -> None:
-        import torch.distributed as dist
-
-        self._all(tensors, lambda t, group: dist.broadcast(t, 0, group=group, async_op=True))
-
-    def _all(self, tensors: Iterable[Tensor], begin: Callable[[Tensor, Any], Any]) -> None:
         given = [tensor.detach() for tensor in tensors]
         whole = [tensor.contiguous() for tensor in given]
         if any(tensor.is_cuda for tensor in whole):
             self.wait()  # a GPU cannot be called off: it begins once all are here
-        self._meet([begin(tensor, None if tensor.is_cuda else self._cpu) for tensor in whole])
+        self._meet([dist.all_reduce(t, group=None if t.is_cuda else self._cpu, async_op=True) for t in whole])
         for tensor, result in zip(given, whole, strict=True):
             if result is not tensor and result.data_ptr() != tensor.data_ptr():
                 tensor.copy_(result)

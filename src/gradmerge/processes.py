@@ -73,9 +73,6 @@ class Processes:
         They must give the same shapes and types in the same order. The same processes add in the same order each time.
         """
 
-    def from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor by that of the first process."""
-
     def gather(self, value: Any) -> list[Any]:
         """What every process gives, in their order: values that JSON can hold."""
         return [value]

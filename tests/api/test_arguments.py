@@ -134,7 +134,6 @@ TOLD_BY_FIELDS = {
     "Control",
     "Flip",
     "Outcome",
-    "Refinement",
     "Setting",
     "Superseded",
     "Checkpoint",
@@ -153,7 +152,6 @@ TOLD_BY_FIELDS |= {
     "InputError",
     "MachineError",
     "Progress",
-    "Refinement",
     "Suggestion",
 }
 #: Rules: their docstring is the equation, with the names of the arguments in it.

@@ -16,5 +16,4 @@ def tiny(seed: int = 0) -> Settings:
         hidden=16,
         layers=1,
         weights="0:1:0.5",
-        refined=40,
     )

@@ -165,7 +165,7 @@ def test_of_many_rows_a_sample_that_the_seed_draws_is_asked_for_curvature(
     estimate = DataOwner.curvature
 
     def noted(self: DataOwner, model: nn.Module) -> Any:
-        asked.append(torch.cat([x for x, _ in self._own_curved]))
+        asked.append(torch.cat([x for x, _ in self._curved]))
         return estimate(self, model)
 
     monkeypatch.setattr(DataOwner, "curvature", noted)

@@ -239,9 +239,9 @@ def test_what_the_task_does_not_know_is_refused(tmp_path: Path) -> None:
     assert "modules.json" in refused(pairs(), folder, task="embedding")
 
 
-def test_a_refinement_of_a_sentence_transformers_folder_is_refused(tmp_path: Path) -> None:
+def test_a_removal_from_a_sentence_transformers_folder_is_refused(tmp_path: Path) -> None:
     folder = write_sentence_model(tmp_path / "model", dense=False)
     source = write_jsonl(tmp_path / "data.jsonl", pairs())
     with pytest.raises(InputError, match="a sentence-transformers folder"):
-        gm.refine(folder, {"a": str(source)}, out=tmp_path / "out", progress=False)
+        gm.remove(folder, tmp_path / "out", forget=source, keep=source, progress=False)
     assert not (tmp_path / "out").exists()

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any
-
-from torch import nn
 
 from .._version import __version__
 from ..curvature.batches import Placed
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import estimate_curvature
 from ..curvature.kronecker import KroneckerCurvature
-from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, loss_of
 from ..curvature.together import Together, parts, without
-from ..errors import InputError
 from ..processes import Processes
 from ..progress import Progress
-from ..refinement.owners import DataOwner
-from ..refinement.saving import Start
-from ..refinement.splitting import RowBatches, as_batches, rows_in, share_of_rows, split_batches, split_rows
-from ..refinement.teaching import TaughtLoss, Teacher, teacher_on_disk
-from ..tasks import LoadedTask, measure
-from ..tasks.metrics import Metrics
+from ..tasks import LoadedTask
 from .saved_sums import SavedSums
 
 
@@ -109,87 +98,4 @@ def estimate_saving(
         ),
         **options,
     )
-    return found
-
-
-def owners_in_memory(
-    model: nn.Module,
-    data: Mapping[str, Any],
-    *,
-    valid: Mapping[str, Any],
-    examples: Mapping[str, int],
-    output: ExampleLoss | None,
-    seed: int,
-    progress: Progress,
-    teachers: Mapping[str, Any],
-    teaching: float,
-) -> list[DataOwner]:
-    """The owners of batches."""
-    owners = []
-    for name, given in data.items():
-        if isinstance(given, str | Path):
-            raise InputError(f"{name}: is {type(given).__name__}, but must be batches in memory, for a module")
-        batches = as_batches(name, given)
-        if name in valid:
-            kept, held = batches, as_batches(f"valid {name}", valid[name])
-        else:
-            kept, held = split_batches(name, batches, seed)
-        more: Any = {"output": output, "seed": seed, "advance": progress.advance}
-        if name in teachers:
-            loss = TaughtLoss(output or loss_of(model, labels_of(batches[0])), teaching)
-            teacher = Teacher(name, teachers[name], loss)
-            teacher.check(model, batches[0])
-            if not isinstance(loss.given, TokenLoss):
-                progress.begin(f"teacher of {name}", rows_in(kept) + rows_in(held))
-            more["teacher"] = teacher
-        owners.append(DataOwner(name, kept, held, examples=examples.get(name), **more))
-    return owners
-
-
-def owners_on_disk(
-    start: Start,
-    data: Mapping[str, str],
-    valid: Mapping[str, str],
-    examples: Mapping[str, int],
-    seed: int,
-    progress: Progress,
-    group: Processes,
-    teachers: Mapping[str, str] = MappingProxyType({}),
-    teaching: float = 1.0,
-) -> tuple[list[DataOwner], dict[str, RowBatches], list[str]]:
-    """The owners, the rows held back of each, and notes on how rows were read; processes share the rows out."""
-    owners, back, notes = [], {}, []
-    for name, source in data.items():
-        loaded = start.with_data(source)
-        group.agree(what_all_see(loaded))
-        if name in valid:
-            apart = start.with_data(valid[name])
-            kept, held = RowBatches(loaded, range(loaded.examples)), RowBatches(apart, range(apart.examples))
-        else:
-            apart = loaded
-            rows, rows_held = split_rows(name, loaded.examples, seed)
-            kept, held = RowBatches(loaded, rows), RowBatches(loaded, rows_held)
-        stands_for = examples.get(name)
-        more: Any = {"seed": seed, "advance": progress.advance, "processes": group}
-        if name in teachers:
-            more["teacher"] = teacher_on_disk(start, name, teachers[name], TaughtLoss(loaded.output, teaching))
-            more["teacher"].check(start.model, kept[0])
-            if not isinstance(loaded.output, TokenLoss):
-                progress.begin(f"teacher of {name}", kept.count_rows + held.count_rows)
-        owners.append(DataOwner(name, kept, held, examples=stands_for, output=loaded.output, **more))
-        back[name] = held
-        told = loaded.notes if apart is loaded else loaded.notes + apart.notes
-        notes += [f"{name}: {text}" for text in told if text not in start.notes]
-    return owners, back, notes
-
-
-def metrics_of(
-    model: nn.Module, owners: Sequence[DataOwner], back: Mapping[str, RowBatches], group: Processes
-) -> dict[str, Metrics]:
-    """Task → metrics on its rows held back, of which each process runs a share."""
-    found = {}
-    for owner in owners:
-        first = group.share(owner.held).start
-        batches = share_of_rows(back[owner.name], group)
-        found[owner.name] = measure(model, batches, owner.loss_of_rows(model), None, group, first)
     return found

@@ -29,7 +29,6 @@ from . import (
     methods,
     preview,
     push,
-    refine,
     remove,
     studio,
 )
@@ -120,7 +119,6 @@ def _main(
 
 app.command("merge", short_help="Merge models, as a recipe or options say.", epilog=merge.MERGE_EXAMPLE)(merge.merge)
 app.command("remove", short_help="Take data out of a model again.", epilog=remove.EXAMPLE)(remove.remove)
-app.command("refine", short_help="Improve a merge with a few labelled rows.", epilog=refine.EXAMPLE)(refine.refine)
 app.command("extract-lora", short_help="Make a LoRA adapter of a fine-tuned model.", epilog=extract_lora.EXAMPLE)(
     extract_lora.extract_lora
 )

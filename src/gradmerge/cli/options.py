@@ -300,7 +300,7 @@ def _join(name: str, processes: bool) -> None:
         raise InputError(
             f"{name.replace('_', '-')}: runs in one process, and this is one of {place.number} (WORLD_SIZE and RANK in "
             "the environment, as torchrun and accelerate launch set them). Start it without them: on several processes "
-            "run curvature estimate, evaluate and refine."
+            "run curvature estimate or evaluate."
         )
     if place is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a process that is gone is told of below

@@ -88,28 +88,6 @@ def batch_rows(batch: Any, rows: slice | Tensor) -> Any:
     return _each(batch, lambda value: value[rows] if value.dim() and len(value) == examples else value)
 
 
-def shape_of(batch: Any) -> Any:
-    """The same of batches whose examples :func:`joined` can put together; of others it differs."""
-    examples = examples_in(batch)
-    named = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    sizes = []
-    for name, value in named:
-        if not isinstance(value, Tensor) or not value.dim() or len(value) != examples:
-            return id(batch)
-        sizes.append((name, value.dtype, value.shape[1:]))
-    return tuple(sizes)
-
-
-def joined(batches: Sequence[Any]) -> Any:
-    """The examples of several batches of one shape as one batch."""
-    first = batches[0]
-    if len(batches) == 1:
-        return first
-    if isinstance(first, Mapping):
-        return {name: torch.cat([batch[name] for batch in batches]) for name in first}
-    return tuple(torch.cat(values) for values in zip(*batches, strict=True))
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     says = str(error)
     return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in says or "out of memory" in says

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .demo_settings import BASE, REMOVED, TASKS, Settings
-from .recipes import INFLUENCE, MATCHING, NEGATION, REFINED, REMOVAL
+from .recipes import INFLUENCE, MATCHING, NEGATION, REMOVAL
 
 Command = list[str]
 
@@ -71,11 +71,6 @@ def diagnose() -> Command:
     return [*words, *_data("train"), "--batch-size", "64", "-o", "diagnose", "--force"]
 
 
-def refine(settings: Settings) -> Command:
-    words = f"gradmerge refine merged/{MATCHING}".split()
-    return [*words, *_data("train"), "--limit", str(settings.refined), "--batch-size", "64", "-o", REFINED, "--force"]
-
-
 def remove() -> Command:
     model = f"models/joint-{REMOVED}"
     measured = f"--curvature base=curvature/joint-rest --curvature {model}=curvature/joint-{REMOVED}"
@@ -105,7 +100,6 @@ def all_commands(merged: Sequence[str], settings: Settings) -> dict[str, list[Co
         "Estimate what only RegMean and FA1 use": [*map(estimate, EXTRA)],
         "Try weights on validation images": [preview(settings)],
         "Merge": [merge(name, f"merged/{name}") for name in merged],
-        f"Refine the merge with {settings.refined} images per task": [refine(settings)],
         "Evaluate on test images (other models and tasks in the same way)": [
             evaluate(f"merged/{MATCHING}", task) for task in (BASE, *TASKS)
         ],

@@ -35,7 +35,5 @@ class Settings:
     batch_size: int = 64
     hidden: int = 64
     layers: int = 2
-    refined: int = 200
-    """Images per task that the merge is refined on, those held back included."""
     weights: str = "0:1.2:0.1"
     """What the preview sweeps."""

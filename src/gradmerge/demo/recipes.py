@@ -13,7 +13,6 @@ from .stages import write_text
 TUNED = "task-arithmetic-tuned"
 MATCHING = "gradient-matching"
 REMOVAL, NEGATION, INFLUENCE = "removal", "negation", "influence"
-REFINED = f"refined/{MATCHING}"
 
 
 def _models(measured: str | None = None) -> list[dict[str, str]]:

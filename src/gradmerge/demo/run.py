@@ -18,7 +18,6 @@ from ..api.diagnosing import diagnose
 from ..api.estimating import estimate_curvature
 from ..api.merging import merge
 from ..api.previewing import preview
-from ..api.refining import refine
 from ..api.removing import remove
 from ..engine.workers import one_thread_each
 from ..progress import NoProgress, Progress
@@ -27,7 +26,7 @@ from . import commands, recipes, tables
 from .commands import Command, EstimateRun, data_of
 from .demo_settings import BASE, REMOVED, TASKS, Settings
 from .digits import load_digits, write_data
-from .recipes import INFLUENCE, MATCHING, NEGATION, REFINED, REMOVAL, TUNED
+from .recipes import INFLUENCE, MATCHING, NEGATION, REMOVAL, TUNED
 from .stages import Advance, Stage, Stages, claimed, run_all, whole_folder, write_text
 from .training import distances, measured_rows, steps_of, train
 
@@ -138,8 +137,6 @@ class _Work:
         needs = ["data", *models, *curvature, f"recipes/{MATCHING}.yml"]
         yield Stage("preview", self._preview, needs, commands.preview(self.settings), 30 * EVALUATION_STEPS)
         tuned = [*models, "preview"]
-        refined = ["data", f"merged/{MATCHING}"]
-        yield Stage(REFINED, self._refine, refined, commands.refine(self.settings), 60 * EVALUATION_STEPS)
         yield from _merge(TUNED, f"merged/{TUNED}", tuned, lambda: recipes.task_arithmetic(_best_weight()), "preview")
 
     def _preview(self, advance: Advance) -> None:
@@ -156,18 +153,6 @@ class _Work:
             command=shlex.join(commands.preview(self.settings)),
         )
 
-    def _refine(self, advance: Advance) -> None:
-        refine(
-            f"merged/{MATCHING}",
-            data_of("train"),
-            out=REFINED,
-            limit=self.settings.refined,
-            batch_size=64,
-            device="cpu",
-            force=True,
-            progress=False,
-        )
-
     def _removing(self) -> Iterator[Stage]:
         models = ["models/joint", f"models/joint-{REMOVED}"]
         needs = [*models, *(asked.out for asked in commands.FOR_REMOVAL)]
@@ -178,7 +163,7 @@ class _Work:
     def _reporting(self) -> Iterator[Stage]:
         yield Stage("diagnose", _diagnose, [f"merged/{MATCHING}", "models/joint", "data"], commands.diagnose(), 200)
         models = [f"models/{name}" for name in ("base", *TASKS, "joint", f"without-{REMOVED}")]
-        models += [*(f"merged/{name}" for name in self.merged), REFINED]
+        models += [*(f"merged/{name}" for name in self.merged)]
         models += [f"removed/{name}" for name in (NEGATION, REMOVAL, INFLUENCE)]
         needs = ["data", *models, "preview"]
         yield Stage("results.json", partial(self._score, models), needs, steps=EVALUATION_STEPS * len(models))
@@ -188,7 +173,7 @@ class _Work:
     def _score(self, models: Sequence[str], advance: Advance) -> None:
         found = measured_rows(models, tables.EVERY, lambda done: advance(done * EVALUATION_STEPS))
         weight = _best_weight()
-        merges = tables.merge_rows(found, self.merged, weight, self.settings.refined)
+        merges = tables.merge_rows(found, self.merged, weight)
         target = f"models/without-{REMOVED}"
         taken_out = ["models/joint", *(model for model in models if model.startswith("removed/")), target]
         removals = tables.removal_rows(found, distances(taken_out, target, REMOVED))
@@ -198,7 +183,6 @@ class _Work:
                 "train": self.settings.train,
                 "valid": self.settings.valid,
                 "test": self.settings.test,
-                "refined": self.settings.refined,
             },
             "tuned_weight": weight,
             "preview": _previewed(),

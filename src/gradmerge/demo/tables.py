@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..tasks.uncertainty import difference, standard_error
 from .demo_settings import BASE, REMOVED, TASKS
-from .recipes import INFLUENCE, MATCHING, NEGATION, REFINED, REMOVAL, TUNED
+from .recipes import INFLUENCE, MATCHING, NEGATION, REMOVAL, TUNED
 
 EVERY = (BASE, *TASKS)
 REST = tuple(task for task in EVERY if task != REMOVED)
@@ -44,8 +44,8 @@ class TableRow:
     """Of removals: mean KL(target ‖ model) on the removed task."""
 
 
-def merge_rows(found: Found, merged: Sequence[str], weight: float, refined: int) -> list[TableRow]:
-    """The base, the tuned models, every merge, one of them refined, and the model trained on everything."""
+def merge_rows(found: Found, merged: Sequence[str], weight: float) -> list[TableRow]:
+    """The base, the tuned models, every merge, and the model trained on everything."""
     names = {
         "task-arithmetic": "task-arithmetic, weight 1",
         TUNED: f"task-arithmetic, tuned: {weight:g}",
@@ -53,7 +53,7 @@ def merge_rows(found: Found, merged: Sequence[str], weight: float, refined: int)
     }
     rows = [("base", "models/base"), *((f"tuned on {task}", f"models/{task}") for task in TASKS)]
     rows += [(names.get(name, name), f"merged/{name}") for name in merged]
-    rows += [(f"the last, refined on {refined} images per task", REFINED), ("trained on all (target)", "models/joint")]
+    rows += [("trained on all (target)", "models/joint")]
     made = _rows(rows, found, EVERY)
     merges = [row.folder for row in made if row.folder.startswith("merged/")]
     best = max(merges, key=lambda folder: float(_by_digit(found[folder], EVERY).mean()))
@@ -167,9 +167,8 @@ images: those marked `tied` differ from the `best` by no more than two standard 
 
 Every method has its default options, and weight 1 where nothing else is said. The tuned weight of task arithmetic is
 the best of the preview on {images["valid"]} validation images per task; the other rows have seen no labels but those of
-the training images, and the refined one {images["refined"]} per task of these again. `slerp` takes two models only, and
-`weighted-average` with equal weights is `average`. With `reduction: mean` nothing would change, as every task has the
-same number of images.
+the training images. `slerp` takes two models only, and `weighted-average` with equal weights is `average`. With
+`reduction: mean` nothing would change, as every task has the same number of images.
 
 ## How much the weight matters
 
@@ -196,7 +195,6 @@ should stay.
 | `models/` | the base, the tuned models, and those trained on several tasks |
 | `curvature/`, `gram/`, `curvature-at-delta/` | what was estimated for them |
 | `recipes/`, `merged/`, `removed/` | recipes, and the models that they make |
-| `refined/` | the merge by gradient matching, refined, with a report |
 | `preview/report.html` | accuracy over the weight, on validation images |
 | `diagnose/report.html` | what the merge costs, in which layers, beside the jointly trained model |
 | `commands.sh` | the commands that repeat each step; run them in this folder |

@@ -1,1 +1,1 @@
-"""Refinement: from a merge on towards the jointly trained model, by the gradients of every task on a few rows."""
+"""Removal without a fine-tuned model: steps along influence functions."""

@@ -30,7 +30,7 @@ from ..tasks.metrics import ratio_rows
 from ..tasks.uncertainty import standard_errors
 from ..text import Measured
 from .basis import Basis
-from .owners import Owner
+from .owners import DataOwner
 from .points import Point, copied, dot, set_weights, trained, unit, weighted
 
 #: λ, as a multiple of the mean of S.
@@ -101,7 +101,7 @@ class InfluenceRemoval(Displayed):
         error = self.standard_errors.get("used", {}).get("kept")
         return f"{100 * self.used:+.3g}{'' if error is None else f' ± {100 * error:.2g}'} %"
 
-    def measure(self, forget: Owner, keep: Owner) -> None:
+    def measure(self, forget: DataOwner, keep: DataOwner) -> None:
         """Take the losses after the removal anew, as the model is now."""
         walk = _Walk(self.model, forget, keep, held=self.budget is not None)
         self.after = replace(walk.trials(None, [0.0])[0], s=self.after.s)
@@ -147,8 +147,8 @@ class InfluenceRemoval(Displayed):
 
 def remove_influence(
     model: nn.Module,
-    forget: Owner,
-    keep: Owner,
+    forget: DataOwner,
+    keep: DataOwner,
     *,
     budget: float | None,
     rounds: int = 1,
@@ -204,7 +204,7 @@ def remove_influence(
 class _Walk:
     """A model that moves, and what is lost on the way."""
 
-    def __init__(self, model: nn.Module, forget: Owner, keep: Owner, *, held: bool) -> None:
+    def __init__(self, model: nn.Module, forget: DataOwner, keep: DataOwner, *, held: bool) -> None:
         self.model, self.forget, self.keep, self.held = model, forget, keep, held
 
     def kept(self, step: Point | None = None, lengths: Sequence[float] = (0.0,)) -> list[float]:

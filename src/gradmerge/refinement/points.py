@@ -16,10 +16,10 @@ Point = Mapping[str, Tensor]
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are refined."""
+    """The parameters with ``requires_grad=True``."""
     found = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
     if not found:
-        raise InputError("the model has no parameter with requires_grad=True: there is nothing to refine")
+        raise InputError("the model has no parameter with requires_grad=True: there is nothing to change")
     return found
 
 

@@ -154,7 +154,7 @@ def write_folder(
         staging: Where the folder comes about.
         start: The model, as it is to be written.
         changed: Names of parameters; all others are copied.
-        what: The key of the record that ``facts`` go under: ``refinement`` or ``removal``.
+        what: The key of the record that ``facts`` go under.
         facts: What was done.
         card: The text of the model card, in Markdown, below its title.
         measured: Evaluations of the result, for the card and the record.

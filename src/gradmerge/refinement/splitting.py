@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..curvature.batches import batch_rows, examples_in, values_of
 from ..errors import InputError
-from ..processes import Processes
 from ..quiet import quiet_transformers
 from ..tasks import LoadedTask
 
@@ -25,8 +24,7 @@ def split_rows(name: str, count: int, seed: int) -> tuple[list[int], list[int]]:
     """The places of a task's rows, in their order, and of a tenth that is held back, drawn by the seed and the name."""
     if count < 2:
         raise InputError(
-            f"{name}: has {count} row{'s' if count != 1 else ''}, so that no validation row would be left beside what "
-            f"is learned from. Give more rows, or validation rows: --valid {name}=SRC"
+            f"{name}: has {count} row{'s' if count != 1 else ''}, but at least two are needed, one of them held out"
         )
     key = hashlib.sha256(f"gradmerge held back {seed} {name}".encode()).digest()
     order = torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))).tolist()
@@ -101,13 +99,6 @@ class RowBatches(Sequence[Any]):
 def rows_in(batches: Sequence[Any]) -> int:
     """How many rows there are in all; those of loaded data are not made for it."""
     return batches.count_rows if isinstance(batches, RowBatches) else sum(map(examples_in, batches))
-
-
-def share_of_rows(batches: Sequence[Any], processes: Processes) -> Sequence[Any]:
-    """The batches of this process's rows."""
-    if processes.count == 1 or not isinstance(batches, RowBatches):
-        return batches
-    return batches.part(processes.share(batches.count_rows))
 
 
 def _nbytes(batch: Any) -> int:

@@ -235,7 +235,7 @@ class PriorAdamW(torch.optim.AdamW):
         return skipped.eq(0) * (rate.to(skipped.device) if isinstance(rate, Tensor) else rate)
 
     def record_penalty(self, folder: str | Path, mean_over: float, model: nn.Module | None = None) -> None:
-        """Record beside a saved model what it was tuned under, where merges, and refinement, look for it.
+        """Record beside a saved model what it was tuned under, where merges look for it.
 
         Writes `gradmerge_penalty.json`, and where P is no multiple of the identity a folder `penalty/` with it.
 

@@ -1,1 +1,0 @@
-"""From a merge towards joint training with a few rows per task: refinement, on sentiment and on images."""
