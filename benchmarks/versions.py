@@ -5,7 +5,7 @@
 
 Each repeat runs every case once per version, and the versions take turns at going first. A ratio is one of medians:
 of the time by the clock, and of the processors' time, which other work on the machine disturbs less. Both versions must
-write the same bytes of weights. `--durable` times this version's own option as well.
+write the same bytes of weights.
 """
 
 from __future__ import annotations
@@ -56,14 +56,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=22, help="layers of the model; 22 are 1.1 B parameters")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cases", default=",".join(CASES), help=f"comma-separated, of {', '.join(CASES)}")
-    parser.add_argument("--durable", action="store_true", help="also time --durable")
     parser.add_argument("--json", type=Path, help="where to write the measurements")
     args = parser.parse_args()
     models = make_models(args.data.resolve(), args.layers)
     cases = args.cases.split(",")
     curvature = list(make_curvature(args.data.resolve(), args.layers)) if "gradient-matching" in cases else []
     out = args.data.resolve() / "out"
-    sides = {"before": args.before.resolve(), "after": HERE} | ({"durable": HERE} if args.durable else {})
+    sides = {"before": args.before.resolve(), "after": HERE}
     results: list[dict[str, Any]] = []
     for case in cases:
         words = command(case, models, curvature, out)
@@ -73,8 +72,7 @@ def main() -> None:
         for repeat in range(args.repeats):
             written = {}
             for side in sorted(sides, reverse=repeat % 2 == 1):
-                more = ["--durable"] if side == "durable" else []
-                wall, busy, written[side] = timed([*words, *more], sides[side], out)
+                wall, busy, written[side] = timed(words, sides[side], out)
                 seconds[side].append(round(wall, 4))
                 processor[side].append(round(busy, 4))
             if any(content != written["after"] for content in written.values()):

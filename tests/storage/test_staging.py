@@ -264,20 +264,3 @@ def test_a_file_system_without_locks_is_told_of_and_written_to(
     with Staging(tmp_path / "out", "merge") as staging:
         fill(staging.folder, "x")
     assert len(staging.notes) == 1 and names(tmp_path / "out") == ["file"]
-
-
-def test_durable_has_everything_on_the_disk_before_and_after_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed: list[tuple[str, bool]] = []
-
-    def fsync(descriptor: int) -> None:
-        place = Path(f"/proc/self/fd/{descriptor}").readlink()
-        flushed.append((place.name, (tmp_path / "out").exists()))
-
-    monkeypatch.setattr("os.fsync", fsync)
-    with Staging(tmp_path / "out", "merge", durable=True) as staging:
-        fill(staging.folder / "inner", "x")
-    before = {name for name, renamed in flushed if not renamed}
-    assert before == {"out.gradmerge-partial", "inner", "file"}
-    assert [name for name, renamed in flushed if renamed] == [tmp_path.name]

@@ -117,7 +117,6 @@ def estimate_curvature(
     shard_size: int = 5_000_000_000,
     resume: bool = False,
     force: bool = False,
-    durable: bool = False,
     save_every: float = SAVE_EVERY,
     processes: bool = False,
     sums: str | None = None,
@@ -152,7 +151,6 @@ def estimate_curvature(
         at_delta: On disk: a base, to estimate at MODEL − BASE, for ``fa1``.
         precision, shard_size, force: On disk: as of :meth:`Curvature.save`.
         resume: On disk: go on with a run that was stopped, from the sums that it saved every ``save_every`` seconds.
-        durable: On disk: have the folder on the disk before it gets its name.
         processes: On disk: divide the rows over the processes that torchrun or `accelerate launch` has started, all of
             which must call this alike; the first writes. Without it every process is on its own, as with a module: add
             the curvature of its batches to that of the others.
@@ -172,7 +170,7 @@ def estimate_curvature(
     """
     of_modules: Any = {"output": output, "start": start, "each_batch": each_batch, "trial": trial}
     of_disk: Any = {"out": out, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
-    of_disk |= {"resume": resume, "force": force, "durable": durable, "save_every": save_every}
+    of_disk |= {"resume": resume, "force": force, "save_every": save_every}
     of_disk |= {"processes": processes, "shard": shard}
     if kind is not None and structure not in ("diagonal", kind):
         raise InputError(f"structure {structure!r} and kind {kind!r} are two names of one option: give one of them")
@@ -229,7 +227,6 @@ def estimate_to_disk(
     shard_size: int = 5_000_000_000,
     resume: bool = False,
     force: bool = False,
-    durable: bool = False,
     progress: bool | Progress = True,
     save_every: float = SAVE_EVERY,
     processes: bool = False,
@@ -259,7 +256,6 @@ def estimate_to_disk(
                 resume=resume,
                 reads=[*models, *data],
                 inside=model_paths(model),
-                durable=durable,
             )
         with place as staging:
             saved = SavedSums(staging) if staging is not None else None

@@ -28,7 +28,6 @@ def extract_lora(
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     dequantize: bool = False,
-    durable: bool = False,
     progress: bool | Progress = True,
 ) -> MergeResult:
     """Write what fine-tuning changed as a PEFT LoRA adapter of the base, streamed one matrix at a time.
@@ -51,7 +50,6 @@ def extract_lora(
         allow_pickle: Also read .bin and .pt checkpoints, of which only the tensors are taken.
         allow_config: Keys in which configs may differ although they make another function of the weights.
         dequantize: Read codes of fp8 and bitsandbytes as the numbers that they stand for.
-        durable: Have the folder on the disk before it gets its name.
         progress: A bar on long work; False for none; or what is told how far it is, in bytes.
 
     Returns:
@@ -78,6 +76,5 @@ def extract_lora(
         allow_pickle=allow_pickle,
         allow_config=allow_config,
         dequantize=dequantize,
-        durable=durable,
         progress=progress,
     )

@@ -78,7 +78,6 @@ def merge(
     dequantize: bool = False,
     allow_nonfinite: bool = False,
     accept_untrusted: bool = False,
-    durable: bool = False,
     engine: str = "local",
     workers: int | None = None,
     ray_address: str | None = None,
@@ -103,7 +102,6 @@ def merge(
         dequantize: Read quantised models (fp8 with scales, bitsandbytes) as the numbers that their codes stand for.
         allow_nonfinite: Go on when weights are NaN or infinite.
         accept_untrusted: Write a removal although its step is too long to be trusted.
-        durable: Have the folder on the disk before it gets its name.
         engine: ``local``, or ``ray`` to have workers of a Ray cluster share the work, with the same bytes in the end.
             Inputs and ``out`` are then on file systems that all machines of the cluster have under the same paths.
         workers: On Ray, how many; by default as many as the cluster has room for.
@@ -133,7 +131,6 @@ def merge(
         "resume": resume,
         "allow_nonfinite": allow_nonfinite,
         "accept_untrusted": accept_untrusted,
-        "durable": durable,
     }
     allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     with contextlib.ExitStack() as stack:

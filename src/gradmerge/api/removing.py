@@ -70,7 +70,6 @@ def remove(
     seed: int = 0,
     output: str | ExampleLoss | None = None,
     force: bool = False,
-    durable: bool = False,
     progress: bool | Progress = True,
     command: str | None = None,
     **loading: Any,
@@ -99,7 +98,6 @@ def remove(
         seed: Of the rows that are held back, of the sample for curvature, and of labels that are drawn for it.
         output: For a module: what its output means, as of :func:`gradmerge.estimate_curvature`.
         force: Replace ``out`` if gradmerge wrote it, or it is empty.
-        durable: Have the folder on the disk before it gets its name.
         progress: A bar on long work; False for none; or what is told how far it is, in rounds.
         command: What a user would type to repeat this, for the report.
         loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says.
@@ -126,7 +124,7 @@ def remove(
         tuned = [{"model": name, "weight": sign * strength} for name, strength in strengths.items()]
         recipe = {"method": METHODS[method], "base": str(base), "models": tuned}
         device = "cpu" if options["device"] == "auto" else options["device"]
-        return merge(recipe, out, device=device, force=force, durable=durable, progress=progress)
+        return merge(recipe, out, device=device, force=force, progress=progress)
     if models is not None:
         raise InputError("influence needs no tuned models: give forget and keep, or another method")
     if forget is None or keep is None:
@@ -152,7 +150,7 @@ def remove(
         if out is None:
             raise InputError("out is None, but must be the folder to write, for a model on disk")
         given = str(base), Path(out), str(forget), str(keep), options
-        return _on_disk(*given, asked, told, command, force=force, durable=durable)
+        return _on_disk(*given, asked, told, command, force=force)
 
 
 def read_budget(budget: float | str) -> float:
@@ -196,12 +194,11 @@ def _on_disk(
     progress: Progress,
     command: str | None,
     force: bool,
-    durable: bool,
 ) -> InfluenceRemoval:
     begun = time.perf_counter()
     models = [path for reference in (base, options["tokenizer"]) for path in model_paths(reference)]
     data = [path for source in (forget, keep) for path in data_paths(source)]
-    staged = Staging(out, "removal", reads=[*models, *data], force=force, durable=durable)
+    staged = Staging(out, "removal", reads=[*models, *data], force=force)
     with staged as staging, opened_start(base, options) as start:
         files = state_of(models) + state_of(data, deep=True)
         goes, stays = start.with_data(forget), start.with_data(keep)

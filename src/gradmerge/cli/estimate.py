@@ -23,7 +23,7 @@ from .options import (
     Printing,
     on_processes,
 )
-from .output import Durable, Notes, heavy_imports, memory_of, print_json, print_notes, progress
+from .output import Notes, heavy_imports, memory_of, print_json, print_notes, progress
 from .streams import say
 
 EXAMPLE = (
@@ -80,7 +80,6 @@ class EstimateOptions:
         bool, typer.Option("--resume", help="Go on with a run that was stopped; it saves its work every few minutes.")
     ] = False
     force: Force = False
-    durable: Durable = False
 
 
 @on_processes
@@ -105,7 +104,7 @@ def estimate(
             from ..api.dry_run import dry_run_estimate
             from .dry_run import print_estimate
 
-        for name in ("seed", "resume", "force", "durable", "shard"):
+        for name in ("seed", "resume", "force", "shard"):
             del given[name]
         print_estimate(*dry_run_estimate(model, data, out, **given), printing.json)
         return

@@ -9,7 +9,7 @@ import typer
 
 from ..text import one_line, size
 from .options import Force, Model, Printing, RecipeOptions, command
-from .output import Durable, heavy_imports, note, print_json, print_table, progress
+from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
 EXAMPLE = (
@@ -40,7 +40,6 @@ def extract_lora(
     ] = "auto",
     force: Force = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with work that was killed.")] = False,
-    durable: Durable = False,
     options: RecipeOptions,
     printing: Printing,
 ) -> None:
@@ -64,7 +63,6 @@ def extract_lora(
             dtype=dtype,
             force=force,
             resume=resume,
-            durable=durable,
             progress=shown,
             **options.as_keywords(),
         )

@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..text import size
 from .completion import method_names, words_of
 from .options import VARIABLES, DryRun, Force, Printing, RecipeOptions, Settings, command, from_environment
-from .output import Durable, heavy_imports, note, print_json, progress
+from .output import heavy_imports, note, print_json, progress
 from .streams import say
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ class MergeOptions(RecipeOptions):
     accept_untrusted: Annotated[
         bool, typer.Option("--accept-untrusted", help="Write a removal whose step is too long to be trusted.")
     ] = False
-    durable: Durable = False
     engine: Annotated[
         str,
         typer.Option(

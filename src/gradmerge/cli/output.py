@@ -43,11 +43,6 @@ AllowConfig = Annotated[
     ),
 ]
 
-Durable = Annotated[
-    bool,
-    typer.Option("--durable", help="Wait until all is on the disk before OUT gets its name: safe against power loss."),
-]
-
 
 @contextlib.contextmanager
 def guarded(debug: bool, as_json: bool = False) -> Iterator[None]:

@@ -85,7 +85,7 @@ def remove(
     by_influence |= {"--budget": budget != "2%", "--rounds": rounds != 8, "--widest": widest != 16384}
     by_influence |= {"--seed": seed}
     by_models: dict[str, Any] = {"--model": model, "--curvature": curvature, "--set": set_, "--dry-run": dry_run}
-    by_models |= {"--strength": strength != 1.0, **_given(options, MergeOptions, ("force", "durable"))}
+    by_models |= {"--strength": strength != 1.0, **_given(options, MergeOptions, ("force",))}
     if method == "influence":
         if wrong := [name for name, value in by_models.items() if value]:
             raise InputError(f"{wrong[0]} is for removal with tuned models (--model), not for --forget and --keep")
@@ -150,7 +150,6 @@ def _by_influence(
             **given,
             seed=seed,
             force=options.force,
-            durable=options.durable,
             progress=shown,
             command=shlex.join([*typed, "-o", str(out)]),
             **loading.as_keywords(),

@@ -68,7 +68,7 @@ class OpenOrder:
     def __init__(self, order: Order, here: bool) -> None:
         """``here``: on the driver's own machine."""
         allow_many_files()
-        self._order, self._durable = order, not here
+        self._order, self._sync = order, not here
         recipe = make_recipe(order.recipe, folder=Path(order.folder))
         recipe = recipe.with_made({name: Path(place) for name, place in order.made.items()})
         self.plan = open_plan(recipe, **order.allowed)
@@ -132,7 +132,7 @@ class OpenOrder:
             )
         finally:
             # A machine that fails takes what it has not yet sent to the disk with it.
-            self._files.close(durable=self._durable)
+            self._files.close(sync=self._sync)
         return [records[number] for number in range(len(units))], counting.counts if counting is not None else {}
 
     def close(self) -> None:

@@ -51,9 +51,9 @@ class WeightFiles:
             self.writers[1].write(name, start, bytes_of(block.precision.contiguous()))
         return block.records(self._sources)
 
-    def close(self, *, durable: bool = False) -> None:
+    def close(self, *, sync: bool = False) -> None:
         for writer in self.writers:
-            writer.close(durable=durable)
+            writer.close(sync=sync)
 
 
 class Target:

@@ -45,7 +45,6 @@ def merge_to_adapter(
     resume: bool = False,
     allow_nonfinite: bool = False,
     accept_untrusted: bool = False,
-    durable: bool = False,
     progress: Progress | None = None,
 ) -> MergeResult:
     """Run the plan of a recipe and write what it changes of the base as a PEFT LoRA adapter, in these steps:
@@ -74,9 +73,7 @@ def merge_to_adapter(
         job if job.rule is None else replace(job, info=TensorInfo("F64", job.info.shape), compute=torch.float64)
         for job in plan.jobs
     ]
-    with Staging(
-        out, "merge", force=force, resume=resume, reads=[*recipe_paths(recipe), *files], durable=durable
-    ) as at:
+    with Staging(out, "merge", force=force, resume=resume, reads=[*recipe_paths(recipe), *files]) as at:
         at.keep = resume
         journal = journal_in(at, fingerprint, resume)
         timings = {"statistics": 0.0, "merge": 0.0, "total": 0.0}

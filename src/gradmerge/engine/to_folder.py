@@ -80,7 +80,6 @@ def merge_to_folder(
     resume: bool = False,
     allow_nonfinite: bool = False,
     accept_untrusted: bool = False,
-    durable: bool = False,
     progress: Progress | None = None,
     cluster: RayCluster | None = None,
 ) -> MergeResult:
@@ -108,7 +107,7 @@ def merge_to_folder(
         return result
 
     reads = [*recipe_paths(recipe), *files]
-    with Staging(out, "merge", force=force, resume=resume, reads=reads, durable=durable) as staging:
+    with Staging(out, "merge", force=force, resume=resume, reads=reads) as staging:
         staging.keep = resume
         journal = journal_in(staging, fingerprint, resume)
         plan.note(staging.notes)

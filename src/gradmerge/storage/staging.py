@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import shutil
-import stat
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -50,8 +49,8 @@ class Staging:
 
     ``kind`` says in a few words what is written. One process at a time may hold it. ``resume`` goes on with what an
     earlier, killed process of the same kind left there. ``reads`` is everything that is read: OUT may not be, hold or
-    lie in any of it, but for the folders in ``inside``. ``durable`` has everything on the disk before the rename. If an
-    error ends the block, what was written is removed, unless ``keep`` was set.
+    lie in any of it, but for the folders in ``inside``. If an error ends the block, what was
+    written is removed, unless ``keep`` was set.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class Staging:
         resume: bool = False,
         reads: Iterable[Path] = (),
         inside: Iterable[Path] = (),
-        durable: bool = False,
     ) -> None:
         out = place_of(out)
         self.upload: Upload | None = None
@@ -76,7 +74,7 @@ class Staging:
         if not self.out.name:
             raise InputError(f"{out}: not a place to write to; name a new folder")
         beside = self.out if self.upload is None else self.upload.beside
-        self.kind, self.force, self.durable = kind, force, durable
+        self.kind, self.force = kind, force
         self.keep = False
         """Whether an error leaves what was written, for a later run to go on with."""
         self.temporary = False
@@ -221,12 +219,6 @@ class Staging:
         replaces = self.out.exists() and self.force
         try:
             (self.folder / MARK).unlink(missing_ok=True)
-            if self.durable:
-                _flush(self.folder)
-        except OSError as error:
-            self._unlock()
-            raise MachineError(f"{self.folder}: cannot be flushed to the disk: {error.strerror}") from error
-        try:
             if replaces:
                 self.out.rename(self._replaced)
             try:
@@ -235,8 +227,6 @@ class Staging:
                 if replaces:
                     self._replaced.rename(self.out)
                 raise
-            if self.durable:
-                _flush_one(self.out.parent)
         except OSError as error:
             raise MachineError(
                 f"{self.out}: the result cannot be given this name: {error.strerror}. It is complete in {self.folder}."
@@ -343,21 +333,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _flush(folder: Path) -> None:
-    """Have all files of a folder, and the folders themselves, written to the disk."""
-    for path in (*folder.rglob("*"), folder):
-        if stat.S_ISREG(mode := path.lstat().st_mode) or stat.S_ISDIR(mode):
-            _flush_one(path)
-
-
-def _flush_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cannot_write(path: Path, error: OSError) -> InputError | MachineError:

@@ -138,10 +138,10 @@ class TensorWriter:
         self.gone.add(filename)
         self._files.close_one(filename)
 
-    def close(self, *, durable: bool = False) -> None:
-        """Close the files; with ``durable``, once all that was written is on the disk."""
+    def close(self, *, sync: bool = False) -> None:
+        """Close the files; with ``sync``, flush them to the disk first."""
         try:
-            self._files.close(durable)
+            self._files.close(sync)
         except OSError as error:
             raise MachineError(f"{self.folder}: writing failed: {error.strerror}") from error
 
@@ -185,9 +185,9 @@ class _OpenFiles:
             if name in self._fds:
                 os.close(self._fds.pop(name))
 
-    def close(self, durable: bool = False) -> None:
+    def close(self, sync: bool = False) -> None:
         with self._lock:
-            for fd in self._fds.values() if durable else ():
+            for fd in self._fds.values() if sync else ():
                 os.fsync(fd)
             self._close_idle(0)
 
