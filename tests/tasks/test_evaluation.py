@@ -13,7 +13,7 @@ import torch
 
 import gradmerge as gm
 from gradmerge.curvature.losses import LOSSES, MASKED
-from gradmerge.tasks import LoadedTask, evaluate, evaluate_model, load_task
+from gradmerge.tasks import LoadedTask, evaluate, load_task, measure
 from tests.tasks import slow
 from tests.tasks.making import (
     WORDS,
@@ -137,7 +137,7 @@ def test_regression(place: Path) -> None:
 def test_what_is_not_defined_is_none() -> None:
     model = torch.nn.Linear(2, 1)
     inputs = torch.randn(4, 2)
-    got = evaluate_model(model, [(inputs, torch.ones(4, 1))], LOSSES["squared"])
+    got = measure(model, [(inputs, torch.ones(4, 1))], LOSSES["squared"]).summary()
     assert got["r2"] is None
     assert got["pearson_r"] is None
     assert got["mse"] is not None
@@ -337,13 +337,14 @@ def test_a_model_in_memory_keeps_its_mode_and_batches_may_be_tuples() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.9)).train()
     inputs, labels = torch.randn(10, 4), torch.randint(0, 3, (10,))
     seen: list[int] = []
-    got = evaluate_model(model, [(inputs[:6], labels[:6]), (inputs[6:], labels[6:])], LOSSES["classes"], seen.append)
+    batches = [(inputs[:6], labels[:6]), (inputs[6:], labels[6:])]
+    got = measure(model, batches, LOSSES["classes"], seen.append).summary()
     assert model.training
     assert seen == [6, 4]
     told = model[0](inputs).argmax(-1).tolist()
     assert got["accuracy"] == sum(a == b for a, b in zip(told, labels.tolist(), strict=True)) / 10
     with pytest.raises(gm.InputError, match="no batches"):
-        evaluate_model(model, [], LOSSES["classes"])
+        measure(model, [], LOSSES["classes"])
     model[0].weight.data.fill_(math.nan)
     with pytest.raises(gm.InputError, match="example 1: the model's loss is not finite"):
-        evaluate_model(model, [(inputs, labels)], LOSSES["classes"])
+        measure(model, [(inputs, labels)], LOSSES["classes"])

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from gradmerge.errors import InputError
-from gradmerge.tasks import TASKS, evaluate, load_model, load_task
-from gradmerge.tasks.models import model_with
+from gradmerge.tasks import evaluate, load_model, load_task
+from gradmerge.tasks.models import TASKS, model_with
 from gradmerge.tasks.tokens import length_of, positions_of
 from tests.tasks.making import (
     VOCABULARY,

@@ -1,6 +1,5 @@
 """The recipe: what to merge and how."""
 
-from ..safe_yaml import parse_yaml
 from .documents import check_penalty, load_recipe, make_recipe
 from .rule_options import check_options
 from .schema import Base, Model, Output, Recipe, Slice, SliceModel
@@ -10,5 +9,5 @@ from .varying import Case, Varying, in_words, leaves, mapped, plain, spread_over
 
 __all__ = ["NONE", "ZERO", "Base", "Case", "CurvatureSource", "Identity", "MeanTimes", "Model", "ModelToken", "Output"]
 __all__ += ["Recipe", "Slice", "SliceModel", "TokenRule", "TokenizerChoice", "Varying", "check_options"]
-__all__ += ["check_penalty", "in_words", "leaves", "load_recipe", "make_recipe", "mapped", "parse_yaml", "plain"]
+__all__ += ["check_penalty", "in_words", "leaves", "load_recipe", "make_recipe", "mapped", "plain"]
 __all__ += ["reduction_factor", "spread_over_layers", "value_at"]

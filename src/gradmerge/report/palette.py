@@ -133,13 +133,6 @@ def marker_of(place: int) -> str:
     return MARKERS[place % len(MARKERS)]
 
 
-def luminance(colour: str) -> float:
-    """Relative luminance as WCAG defines it, 0 to 1."""
-    channels = (value / 255 for value in bytes.fromhex(colour.removeprefix("#")))
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
 def variables() -> str:
     """The colours as CSS variables. A printed page is light."""
 

@@ -233,14 +233,12 @@ def reply(said: Any) -> str:
     return f'<span class="gm-reply {kind}"><b>{sign}</b>{text}{sure}</span>'
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "", empty: str = "") -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
     """A table of cells that are HTML already; on a phone every row is a card, so each cell names its column."""
     made = [
         "<tr>" + "".join(f'<td data-of="{esc(c)}">{cell}</td>' for c, cell in zip(columns, row, strict=True)) + "</tr>"
         for row in rows
     ]
-    if not made:
-        return f'<p class="gm-empty">{esc(empty)}</p>'
     head = "".join(f"<th>{esc(column)}</th>" for column in columns)
     whole = f"<thead><tr>{head}</tr></thead><tbody>{''.join(made)}</tbody>"
     return f'<div class="gm-scroll"><table class="gm-table {kind}">{whole}</table></div>'

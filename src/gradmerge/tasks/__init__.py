@@ -1,15 +1,14 @@
 """What a data set, a loss and a metric are: for classification, language models, text to text, images, embeddings."""
 
 from .columns import parse_columns
-from .evaluation import evaluate, evaluate_model, measure
+from .evaluation import evaluate, measure
 from .loading import LargeLoading, LoadedTask, Loading, complete, complete_large, load_task, with_data
 from .metrics import MEANINGS
-from .models import TASKS, LoadingInfo, load_model
+from .models import LoadingInfo, load_model
 from .text_metrics import Generation
 
 __all__ = [
     "MEANINGS",
-    "TASKS",
     "Generation",
     "LargeLoading",
     "LoadedTask",
@@ -18,7 +17,6 @@ __all__ = [
     "complete",
     "complete_large",
     "evaluate",
-    "evaluate_model",
     "load_model",
     "load_task",
     "measure",

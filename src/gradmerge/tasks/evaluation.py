@@ -50,17 +50,6 @@ def with_written(metrics: dict[str, Any], written: Mapping[str, Tensor]) -> dict
     return {name: rows.mean().item() for name, rows in written.items()} | metrics | {"standard_errors": errors}
 
 
-def evaluate_model(
-    model: nn.Module, batches: Iterable[Any], output: ExampleLoss, advance: Advance | None = None
-) -> dict[str, Any]:
-    """The metrics of a model on batches: keyword arguments with "labels", or sequences that end with the labels.
-
-    The model is run in eval mode and left in the mode it was in. ``MEANINGS`` of `metrics` says what each number is;
-    `standard_errors` has how sure each is.
-    """
-    return measure(model, batches, output, advance).summary()
-
-
 def measure(
     model: nn.Module,
     batches: Iterable[Any],
@@ -69,7 +58,10 @@ def measure(
     processes: Processes = ALONE,
     first: int = 0,
 ) -> Metrics:
-    """The same with the numbers of every example: ``numbers()``, ``rows()``, and ``summary()`` of both.
+    """Measure a model on batches: keyword arguments with "labels", or sequences that end with the labels.
+
+    The model is in eval mode during the evaluation. The result has ``numbers()``, ``rows()`` with one number per
+    example, and ``summary()``, the metrics with their standard errors.
 
     ``first`` is the place in the data where the batches of this process begin; what it gets are the metrics of all.
     """

@@ -156,8 +156,6 @@ def load_task(
     model_reference: str | Path,
     source: str | Path,
     *,
-    split: str | None = None,
-    adapter_apart: bool = False,
     shard: bool = False,
     gradients: bool = False,
     beside: int = 0,
@@ -167,19 +165,18 @@ def load_task(
 
     ``model_reference`` is a folder, a Hub id (`org/name@revision`) or a PEFT adapter folder; ``source`` a .jsonl, .csv,
     .parquet or .txt file (each also .gz), an .npz, a folder of images by class, or `org/name:split` of the Hub.
-    ``adapter_apart`` is as of :func:`load_model`; ``shard``, ``gradients`` and ``beside`` are as of
-    :class:`~gradmerge.tasks.placement.Placement`; the other options are those of :class:`gradmerge.Loading`.
+    ``shard``, ``gradients`` and ``beside`` are as of :class:`~gradmerge.tasks.placement.Placement`; the other options
+    are those of :class:`gradmerge.Loading`.
     """
     options = complete_large(loading, load_task)
     model_reference, source = str(model_reference), str(source)
-    rows = read_rows(source, limit=options["limit"], split=split)  # the quicker of the two to fail
+    rows = read_rows(source, limit=options["limit"])  # the quicker of the two to fail
     model, info = load_model(
         model_reference,
         options["task"],
         device=options["device"],
         dtype=options["dtype"],
         attn=options["attn"],
-        adapter_apart=adapter_apart,
         placement=Placement(
             options["device_map"], options["quantize"], options["gradient_checkpointing"], shard, gradients, beside
         ),
