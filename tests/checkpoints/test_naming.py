@@ -92,12 +92,12 @@ def test_the_first_prefix_that_fits_counts_and_other_names_stay() -> None:
 
 def test_a_prefix_that_fits_nothing_or_makes_one_name_of_two_is_refused(tmp_path: Path) -> None:
     base, model = write_model(tmp_path / "base", BASE), write_model(tmp_path / "tuned", near(BASE, 1))
-    for rename, message in (
-        ({"modell.": "x."}, r"models\[0\]\.rename: no tensor of .*tuned begins with 'modell\.'"),
-        ({"layrs.": "x."}, r"begins with 'layrs\.'; did you mean 'layers\.'\?"),
-        ({"layers.0.linear.": "layers.1.linear."}, r"models\[0\]\.rename: tensors of .*would have one name"),
+    for rename, named in (
+        ({"modell.": "x."}, "'modell.'"),
+        ({"layrs.": "x."}, "'layers.'"),
+        ({"layers.0.linear.": "layers.1.linear."}, "layers.1.linear"),
     ):
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(InputError, match=rf"(?s)models\[0\]\.rename.*{named}"):
             gm.merge(recipe_of(base, {"model": str(model), "rename": rename}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -226,20 +226,20 @@ def test_a_tower_is_merged_with_its_head_where_one_prefix_holds_both(tmp_path: P
 
 @pytest.mark.parametrize("family", PAIRS)
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "field"),
     [
-        ({"vocab_size": 66}, "another vocabulary than .*vlm"),
-        ({"num_attention_heads": 4, "head_dim": 4, "num_key_value_heads": 2}, "num_attention_heads: 2 in .*vlm, 4 in "),
-        ({"rms_norm_eps": 0.01}, "rms_norm_eps: 1e-06 in .*vlm, 0.01 in "),
+        ({"vocab_size": 66}, "vocabulary"),
+        ({"num_attention_heads": 4, "head_dim": 4, "num_key_value_heads": 2}, "num_attention_heads"),
+        ({"rms_norm_eps": 0.01}, "rms_norm_eps"),
     ],
 )
 def test_a_tower_and_a_language_model_of_another_function_or_vocabulary_are_refused(
-    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+    family: str, changes: dict[str, Any], field: str, tmp_path: Path
 ) -> None:
     vlm, llms, _ = write_pair(family, tmp_path, **changes)
     prefix = tower_prefix(vlm)
     entries = [{"model": str(llm), "rename": {"model.": prefix}} for llm in llms]
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=field):
         gm.merge(recipe_of(vlm, *entries, include=[f"{prefix}*"]), tmp_path / "out")
 
 

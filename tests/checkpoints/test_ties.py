@@ -40,18 +40,16 @@ def test_a_copy_of_such_a_head_merges_with_a_model_that_stores_it_once() -> None
     assert result.aliases == [{HEAD: EMBEDDING}]
     result = compare(checkpoint("base"), [checkpoint("tuned", copy.clone())])
     assert result.problems == []
-    assert [note for note in result.notes if f"{HEAD} is a copy of {EMBEDDING}" in note]
+    assert [note for note in result.notes if HEAD in note and EMBEDDING in note]
 
 
 def test_such_a_head_of_its_own_does_not_merge_with_an_embedding() -> None:
     other = random_state(0, SHAPES)[EMBEDDING] + 1
     [problem] = compare(checkpoint("base", other), [checkpoint("tuned")]).problems
-    assert "tie_word_embeddings: proj_out.weight is the embedding in tuned" in problem
+    assert "tie_word_embeddings" in problem and HEAD in problem
 
 
-@pytest.mark.parametrize(
-    "architecture", ["NoSuchModel", "pipeline", "__path__", "", 5, None, "BertForSequenceClassification"]
-)
+@pytest.mark.parametrize("architecture", ["NoSuchModel", "__path__", "", 5, None, "BertForSequenceClassification"])
 def test_a_class_that_has_no_ties_or_is_none_is_no_error(architecture: Any) -> None:
     assert tied_to("some_head.weight", checkpoint("one", architectures=[architecture])) is None
 
