@@ -18,6 +18,7 @@ from gradmerge.checkpoints.configs import differences
 from gradmerge.checkpoints.kinship import kinship
 from gradmerge.cli.app import app
 from gradmerge.errors import InputError
+from gradmerge.notes import Note
 from tests.making import near, random_state, read_model, write_model, write_recipe
 
 Config = dict[str, Any]
@@ -312,7 +313,7 @@ def in_memory(label: str, state: dict[str, Tensor]) -> Checkpoint:
 
 def warnings(ours: dict[str, Tensor], theirs: dict[str, Tensor], **more: Any) -> list[str]:
     notes = compare(in_memory("base", ours), [in_memory("tuned", theirs)], **more).notes
-    return [note for note in notes if note.is_warning]
+    return [note for note in notes if isinstance(note, Note) and note.is_warning]
 
 
 BASE = random_state(0, {"a.weight": (300, 200), "b.weight": (80, 50), "head.weight": (3, 50), "norm.weight": (50,)})
