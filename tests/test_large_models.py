@@ -22,7 +22,7 @@ from gradmerge.curvature.gram import gram_of
 from gradmerge.curvature.totals import Keeping, Total
 from gradmerge.errors import InputError, MachineError
 from gradmerge.processes import ALONE
-from gradmerge.tasks import load_task, placement
+from gradmerge.tasks import load_task
 
 from .curvature import slow
 from .curvature.families import FAMILIES, batch_of
@@ -145,7 +145,7 @@ def test_a_full_disk_is_told_before_anything_is_lost(
 )
 def test_weights_on_disk_give_the_same_bytes(name: str, kind: str, place: Path, tmp_path: Path) -> None:
     want = estimated(place, name, tmp_path / "plain", kind=kind)
-    got = estimated(place, name, tmp_path / "disk", kind=kind, device_map=str(place / "disk.json"))
+    got = estimated(place, name, tmp_path / "disk", kind=kind, model_args={"device_map": str(place / "disk.json")})
     assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
     if kind == "diagonal":
         model = load_task(place / name, data_for(place, name), dtype="float64").model
@@ -159,24 +159,32 @@ def test_auto_fills_the_memory_there_is_and_leaves_the_rest_on_disk(
     import accelerate.utils
 
     source = data_for(place, "llama")
-    plain = gm.estimate_curvature(place / "llama", source, out=tmp_path / "plain", device_map="auto", **OPTIONS)
+    plain = gm.estimate_curvature(
+        place / "llama", source, out=tmp_path / "plain", model_args={"device_map": "auto"}, **OPTIONS
+    )
     assert not any("fetched" in note for note in plain.notes)
     monkeypatch.setattr(accelerate.utils, "get_max_memory", lambda: {"cpu": 12_000})
-    loaded = load_task(place / "llama", source, device_map="auto", gradients=True)
+    loaded = load_task(place / "llama", source, model_args={"device_map": "auto"}, gradients=True)
     devices = {p.device.type for p in loaded.model.parameters()}
     assert devices == {"cpu", "meta"}
     assert any("stay on the CPU or the disk" in note for note in loaded.notes)
-    estimate = gm.estimate_curvature(place / "llama", source, out=tmp_path / "small", device_map="auto", **OPTIONS)
+    estimate = gm.estimate_curvature(
+        place / "llama", source, out=tmp_path / "small", model_args={"device_map": "auto"}, **OPTIONS
+    )
     assert any("fetched layer by layer" in note for note in estimate.notes)
     want, got = read_model(tmp_path / "plain"), read_model(tmp_path / "small")
     assert all(torch.equal(got[key], want[key]) for key in want)
     map_file = str(place / "disk.json")
-    numbers = [gm.evaluate(place / "llama", source, progress=False, device_map=given) for given in (None, map_file)]
+    numbers = [
+        gm.evaluate(place / "llama", source, progress=False, model_args={"device_map": x}) for x in (None, map_file)
+    ]
     assert numbers[0] == numbers[1]
 
 
 def test_a_spread_model_is_left_as_it_was_found_and_needs_one_layer_at_a_time(place: Path) -> None:
-    loaded = load_task(place / "llama", place / "texts.txt", device_map=str(place / "disk.json"), gradients=True)
+    loaded = load_task(
+        place / "llama", place / "texts.txt", model_args={"device_map": str(place / "disk.json")}, gradients=True
+    )
     model = loaded.model
     hooks = [m._hf_hook for m in model.modules() if getattr(getattr(m, "_hf_hook", None), "offload", False)]
     before = {name: p.device.type for name, p in model.named_parameters()}
@@ -198,7 +206,7 @@ def test_a_spread_model_is_left_as_it_was_found_and_needs_one_layer_at_a_time(pl
 def test_gradient_checkpointing_is_quick_and_gives_the_same(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loaded = load_task(place / "llama", place / "texts.txt", gradient_checkpointing=True)
+    loaded = load_task(place / "llama", place / "texts.txt", model_args={"gradient_checkpointing": True})
     calls = 0
 
     def count(*_: Any) -> None:
@@ -211,7 +219,7 @@ def test_gradient_checkpointing_is_quick_and_gives_the_same(
     assert calls == 2 * (1 + 2 + 2), "all of it once forward, and once more in the backward pass"
     for kind in ("diagonal", "kronecker"):
         want = estimated(place, "llama", tmp_path / f"{kind}-plain", kind=kind)
-        got = estimated(place, "llama", tmp_path / kind, kind=kind, gradient_checkpointing=True)
+        got = estimated(place, "llama", tmp_path / kind, kind=kind, model_args={"gradient_checkpointing": True})
         assert all(torch.equal(got[key], want[key]) for key in want)
     assert not caplog.records, "nothing is estimated the slow way"
 
@@ -238,7 +246,9 @@ def test_under_a_quantised_base_the_adapters_parameters_are_measured(bits: str, 
     adapted.save_pretrained(tmp_path / "adapter")
     options: dict[str, Any] = {"batch_size": 5, "progress": False}
     texts = tmp_path / "texts.txt"
-    gm.estimate_curvature(tmp_path / "adapter", texts, out=tmp_path / "out", quantize=bits, **options)
+    gm.estimate_curvature(
+        tmp_path / "adapter", texts, out=tmp_path / "out", model_args={f"load_in_{bits}": True}, **options
+    )
     found = [read_model(tmp_path / "out")]
     if bits == "4bit":  # a base that is stored as codes is taken as it is
         quantised.save_pretrained(tmp_path / "codes")
@@ -354,12 +364,11 @@ def test_a_process_that_dies_ends_the_others_with_a_word(place: Path, tmp_path: 
     ("options", "says"),
     [
         ({"sums": "dsik"}, "--sums dsik: known are device, cpu, disk"),
-        ({"device_map": "everywhere"}, "--device-map everywhere: neither auto nor a JSON file"),
-        ({"device_map": "odd.json"}, "must hold a mapping .* not 'gpu'"),
-        ({"device_map": "auto", "device": "cpu"}, "--device-map and --device cpu"),
-        ({"device_map": "auto", "at_delta": "bert"}, "--at-delta changes .* --device-map does not go with"),
-        ({"quantize": "3bit"}, "--quantize 3bit: known are 4bit, 8bit, none"),
-        ({"quantize": "4bit"}, "codes have no gradients"),
+        ({"model_args": {"device_map": "auto"}, "device": "cpu"}, "device_map"),
+        ({"model_args": {"device_map": "auto"}, "at_delta": "bert"}, "at_delta"),
+        ({"model_args": {"load_in_4bit": True}, "at_delta": "bert"}, "at_delta"),
+        ({"model_args": {"load_in_8bit": True}, "kind": "gram"}, "load_in_8bit"),
+        ({"model_args": {"load_in_4bit": True}}, "load_in_4bit"),
         ({"shard": True}, "--shard: .* torchrun --nproc-per-node N -m gradmerge"),
         ({"shard": True, "resume": True}, "--resume: what is shared out"),
     ],
@@ -368,7 +377,6 @@ def test_options_that_cannot_be_are_refused(
     options: dict[str, Any], says: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    (place / "odd.json").write_text('{"": "gpu"}')
     with pytest.raises(InputError, match=says):
         estimated(place, "bert", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
@@ -391,13 +399,15 @@ def test_one_of_several_processes_shares_a_model_out_with_the_others_or_not_at_a
 
 def test_a_model_that_cannot_compute_again_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradmerge.tasks.models.recompute", lambda model: False)
-    with pytest.raises(InputError, match=r"--gradient-checkpointing: .* cannot compute its activations again"):
-        load_task(place / "bert", place / "rows.jsonl", gradient_checkpointing=True)
-    loaded = load_task(place / "bert", place / "rows.jsonl", device_map=str(place / "disk.json"), gradients=True)
+    with pytest.raises(InputError, match="gradient_checkpointing"):
+        load_task(place / "bert", place / "rows.jsonl", model_args={"gradient_checkpointing": True})
+    loaded = load_task(
+        place / "bert", place / "rows.jsonl", model_args={"device_map": str(place / "disk.json")}, gradients=True
+    )
     assert any("in memory at once" in note for note in loaded.notes)
 
 
-def test_bitsandbytes_that_is_missing_is_named(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bitsandbytes_that_is_missing_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
-    with pytest.raises(InputError, match="pip install bitsandbytes"):
-        placement._bits("4bit", None, "auto")
+    with pytest.raises(InputError, match="bitsandbytes"):
+        load_task(place / "bert", place / "rows.jsonl", model_args={"load_in_4bit": True})

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .refinement.influence import InfluenceRemoval as InfluenceRemoval
     from .rules import RULES as RULES, gradient_matching_full as gradient_matching_full, removal_full as removal_full
     from .tasks.data_sources import read_rows as read_rows
-    from .tasks.loading import Loading as Loading
+    from .tasks.loading import LoadOptions as LoadOptions
     from .tasks.rows import Rows as Rows
     from .tasks.text_metrics import Generation as Generation
     from .training.callback import CurvatureCallback as CurvatureCallback
@@ -78,7 +78,7 @@ _NAMES = {
     "refinement.influence": "InfluenceRemoval",
     "rules": "RULES gradient_matching_full removal_full",
     "tasks.data_sources": "read_rows",
-    "tasks.loading": "Loading",
+    "tasks.loading": "LoadOptions",
     "tasks.rows": "Rows",
     "tasks.text_metrics": "Generation",
     "training.callback": "CurvatureCallback",

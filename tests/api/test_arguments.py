@@ -139,7 +139,7 @@ TOLD_BY_FIELDS = {
     "Checkpoint",
     "Diagnosis",
     "Estimate",
-    "Loading",
+    "LoadOptions",
     "MergeResult",
     "Note",
     "Preview",

@@ -420,7 +420,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "empty data": (["classify/a", "empty.jsonl"], ["empty.jsonl", "no rows"]),
     "wrong column": (["classify/a", "labels.jsonl", "--columns", "text=txt"], ["'txt'", "did you mean 'text'"]),
     "unknown key": (["classify/a", "labels.jsonl", "--columns", "txt=text"], ["'txt'", "did you mean 'text'"]),
-    "no tokenizer": (["no-tokenizer", "labels.jsonl"], ["no-tokenizer", "--tokenizer"]),
+    "no tokenizer": (["no-tokenizer", "labels.jsonl"], ["no-tokenizer", "tokenizer="]),
     "weights that are NaN": (["nan", "labels.jsonl"], ["example 0 (counted from 0)", "the loss is nan"]),
     "no head": (["causal-lm/a", "labels.jsonl", "--task", "classify"], ["do not fit", "score.weight"]),
     "task of another kind": (["classify/a", "labels.jsonl", "--task", "seq2seq"], ["task seq2seq"]),

@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "label by an unknown name": (["bert", "names.jsonl"], ["'good'", "label_0, label_1", "good, bad"]),
     "empty data": (["bert", "empty.jsonl"], ["empty.jsonl", "no rows"]),
     "bad JSON": (["bert", "bad.jsonl"], ["bad.jsonl", "line 2"]),
-    "no tokenizer": (["no-tokenizer", "labelled.jsonl"], ["no-tokenizer", "--tokenizer"]),
+    "no tokenizer": (["no-tokenizer", "labelled.jsonl"], ["no-tokenizer", "tokenizer="]),
     "no head": (["gpt2", "labelled.jsonl", "--task", "classify"], ["do not fit", "score.weight"]),
     "task of another kind": (["bert", "labelled.jsonl", "--task", "seq2seq"], ["task seq2seq"]),
     "unknown task": (["bert", "labelled.jsonl", "--task", "image-lm"], ["--task image-lm", "classify, causal-lm"]),

@@ -46,9 +46,12 @@ def test_extracting_says_what_is_lost_and_every_command_takes_the_adapter(tmp_pa
     assert {key.rpartition(".lora_")[1] for key in load_file(tmp_path / "b/adapter_model.safetensors")} == {".lora_"}
 
     run("inspect", tmp_path / "base", lora)
-    words = ["--data", data, "--device", "cpu", "--tokenizer", tmp_path / "base"]
+    words = ["--data", data, "--device", "cpu", "--model-args", f"tokenizer={tmp_path / 'base'}"]
     gm.merge({"method": "average", "base": str(tmp_path / "base"), "models": [str(lora)]}, tmp_path / "full")
-    losses = [gm.evaluate(m, data, tokenizer=str(tmp_path / "base"), progress=False) for m in (lora, tmp_path / "full")]
+    losses = [
+        gm.evaluate(m, data, model_args={"tokenizer": str(tmp_path / "base")}, progress=False)
+        for m in (lora, tmp_path / "full")
+    ]
     assert losses[0]["loss_per_example"] == pytest.approx(losses[1]["loss_per_example"], rel=1e-4)
     run("curvature", "estimate", lora, *words, "-o", tmp_path / "curvature")
     assert gm.Curvature.load(tmp_path / "curvature").keys() == read_model(tmp_path / "base").keys()
@@ -68,7 +71,9 @@ def test_a_classifier_goes_in_with_its_head(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "a.jsonl", rows)
     gm.extract_lora(tmp_path / "tuned", tmp_path / "lora", base=tmp_path / "base", rank=64, progress=False)
     losses = [
-        gm.evaluate(tmp_path / name, data, tokenizer=str(tmp_path / "base"), progress=False)["loss_per_example"]
+        gm.evaluate(tmp_path / name, data, model_args={"tokenizer": str(tmp_path / "base")}, progress=False)[
+            "loss_per_example"
+        ]
         for name in ("lora", "tuned")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
@@ -100,7 +105,9 @@ def test_layers_that_are_solved_whole_go_into_an_adapter_with_their_biases(tmp_p
     run(*words, "-o", tmp_path / "model")
     run(*words, "--set", "output.format=adapter", "--set", "output.rank=64", "-o", tmp_path / "lora")
     want = gm.evaluate(tmp_path / "model", data, progress=False)["loss_per_example"]
-    got = gm.evaluate(tmp_path / "lora", data, tokenizer=str(tmp_path / "base"), progress=False)["loss_per_example"]
+    got = gm.evaluate(tmp_path / "lora", data, model_args={"tokenizer": str(tmp_path / "base")}, progress=False)[
+        "loss_per_example"
+    ]
     assert got == pytest.approx(want, rel=1e-4)
     gm.merge(
         {"method": "average", "base": str(tmp_path / "base"), "models": [str(tmp_path / "lora")]}, tmp_path / "again"

@@ -58,7 +58,17 @@ def test_estimate_with_force_deletes_none_of_its_inputs(
 ) -> None:
     monkeypatch.chdir(bert)
     before = contents(bert)
-    words = ("models/a", "--data", "data/rows.jsonl", "--tokenizer", "tokenizer", "--kind", kind, "--device", "cpu")
+    words = (
+        "models/a",
+        "--data",
+        "data/rows.jsonl",
+        "--model-args",
+        "tokenizer=tokenizer",
+        "--kind",
+        kind,
+        "--device",
+        "cpu",
+    )
     refused("curvature", "estimate", *words, "-o", out, "--force", says=READ)
     assert contents(bert) == before
 
@@ -231,7 +241,7 @@ def test_a_measurement_does_not_go_on_with_changed_inputs(vit: Path, source: str
 @pytest.mark.parametrize("changed", ["tokenizer/tokenizer.json", "data/rows.jsonl", "models/a/config.json"])
 def test_a_measurement_does_not_go_on_with_a_changed_tokenizer(bert: Path, changed: str) -> None:
     model, data = bert / "models" / "a", str(bert / "data" / "rows.jsonl")
-    stop_after_saving(model, data, bert / "out", tokenizer=str(bert / "tokenizer"))
+    stop_after_saving(model, data, bert / "out", model_args={"tokenizer": str(bert / "tokenizer")})
     with (bert / changed).open("a") as file:
         file.write("\n")
     with pytest.raises(gm.InputError, match="other data or other options"):
@@ -242,7 +252,7 @@ def test_a_measurement_does_not_go_on_with_a_changed_tokenizer(bert: Path, chang
             batch_size=1,
             resume=True,
             device="cpu",
-            tokenizer=str(bert / "tokenizer"),
+            model_args={"tokenizer": str(bert / "tokenizer")},
         )
 
 

@@ -112,7 +112,7 @@ def test_of_an_adapter_the_adapter_alone_is_moved_and_written(place: Path, tmp_p
     config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], init_lora_weights=False)
     base = BertForSequenceClassification.from_pretrained(place / "base")
     get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
-    more = ["--tokenizer", str(place / "base"), "--rounds", 1]
+    more = ["--model-args", f"tokenizer={place / 'base'}", "--rounds", 1]
     run(*given(place)[2:], *more, "--base", tmp_path / "adapter", "-o", tmp_path / "out")
     before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "out"))
     assert before.keys() == after.keys() and not (tmp_path / "out" / "model.safetensors").exists()

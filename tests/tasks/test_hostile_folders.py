@@ -178,16 +178,16 @@ def test_a_tokenizer_given_apart_is_held_to_the_same(model: Path, tmp_path: Path
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / name, other / name)
     data = str(write_jsonl(tmp_path / "a.jsonl", labelled(2)))
-    load_task(str(model), data, tokenizer=str(other))
+    load_task(str(model), data, model_args={"tokenizer": str(other)})
     a_link("tokenizer.json")(other)
     with pytest.raises(InputError, match="outside the model's folder"):
-        load_task(str(model), data, tokenizer=str(other))
+        load_task(str(model), data, model_args={"tokenizer": str(other)})
 
 
 @pytest.mark.parametrize("name", ["org/repo", "paged|eager", "kernels-community/flash-attn2@main:f"])
 def test_attention_of_the_hub_is_refused_on_the_command_line_as_well(model: Path, name: str) -> None:
-    with pytest.raises(InputError, match=r"--attn: .* Code from the Hub is not run"):
-        load_model(str(model), attn=name)
+    with pytest.raises(InputError, match="attn_implementation"):
+        load_model(str(model), model_args={"attn_implementation": name})
 
 
 def test_attention_that_transformers_has_itself_may_stand_in_a_config(model: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_hint_knows_the_other_options_of_the_function() -> None:
 
 
 def test_every_option_has_a_default() -> None:
-    assert list(DEFAULTS) == list(gm.Loading.__annotations__)
+    assert list(DEFAULTS) == list(gm.LoadOptions.__annotations__)
 
 
 def test_a_task_gives_batches_of_the_size_that_it_was_loaded_with(tmp_path: Path) -> None:

@@ -101,10 +101,10 @@ def test_types_are_as_stored_or_as_asked_for(tmp_path: Path) -> None:
 
 def test_attention_can_be_chosen(tmp_path: Path) -> None:
     folder = str(tiny_bert_checkpoint(tmp_path / "model"))
-    model: Any = load_model(folder, attn="eager")[0]
+    model: Any = load_model(folder, model_args={"attn_implementation": "eager"})[0]
     assert model.config._attn_implementation == "eager"
-    with pytest.raises(InputError, match="--attn: 'nonsense' is none of eager, sdpa"):
-        load_model(folder, attn="nonsense")
+    with pytest.raises(InputError, match="attn_implementation"):
+        load_model(folder, model_args={"attn_implementation": "nonsense"})
 
 
 @pytest.mark.parametrize(
@@ -200,16 +200,16 @@ def test_a_tokenizer_that_is_missing_or_of_another_model_is_named(tmp_path: Path
     apart.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).rename(apart / name)
-    with pytest.raises(InputError, match=rf"no tokenizer in {folder}.*--tokenizer PATH"):
+    with pytest.raises(InputError, match=rf"no tokenizer in {folder}.*tokenizer=PATH"):
         load_task(str(folder), data)
-    assert load_task(str(folder), data, tokenizer=str(apart)).examples == 1
+    assert load_task(str(folder), data, model_args={"tokenizer": str(apart)}).examples == 1
     small = tiny_llama_checkpoint(tmp_path / "small", vocab_size=VOCABULARY - 1)
-    loaded = load_task(str(small), data, tokenizer=str(apart))
+    loaded = load_task(str(small), data, model_args={"tokenizer": str(apart)})
     with pytest.raises(InputError, match=rf"row 1: the tokenizer gives token {VOCABULARY - 1}.*another model"):
         list(loaded.batches(1))
     (apart / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match=rf"the tokenizer in {apart} cannot be loaded"):
-        load_task(str(folder), data, tokenizer=str(apart))
+        load_task(str(folder), data, model_args={"tokenizer": str(apart)})
 
 
 def test_lengths_stay_within_the_models_positions(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from ..report.diagnosis_page import diagnosis_page
 from ..report.diagnosis_words import costliest, verdict
 from ..report.page import made, write_report
 from ..storage.staging import Staging
-from ..tasks import Loading, complete
+from ..tasks import LoadOptions, complete, tokenizer_of
 from ..tasks.data_sources import data_paths
 from ..text import to_json
 from .merging import default_threads, merged_first, recipe_of_models
@@ -47,7 +47,7 @@ def diagnose(
     force: bool = False,
     progress: bool | Progress = True,
     command: str = "",
-    **loading: Unpack[Loading],
+    **loading: Unpack[LoadOptions],
 ) -> Diagnosis:
     """Say what a recipe's merge costs: which task loses, in which layers, and where tasks pull apart.
 
@@ -62,7 +62,7 @@ def diagnose(
         data: Task (the name of its model's folder, or `base`) → data, on which the merges are then also evaluated.
         threads, allow_pickle, allow_config, dequantize, force, progress: As of :func:`gradmerge.merge`.
         command: What the report says to repeat it with.
-        loading: How models and data are loaded: the keywords of :class:`gradmerge.Loading`.
+        loading: How models and data are loaded: the keywords of :class:`gradmerge.LoadOptions`.
 
     Returns:
         Predictions (multiples of a reference merge's, and ranks), what data says, and a verdict in sentences.
@@ -76,7 +76,7 @@ def diagnose(
     allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     merged, target = (None if model is None else str(model) for model in (merged, target))
     with (
-        report_folder(recipe, out, data or {}, force, merged, target, options["tokenizer"]) as staging,
+        report_folder(recipe, out, data or {}, force, merged, target, tokenizer_of(options)) as staging,
         shown(progress) as told,
         merged_first(recipe, out, threads, allowed) as ready,
     ):

@@ -26,9 +26,10 @@ from ..quiet import quiet_transformers
 from ..recipe import Recipe, plain
 from ..storage.tensorfile import close_files, open_files
 from ..storage.tensorwriter import split_into_shards
-from ..tasks import LargeLoading, LoadedTask
+from ..tasks import LoadedTask, LoadOptions, complete
 from ..tasks.data_sources import read_rows
-from ..tasks.loading import complete_large, joined
+from ..tasks.loading import joined
+from ..tasks.model_args import ModelArgs
 from ..tasks.models import device_of, model_without_weights
 from ..text import size
 from ..urls import is_url
@@ -173,14 +174,14 @@ def dry_run_estimate(
     at_delta: str | None = None,
     widest: int = WIDEST,
     sums: str | None = None,
-    **loading: Unpack[LargeLoading],
+    **loading: Unpack[LoadOptions],
 ) -> tuple[dict[str, Any], JobSize]:
     """Return what is estimated, and the size of the estimate. Reads the config, the headers and some of the rows."""
-    options = complete_large(loading, dry_run_estimate)
-    device_map, quantize = options["device_map"], options["quantize"]
+    options = complete(loading, dry_run_estimate, None)
+    args = ModelArgs.parse(options["model_args"])
     estimating._check_options(likelihood, kind, precision, at_delta)
     estimating._check_widest(widest, kind)
-    check_large(kind, sums, False, True, False, at_delta, device_map, quantize)
+    check_large(kind, sums, False, True, False, at_delta, args)
     device = device_of(options["device"])
     rows = read_rows(source, limit=options["limit"])
     empty, info = model_without_weights(model, options["task"], options["dtype"])
@@ -189,19 +190,22 @@ def dry_run_estimate(
     read, adapter = stored_size(info.base_folder, "model"), stored_size(info.folder, "adapter_model")
     weights = sum(parameter.nbytes for parameter in empty.parameters())
     summed = sums_size(empty, kind, widest)
-    if quantize in ("4bit", "8bit"):
+    if args.bits:
         if not adapter:
-            raise InputError(f"{model}: --quantize: codes have no gradients. Give the folder of a PEFT adapter.")
-        weights, summed = round(weights * int(quantize[0]) / 8 / next(empty.parameters()).itemsize), adapter
+            raise InputError(
+                f"{model}: model_args: load_in_{args.bits}bit: quantized weights have no gradients. Give the folder of "
+                "a PEFT adapter."
+            )
+        weights, summed = round(weights * args.bits / 8 / next(empty.parameters()).itemsize), adapter
     parts = {
         "weights": weights * (2 if at_delta is not None else 1),
         "sums": summed if sums in (None, "device") or (sums == "cpu" and device.type == "cpu") else 0,
-        "activations": activations_size(loaded, options["gradient_checkpointing"]) if kind != "gram" else 0,
+        "activations": activations_size(loaded, args.gradient_checkpointing) if kind != "gram" else 0,
         "gradients": 4 * (HELD_CPU if device.type == "cpu" else HELD_CUDA),
         "process": PROCESS,
     }
     free = free_memory(device)
-    if device_map is not None and device.type != "cpu":  # what does not fit the GPU is on the CPU
+    if args.device_map is not None and device.type != "cpu":  # what does not fit the GPU is on the CPU
         free = sum(filter(None, (free, free_memory(torch.device("cpu")))))
     entries = summed // 4
     job = JobSize(

@@ -32,9 +32,10 @@ from ..errors import GradmergeError, InputError, MachineError
 from ..processes import ALONE, current
 from ..progress import Progress, shown
 from ..storage.staging import Staging
-from ..tasks import LargeLoading, LoadedTask, Loading, complete, complete_large, load_model, load_task
+from ..tasks import LoadedTask, LoadOptions, complete, load_model, load_task
 from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
+from ..tasks.model_args import ModelArgs
 from ..text import listed
 from ..urls import place_of
 from .dividing import estimate_saving, share_of, what_all_see
@@ -157,9 +158,8 @@ def estimate_curvature(
         sums: Where the sums are kept: on the ``device`` where they come about, the ``cpu`` or ``disk``; by default
             where the model's weights are.
         shard: On disk, with ``processes``: share the model's parameters, and the sums, out over them (FSDP2).
-        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says, and
-            ``device_map``, ``quantize`` and ``gradient_checkpointing``. For a module only ``device``: where batches are
-            moved to, by default where the model is.
+        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.LoadOptions` says. For a module
+            only ``device``: where batches are moved to, by default where the model is.
 
     Returns:
         For a module its :class:`Curvature` or :class:`KroneckerCurvature`, **sums** over examples; for a model on disk
@@ -182,7 +182,7 @@ def estimate_curvature(
         raise InputError(f"batches is {type(batches).__name__}, but must be {expected}")
     if isinstance(model, nn.Module):
         device = loading.pop("device", None)
-        complete(cast(Loading, loading), estimate_curvature)
+        complete(cast(LoadOptions, loading), estimate_curvature)
         if structure == "gram":
             raise InputError("structure gram: of a module, gradmerge.estimate_gram(model, batches) gives Gram matrices")
         _refuse(of_disk | loading, "a model on disk, not for a module")
@@ -232,16 +232,17 @@ def estimate_to_disk(
     processes: bool = False,
     sums: str | None = None,
     shard: bool = False,
-    **loading: Unpack[LargeLoading],
+    **loading: Unpack[LoadOptions],
 ) -> Estimate:
     """``estimate_curvature`` of a model on disk."""
-    options = complete_large(loading, estimate_to_disk)
-    check_large(kind, sums, shard, processes, resume, at_delta, options["device_map"], options["quantize"])
+    options = complete(loading, estimate_to_disk, None)
+    args = ModelArgs.parse(options["model_args"])
+    check_large(kind, sums, shard, processes, resume, at_delta, args)
     _check_options(likelihood, kind, precision, at_delta)
     _check_widest(widest, kind)
     begun = time.perf_counter()
     model, source, at_delta = str(model), str(source), None if at_delta is None else str(at_delta)
-    models = [path for reference in (model, at_delta, options["tokenizer"]) for path in model_paths(reference)]
+    models = [path for reference in (model, at_delta, args.tokenizer) for path in model_paths(reference)]
     data = data_paths(source)
     group = current() if processes else ALONE
     place: AbstractContextManager[Staging | None] = nullcontext()
@@ -260,8 +261,14 @@ def estimate_to_disk(
         with place as staging:
             saved = SavedSums(staging) if staging is not None else None
             files = state_of(models) + state_of(data, deep=True)
-            beside = 4 if sums in (None, "device") else 0
-            loaded = load_task(model, source, shard=shard, gradients=kind != "gram", beside=beside, **options)
+            loaded = load_task(
+                model,
+                source,
+                shard=shard,
+                gradients=kind != "gram",
+                bytes_per_parameter=4 if sums in (None, "device") else 0,
+                **options,
+            )
             keeping = keeping_for(loaded.model, sums, Path(out), staging, group, shard)
             if kind == "kronecker" and loaded.task == "embedding":
                 raise InputError(
@@ -289,7 +296,9 @@ def estimate_to_disk(
                         "at_delta": at_delta,
                         "columns": dict(options["columns"] or {}),
                         "seed": seed,
-                        **{name: asked[name] for name in ("limit", "max_length", "dtype", "tokenizer", "quantize")},
+                        **{name: asked[name] for name in ("limit", "max_length", "dtype")},
+                        "tokenizer": args.tokenizer,
+                        "bits": args.bits,
                         **({"widest": widest} if kind == "kronecker" else {}),
                     }
                     start = saved.read(kind, loaded.examples) if resume else None
@@ -328,7 +337,7 @@ def estimate_to_disk(
     )
 
 
-def _card_facts(source: str, loaded: LoadedTask, options: Loading, at_delta: str | None) -> dict[str, str]:
+def _card_facts(source: str, loaded: LoadedTask, options: LoadOptions, at_delta: str | None) -> dict[str, str]:
     """What a card tells beyond the header of the file."""
     known = {"data": named_data(source)[0], "task": loaded.task}
     known |= {"max length": f"{options['max_length']} tokens"} if options["max_length"] is not None else {}
@@ -356,11 +365,16 @@ def _check_widest(widest: int, kind: str) -> None:
         raise InputError(f"--widest is for Kronecker factors; --kind is {kind}")
 
 
-def _subtract(loaded: LoadedTask, base: str, options: Loading) -> list[str]:
+def _subtract(loaded: LoadedTask, base: str, options: LoadOptions) -> list[str]:
     """Turn θ_t into θ_t − θ_0, tensor by tensor; what the base does not have, such as a head of its own, stays."""
     try:
         other, info = load_model(
-            base, loaded.task, device=str(loaded.device), dtype=options["dtype"], attn=options["attn"], whole=False
+            base,
+            loaded.task,
+            device=str(loaded.device),
+            dtype=options["dtype"],
+            model_args=options["model_args"],
+            whole=False,
         )
     except GradmergeError as error:
         raise InputError(f"--at-delta: {error}") from error

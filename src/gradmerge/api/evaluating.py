@@ -11,7 +11,7 @@ from ..arguments import checked
 from ..errors import InputError
 from ..processes import ALONE, current
 from ..progress import Progress, shown
-from ..tasks import Generation, LargeLoading, LoadedTask
+from ..tasks import Generation, LoadedTask, LoadOptions
 from ..tasks.harness import Harness, language_model
 from .dividing import what_all_see
 from .publishing import MeasuredCard
@@ -28,7 +28,7 @@ def evaluate(
     card: bool = False,
     progress: bool | Progress = True,
     processes: bool = False,
-    **loading: Unpack[LargeLoading],
+    **loading: Unpack[LoadOptions],
 ) -> dict[str, Any]:
     """How good a model is: on data, by what it writes, or on tasks of the lm-evaluation-harness.
 
@@ -42,9 +42,7 @@ def evaluate(
         progress: A bar on long work; False for none; or what is told how far it is, in examples.
         processes: Divide the rows over the processes that torchrun or `accelerate launch` has started, all of which
             must call this alike and get the same numbers. The harness runs in the first alone.
-        loading: How both are loaded, as :class:`gradmerge.Loading` says: ``task``, ``columns``, ``limit``,
-            ``batch_size``, ``max_length``, ``device``, ``dtype``, ``attn``, ``tokenizer``; and ``device_map`` and
-            ``quantize`` for models larger than a device.
+        loading: How both are loaded: the keywords of :class:`gradmerge.LoadOptions`, with all keys of ``model_args``.
 
     Returns:
         On data, the task and its numbers by name: accuracy and F1, errors of a regression, or loss and perplexity.
@@ -56,7 +54,7 @@ def evaluate(
     >>> evaluate("./chat", "dialogues.jsonl", generation=Generation(["rouge"]))["rougeL"]  # doctest: +SKIP
     0.412
     """
-    options = tasks.complete_large(loading, evaluate)
+    options = tasks.complete(loading, evaluate, None)
     return evaluated(model, source, generation, lm_eval, lm_eval_tasks, options, progress, card, processes)[0]
 
 
@@ -66,7 +64,7 @@ def evaluated(
     generation: Generation | None,
     lm_eval: Sequence[str] | str | None,
     lm_eval_tasks: str | Path | None,
-    options: LargeLoading,
+    options: LoadOptions,
     progress: bool | Progress,
     card: bool,
     processes: bool = False,

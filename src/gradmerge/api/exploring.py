@@ -24,7 +24,7 @@ from ..engine.to_folder import MergeResult
 from ..errors import InputError
 from ..progress import Progress
 from ..recipe import Recipe
-from ..tasks import Generation, Loading, complete
+from ..tasks import Generation, LoadOptions, complete
 from ..text import nearest, one_line
 from .demo_folders import data_of_demo, recipe_of_demo
 from .diagnosing import report_folder
@@ -58,7 +58,7 @@ class Explorer(Displayed):
         self,
         recipe: Recipe,
         data: Mapping[str, str],
-        loading: Loading,
+        loading: LoadOptions,
         *,
         generation: Generation | None = None,
         memory: int | None = None,
@@ -363,7 +363,7 @@ def explore(
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     dequantize: bool = False,
-    **loading: Unpack[Loading],
+    **loading: Unpack[LoadOptions],
 ) -> Explorer:
     """Open a recipe's models to try settings one after another: formed in memory, measured on rows of data.
 
@@ -377,7 +377,7 @@ def explore(
         memory: Bytes that models and curvature may take in memory, by default half of what is free; what does not fit
             is read from disk for every setting.
         threads, allow_pickle, allow_config, dequantize: As of :func:`gradmerge.merge`.
-        loading: How models and data are loaded: the keywords of :class:`gradmerge.Loading`.
+        loading: How models and data are loaded: the keywords of :class:`gradmerge.LoadOptions`.
 
     Returns:
         What measures, predicts, answers and saves settings.

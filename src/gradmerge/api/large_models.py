@@ -17,6 +17,7 @@ from ..curvature.totals import PLACES, Keeping
 from ..errors import InputError
 from ..processes import Processes, announced
 from ..storage.staging import Staging
+from ..tasks.model_args import ModelArgs
 
 
 def check_large(
@@ -26,8 +27,7 @@ def check_large(
     processes: bool,
     resume: bool,
     at_delta: object,
-    device_map: str | None,
-    quantize: str | None,
+    args: ModelArgs,
 ) -> None:
     """Raise where options do not go together."""
     if sums is not None:
@@ -36,12 +36,20 @@ def check_large(
         raise InputError("shard=True shares a model out over processes: give processes=True with it, in every process")
     if shard and resume:
         raise InputError("--resume: what is shared out over processes is not saved before its end. Leave one out.")
-    given = {"--shard": shard, "--device-map": device_map is not None, "--quantize": quantize not in (None, "none")}
+    quantized = f"load_in_{args.bits}bit"
+    given = {"--shard": shard, "device_map": args.device_map is not None, quantized: bool(args.bits)}
     large = [option for option, is_given in given.items() if is_given]
+    if shard and len(large) > 1:
+        raise InputError(f"--shard cannot be combined with {large[1]}")
+    if shard and announced() is None:
+        run = "torchrun --nproc-per-node N -m gradmerge curvature estimate … --shard"
+        raise InputError(f"--shard: parameters are shared out over several processes. Start them: {run}")
     if at_delta is not None and large:
-        raise InputError(f"--at-delta changes a model's weights in memory, which {large[0]} does not go with")
-    if kind == "gram" and given["--quantize"]:
-        raise InputError("--quantize measures the parameters of an adapter; Gram matrices are of a model's own layers")
+        raise InputError(f"at_delta changes the model's weights in memory and cannot be combined with {large[0]}")
+    if kind == "gram" and args.bits:
+        raise InputError(
+            f"{quantized} estimates the parameters of an adapter, and Gram matrices are of the model's own layers"
+        )
 
 
 def keeping_for(

@@ -27,7 +27,7 @@ from ..report.preview_page import preview_page
 from ..report.preview_tables import settings_table
 from ..report.preview_words import verdict
 from ..storage.staging import Staging
-from ..tasks import Generation, Loading, complete
+from ..tasks import Generation, LoadOptions, complete, tokenizer_of
 from ..text import to_json
 from .diagnosing import provenance, recipe_text, report_folder
 from .merging import default_threads, merge, merged_first, recipe_of_models
@@ -55,7 +55,7 @@ def preview(
     force: bool = False,
     progress: bool | Progress = True,
     command: str = "",
-    **loading: Unpack[Loading],
+    **loading: Unpack[LoadOptions],
 ) -> Preview:
     """Look at a recipe's merge under many weights and methods, without writing any model.
 
@@ -79,7 +79,7 @@ def preview(
         threads, allow_pickle, allow_config, dequantize, force: As of :func:`gradmerge.merge`.
         progress: A bar on long work; False for none; or what is told how far it is, in merges.
         command: What the report says to repeat it with.
-        loading: How models and data are loaded: the keywords of :class:`gradmerge.Loading`.
+        loading: How models and data are loaded: the keywords of :class:`gradmerge.LoadOptions`.
 
     Returns:
         Every setting with its results and rank; ``.best()`` is the one to take: of those that the data do not tell from
@@ -103,7 +103,7 @@ def preview(
     if lm_eval_tasks is not None and lm_eval is None:
         raise InputError("--lm-eval-tasks: goes with --lm-eval TASK, which names tasks of the folder")
     harness = None if lm_eval is None else HarnessTasks(lm_eval, lm_eval_tasks)
-    with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
+    with report_folder(recipe, out, data or {}, force, tokenizer_of(options)) as staging:
         with (
             shown(progress, "merges") as told,
             merged_first(recipe, out, threads, allowed) as ready,
@@ -132,7 +132,7 @@ def suggest_weights(
     force: bool = False,
     progress: bool | Progress = True,
     command: str = "",
-    **loading: Unpack[Loading],
+    **loading: Unpack[LoadOptions],
 ) -> Suggestion:
     """Search the weights with which the worst task (``objective`` "worst") or the sum over tasks ("sum") loses least.
 
@@ -162,7 +162,7 @@ def suggest_weights(
     given = parse_weights(weights, tasks, recipe) if weights is not None else None
     ranges = search_ranges(given, tasks, recipe)
     Space(ranges, fixed=fixed).check(chosen, recipe)
-    with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
+    with report_folder(recipe, out, data or {}, force, tokenizer_of(options)) as staging:
         with (
             shown(progress, "merges") as told,
             merged_first(recipe, out, threads, allowed) as ready,
@@ -200,7 +200,7 @@ def _looker(
     recipe: Recipe,
     methods: Sequence[str],
     data: Mapping[str, str] | None,
-    loading: Loading,
+    loading: LoadOptions,
     threads: int | None,
     allowed: dict[str, Any],
     generation: Generation | None = None,

@@ -31,7 +31,7 @@ from ..refinement.splitting import HELD, RowBatches, as_batches, split_batches, 
 from ..report.page import write_report
 from ..report.removal_page import removal_card, removal_page
 from ..storage.staging import Staging
-from ..tasks import Loading, complete
+from ..tasks import LoadOptions, complete, tokenizer_of
 from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
 from .merging import merge
@@ -100,7 +100,7 @@ def remove(
         force: Replace ``out`` if gradmerge wrote it, or it is empty.
         progress: A bar on long work; False for none; or what is told how far it is, in rounds.
         command: What a user would type to repeat this, for the report.
-        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says.
+        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.LoadOptions` says.
 
     Returns:
         What was done: losses before and after, and every length that was tried. With ``models`` what the merge wrote.
@@ -108,7 +108,7 @@ def remove(
     >>> remove(module, forget=toxic_batches, keep=kept_batches).used  # doctest: +SKIP
     >>> remove("./gpt2", "./gpt2-clean", forget="toxic.jsonl", keep="kept.jsonl", budget="2%")  # doctest: +SKIP
     """
-    options = complete(cast(Loading, loading), remove)
+    options = complete(cast(LoadOptions, loading), remove)
     method = method or ("influence" if models is None else "removal")
     check_known(f"method {method!r}", method, METHODS)
     if method != "influence":
@@ -189,14 +189,14 @@ def _on_disk(
     out: Path,
     forget: str,
     keep: str,
-    options: Loading,
+    options: LoadOptions,
     asked: _Asked,
     progress: Progress,
     command: str | None,
     force: bool,
 ) -> InfluenceRemoval:
     begun = time.perf_counter()
-    models = [path for reference in (base, options["tokenizer"]) for path in model_paths(reference)]
+    models = [path for reference in (base, tokenizer_of(options)) for path in model_paths(reference)]
     data = [path for source in (forget, keep) for path in data_paths(source)]
     staged = Staging(out, "removal", reads=[*models, *data], force=force)
     with staged as staging, opened_start(base, options) as start:

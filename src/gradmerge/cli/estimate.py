@@ -16,7 +16,6 @@ from .options import (
     Data,
     DryRun,
     Force,
-    LargeOptions,
     LoadingOptions,
     Model,
     Precision,
@@ -89,7 +88,6 @@ def estimate(
     data: Data,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")] = None,
     loading: LoadingOptions,
-    large: LargeOptions,
     dry_run: DryRun = False,
     options: EstimateOptions,
     printing: Printing,
@@ -98,7 +96,7 @@ def estimate(
 
     It costs about a training step per batch. The file goes into a recipe, or as MODEL/curvature is found by itself.
     """
-    given = {**asdict(options), **asdict(large), **loading.as_keywords()}
+    given = {**asdict(options), **loading.as_keywords()}
     if dry_run:
         with heavy_imports():
             from ..api.dry_run import dry_run_estimate

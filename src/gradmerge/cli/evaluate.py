@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -14,7 +13,6 @@ from .options import (
     Data,
     GenerationOptions,
     HarnessOptions,
-    LargeOptions,
     LoadingOptions,
     Model,
     Printing,
@@ -44,7 +42,6 @@ def evaluate(
         bool, typer.Option("--card", help="Also put the numbers into the model card of a folder that gradmerge wrote.")
     ] = False,
     loading: LoadingOptions,
-    large: LargeOptions,
     writing: GenerationOptions,
     harness: HarnessOptions,
     printing: Printing,
@@ -57,7 +54,7 @@ def evaluate(
         from ..api.evaluating import evaluated
 
     begun = time.perf_counter()
-    given: Any = {**asdict(large), **loading.as_keywords()}
+    given = loading.as_keywords()
     with progress(printing.silent, "examples") as shown:
         generation, asked = writing.as_generation(), (harness.lm_eval, harness.lm_eval_tasks)
         found, loaded = evaluated(model, data, generation, *asked, given, shown, card, processes=True)

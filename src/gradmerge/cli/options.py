@@ -32,7 +32,7 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..tasks import Generation, Loading
+    from ..tasks import Generation, LoadOptions
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Model folder, Hub id (org/name@revision) or PEFT adapter folder.")
@@ -96,7 +96,7 @@ class Printing:
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """The options of `gradmerge.Loading`, with the same defaults."""
+    """The options of `gradmerge.LoadOptions`, with the same defaults."""
 
     task: Annotated[
         str,
@@ -140,48 +140,22 @@ class LoadingOptions:
             autocompletion=words_of("dtype"),
         ),
     ] = "auto"
-    attn: Annotated[
-        str | None, typer.Option(metavar="NAME", help="How attention is computed: eager, sdpa, flash_attention_2, …")
-    ] = None
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="T", help="Folder or Hub id of the tokenizer, if it is not MODEL's.")
+    model_args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="How transformers loads the model: attn_implementation=sdpa, tokenizer=PATH; for evaluate and "
+            "curvature estimate also device_map=auto or FILE.json, load_in_4bit=true, load_in_8bit=true, "
+            "gradient_checkpointing=true.",
+        ),
     ] = None
 
-    def as_keywords(self) -> Loading:
+    def as_keywords(self) -> LoadOptions:
         """As keywords of the Python functions."""
-        from ..tasks import parse_columns
+        from ..tasks import parse_columns, parse_model_args
 
-        return {**asdict(self), "columns": parse_columns(self.columns)}  # type: ignore[typeddict-item]
-
-
-@dataclass(frozen=True)
-class LargeOptions:
-    """For models larger than a device: the options of `gradmerge.tasks.LargeLoading` that `Loading` does not have."""
-
-    device_map: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MAP",
-            help="auto: layers over all GPUs, the CPU and the disk, by accelerate; or a JSON file that says which is "
-            "where.",
-        ),
-    ] = None
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BITS",
-            help="4bit or 8bit: the base as codes of bitsandbytes, under an adapter, whose parameters are then "
-            "measured; none: also not where it is stored so.",
-            show_default="as it is stored",
-        ),
-    ] = None
-    gradient_checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--gradient-checkpointing",
-            help="Compute activations again in the backward pass: less memory, about a third more time.",
-        ),
-    ] = False
+        args = None if self.model_args is None else parse_model_args(self.model_args)
+        return {**asdict(self), "columns": parse_columns(self.columns), "model_args": args}  # type: ignore[typeddict-item]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ..progress import NoProgress, Progress
 from ..recipe import Recipe, mapped
 from ..rules import RULES
 from ..rules.kronecker_matching import applied, diagonal_of, solve, sound
-from ..tasks import Loading
+from ..tasks import LoadOptions
 from .gauge import Gauge, find_gauges, gradient_scale
 from .grid import Setting
 from .in_memory import Rows, State, TaskData, load_data, match_data, materialise, state_of
@@ -128,7 +128,7 @@ def find_costs(
     allow_config: Sequence[str] = (),
     dequantize: bool = False,
     progress: Progress | None = None,
-    **loading: Unpack[Loading],
+    **loading: Unpack[LoadOptions],
 ) -> Diagnosis:
     """What a recipe's merge costs.
 

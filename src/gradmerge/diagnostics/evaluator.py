@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..engine.candidates import notes_on
 from ..errors import InputError
 from ..recipe import Recipe
-from ..tasks import Generation, Loading
+from ..tasks import Generation, LoadOptions
 from .grid import Setting
 from .in_memory import Rows, TaskData, load_data, match_data, materialise, state_of
 from .lm_eval_data import HarnessData, HarnessTasks, harness_data
@@ -38,7 +38,7 @@ class Evaluator:
         recipe: Recipe,
         methods: Sequence[str],
         data: Mapping[str, str],
-        loading: Loading,
+        loading: LoadOptions,
         *,
         generation: Generation | None = None,
         harness: HarnessTasks | None = None,
@@ -189,7 +189,7 @@ class Evaluator:
         return list(dict.fromkeys([*notes, *self._candidates.notes(), *self._broken[:5]]))
 
 
-def _load(recipe: Recipe, given: Mapping[str, str], loading: Loading) -> dict[str, TaskData]:
+def _load(recipe: Recipe, given: Mapping[str, str], loading: LoadOptions) -> dict[str, TaskData]:
     """The data of every task, with one model for all: what is merged has the base's config, or the first model's."""
     model = recipe.base.model if recipe.base is not None else recipe.models[0].model
     found: dict[str, TaskData] = {}

@@ -19,7 +19,7 @@ from ..engine.rounding import rounded
 from ..errors import InputError
 from ..recipe import Recipe
 from ..storage.tensorfile import local_path
-from ..tasks import Generation, LoadedTask, Loading, load_task, measure
+from ..tasks import Generation, LoadedTask, LoadOptions, load_task, measure
 from ..tasks.evaluation import with_written
 from ..tasks.models import model_with
 from ..tasks.text_metrics import written_rows
@@ -148,7 +148,7 @@ def check_vocabulary(recipe: Recipe) -> None:
         )
 
 
-def load_data(name: str, recipe: Recipe, model: str, source: str, loading: Loading) -> TaskData:
+def load_data(name: str, recipe: Recipe, model: str, source: str, loading: LoadOptions) -> TaskData:
     """Data of a task, and a model as the recipe names it."""
     check_vocabulary(recipe)
     path = local_path(model, recipe.folder)

@@ -14,7 +14,7 @@ from ..curvature.losses import LOSSES
 from ..errors import InputError
 from ..recipe import Recipe
 from ..storage.tensorfile import local_path
-from ..tasks import LoadedTask, Loading
+from ..tasks import LoadedTask, LoadOptions
 from ..tasks.harness import Harness, language_model
 from .in_memory import Rows, TaskData, check_vocabulary
 from .scores import headline, higher_is_better
@@ -63,7 +63,7 @@ class HarnessData(TaskData):
 
 
 def harness_data(
-    recipe: Recipe, wanted: HarnessTasks, loading: Loading, known: dict[str, TaskData]
+    recipe: Recipe, wanted: HarnessTasks, loading: LoadOptions, known: dict[str, TaskData]
 ) -> dict[str, TaskData]:
     """Every task of the harness, on the model that the data of others is for, or on that of the base."""
     check_vocabulary(recipe)

@@ -20,7 +20,7 @@ from ..engine.resident import free_memory, keep_in_memory
 from ..errors import InputError
 from ..recipe import Recipe
 from ..rules import RULES
-from ..tasks import Generation, Loading
+from ..tasks import Generation, LoadOptions
 from ..tasks.refilling import RefilledModel
 from ..text import size
 from .controls import to_read
@@ -52,7 +52,7 @@ class Moves(Evaluator):
         self,
         recipe: Recipe,
         data: Mapping[str, str],
-        loading: Loading,
+        loading: LoadOptions,
         *,
         generation: Generation | None = None,
         memory: int | None = None,

@@ -41,7 +41,7 @@ from ..storage.links import lies_within
 from ..storage.smallfile import read_json
 from ..storage.staging import Staging
 from ..storage.tensorfile import TensorFile, open_files
-from ..tasks import LoadedTask, Loading, LoadingInfo, load_model, with_data
+from ..tasks import LoadedTask, LoadingInfo, LoadOptions, load_model, with_data
 from ..tasks.folders import folder_of
 from ..text import listed, to_json
 
@@ -56,7 +56,7 @@ class Start:
     reference: str
     model: nn.Module
     info: LoadingInfo
-    options: Loading
+    options: LoadOptions
     stored: Checkpoint
     """The files that are to be changed: the adapter's own, where it is one."""
     sources: dict[str, str]
@@ -89,7 +89,7 @@ class Start:
 
 
 @contextlib.contextmanager
-def opened_start(reference: str, options: Loading) -> Iterator[Start]:
+def opened_start(reference: str, options: LoadOptions) -> Iterator[Start]:
     """Load the model of a folder, a Hub id or an adapter, to change it and write it again."""
     if options["dtype"] not in ("auto", *WIDE):
         raise InputError(
@@ -119,9 +119,13 @@ def opened_start(reference: str, options: Loading) -> Iterator[Start]:
             )
         wide = "float64" if any(info.dtype == "F64" for info in stored.tensors.values()) else "float32"
         dtype = wide if options["dtype"] == "auto" else options["dtype"]
-        attn, device = options["attn"], options["device"]
         model, info = load_model(
-            reference, options["task"], device=device, dtype=dtype, attn=attn, adapter_apart=stem == "adapter_model"
+            reference,
+            options["task"],
+            device=options["device"],
+            dtype=dtype,
+            model_args=options["model_args"],
+            adapter_apart=stem == "adapter_model",
         )
         stored.config = getattr(getattr(model, "config", None), "to_dict", dict)()
         adapter = stem == "adapter_model"

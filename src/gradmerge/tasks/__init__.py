@@ -2,24 +2,25 @@
 
 from .columns import parse_columns
 from .evaluation import evaluate, measure
-from .loading import LargeLoading, LoadedTask, Loading, complete, complete_large, load_task, with_data
+from .loading import LoadedTask, LoadOptions, complete, load_task, tokenizer_of, with_data
 from .metrics import MEANINGS
+from .model_args import parse_model_args
 from .models import LoadingInfo, load_model
 from .text_metrics import Generation
 
 __all__ = [
     "MEANINGS",
     "Generation",
-    "LargeLoading",
+    "LoadOptions",
     "LoadedTask",
-    "Loading",
     "LoadingInfo",
     "complete",
-    "complete_large",
     "evaluate",
     "load_model",
     "load_task",
     "measure",
     "parse_columns",
+    "parse_model_args",
+    "tokenizer_of",
     "with_data",
 ]

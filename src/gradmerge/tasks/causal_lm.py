@@ -34,7 +34,8 @@ class LanguageExamples(Tokens):
         if "messages" in fields and not template:
             raise InputError(
                 f"{rows.label}: the tokenizer has no chat template to turn {fields['messages'][0]!r} into "
-                "text. Use a tokenizer that has one, --tokenizer PATH, or data with text, or with prompt and completion"
+                "text. Give a tokenizer that has one (model_args tokenizer=PATH), or data with text, or with prompt "
+                "and completion"
             )
         if "messages" in fields and not marked:
             unmarked = "the chat template does not mark what the assistant says"

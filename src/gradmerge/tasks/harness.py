@@ -8,7 +8,7 @@ import importlib.util
 import io
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,9 @@ from ..curvature.reaching import spread_device
 from ..errors import GradmergeError, InputError
 from ..quiet import quiet_transformers
 from ..text import first_line, nearest
-from .loading import LoadedTask
+from .loading import LoadedTask, LoadOptions, tokenizer_of
 from .metrics import perplexity_rows, ratio_rows
 from .models import device_of, load_model
-from .placement import Placement
 from .processors import load_tokenizer
 from .uncertainty import are_shares, standard_error
 
@@ -164,22 +163,18 @@ def _task_manager(folder: str | None, defaults: bool) -> Any:
 
 
 def language_model(
-    reference: str, loading: Mapping[str, Any], known: LoadedTask | None = None
+    reference: str, loading: LoadOptions, known: LoadedTask | None = None
 ) -> tuple[nn.Module, Any, torch.device]:
     """A model for the harness, its tokenizer and device: of a task that is loaded already, or from its folder."""
     task = loading["task"] if known is None else known.task
     if known is not None and task in WRITING:
         return known.model, known.data.tokenizer, known.device  # type: ignore[attr-defined]
     if known is None and task in ("auto", *WRITING):
-        device, dtype, attn = loading["device"], loading["dtype"], loading["attn"]
-        placement = Placement(loading.get("device_map"), loading.get("quantize"))
-        model, info = load_model(reference, task, device=device, dtype=dtype, attn=attn, placement=placement)
+        device, model_args = loading["device"], loading["model_args"]
+        model, info = load_model(reference, task, device=device, dtype=loading["dtype"], model_args=model_args)
         if info.task in WRITING:
-            return (
-                model,
-                load_tokenizer(reference, info, loading["tokenizer"]),
-                spread_device(model) or device_of(device),
-            )
+            tokenizer = load_tokenizer(reference, info, tokenizer_of(loading))
+            return model, tokenizer, spread_device(model) or device_of(device)
         task = info.task
     raise InputError(
         f"--lm-eval: {reference} is a model for {task}; the harness asks models for {' or '.join(WRITING)}"

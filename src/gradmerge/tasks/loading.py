@@ -23,14 +23,14 @@ from .columns import Fields, choose_columns
 from .data_sources import read_rows
 from .embedding import EmbeddingExamples
 from .image import ImageExamples
+from .model_args import BASIC_KEYS, ModelArgs
 from .models import LoadingInfo, device_of, load_model
-from .placement import Placement
 from .processors import load_image_processor, load_tokenizer
 from .rows import Rows
 from .seq2seq import PairExamples
 
 
-class Loading(TypedDict, total=False):
+class LoadOptions(TypedDict, total=False):
     """How a model and its data are loaded: keywords of every function that does so, options of every such command."""
 
     task: str
@@ -47,25 +47,16 @@ class Loading(TypedDict, total=False):
     """`cpu`, `cuda`, `cuda:1`, …; `auto` is a GPU if there is one."""
     dtype: str
     """`float32`, `bfloat16`, `float16`, `float64`, or `auto`: as stored, but float32 for float16 on a CPU."""
-    attn: str | None
-    """How attention is computed: `eager`, `sdpa`, `flash_attention_2`, …"""
-    tokenizer: str | None
-    """Folder or Hub id of the tokenizer, if it is not the model's."""
+    model_args: Mapping[str, Any] | None
+    """How transformers loads the model. `{"attn_implementation": "sdpa"}`: `eager`, `sdpa`, `flash_attention_2`, …
+    `{"tokenizer": "org/name"}`: folder or Hub id of the tokenizer, if it is not the model's. Estimates of curvature and
+    `evaluate` also take: `device_map`: `auto` spreads layers over all GPUs, the CPU and the disk; or a mapping from
+    layers to devices, or its JSON file. `load_in_4bit`, `load_in_8bit`: quantize the base of an adapter with
+    bitsandbytes; False dequantizes a base that is stored quantized. `gradient_checkpointing`: recompute activations in
+    the backward pass instead of storing them."""
 
 
-class LargeLoading(Loading, total=False):
-    """The same, and what is for models larger than a device."""
-
-    device_map: str | None
-    """`auto`: layers spread over all GPUs, the CPU and the disk by accelerate; or a JSON file that says which where."""
-    quantize: str | None
-    """`4bit` or `8bit`: the base of an adapter as codes of bitsandbytes, also where it is stored so; `none`: never."""
-    gradient_checkpointing: bool
-    """Compute activations again in the backward pass instead of keeping them."""
-
-
-LARGE = LargeLoading(device_map=None, quantize=None, gradient_checkpointing=False)
-DEFAULTS = Loading(
+DEFAULTS = LoadOptions(
     task="auto",
     columns=None,
     limit=None,
@@ -73,30 +64,31 @@ DEFAULTS = Loading(
     max_length=None,
     device="auto",
     dtype="auto",
-    attn=None,
-    tokenizer=None,
+    model_args=None,
 )
 
 
-def complete(given: Loading, function: Callable[..., Any]) -> Loading:
-    """All options of loading: those given to a function, checked, and the defaults of the others."""
-    _check_given(given, function, get_type_hints(Loading))
-    return DEFAULTS | given
+def complete(
+    given: LoadOptions, function: Callable[..., Any], model_keys: Sequence[str] | None = BASIC_KEYS
+) -> LoadOptions:
+    """Check the options that a function was given, and add the defaults of the others.
 
-
-def complete_large(given: LargeLoading, function: Callable[..., Any]) -> LargeLoading:
-    """The same of a function that takes models larger than a device."""
-    _check_given(given, function, get_type_hints(LargeLoading))
-    return {**LARGE, **DEFAULTS, **given}
-
-
-def _check_given(given: Mapping[str, Any], function: Callable[..., Any], types: Mapping[str, Any]) -> None:
+    ``model_keys``: the keys of ``model_args`` that the function supports; None for all.
+    """
+    types = get_type_hints(LoadOptions)
     for name, value in given.items():
         if name not in types:
             known = [known for known in inspect.signature(function).parameters if known != "loading"] + [*types]
             hint = f"{nearest(name, known)}\n  Known are {', '.join(known)}."
             raise InputError(f"there is no option {name!r}{hint}")
         check(name, value, types[name])
+    ModelArgs.parse(given.get("model_args"), model_keys)
+    return DEFAULTS | given
+
+
+def tokenizer_of(options: LoadOptions) -> str | None:
+    """The tokenizer that ``model_args`` names."""
+    return (options["model_args"] or {}).get("tokenizer")
 
 
 class Examples(Protocol):
@@ -158,17 +150,17 @@ def load_task(
     *,
     shard: bool = False,
     gradients: bool = False,
-    beside: int = 0,
-    **loading: Unpack[LargeLoading],
+    bytes_per_parameter: int = 0,
+    **loading: Unpack[LoadOptions],
 ) -> LoadedTask:
     """Load a model and data for it.
 
     ``model_reference`` is a folder, a Hub id (`org/name@revision`) or a PEFT adapter folder; ``source`` a .jsonl, .csv,
     .parquet or .txt file (each also .gz), an .npz, a folder of images by class, or `org/name:split` of the Hub.
-    ``shard``, ``gradients`` and ``beside`` are as of :class:`~gradmerge.tasks.placement.Placement`; the other options
-    are those of :class:`gradmerge.Loading`.
+    ``shard``, ``gradients`` and ``bytes_per_parameter`` are as of :func:`load_model`; the other
+    options are those of :class:`gradmerge.LoadOptions`.
     """
-    options = complete_large(loading, load_task)
+    options = complete(loading, load_task, None)
     model_reference, source = str(model_reference), str(source)
     rows = read_rows(source, limit=options["limit"])  # the quicker of the two to fail
     model, info = load_model(
@@ -176,23 +168,23 @@ def load_task(
         options["task"],
         device=options["device"],
         dtype=options["dtype"],
-        attn=options["attn"],
-        placement=Placement(
-            options["device_map"], options["quantize"], options["gradient_checkpointing"], shard, gradients, beside
-        ),
+        model_args=options["model_args"],
+        gradients=gradients,
+        bytes_per_parameter=bytes_per_parameter,
+        shard=shard,
     )
     return joined(model_reference, model, info, rows, options)
 
 
 def with_data(
-    model_reference: str | Path, model: nn.Module, info: LoadingInfo, source: str | Path, **loading: Unpack[Loading]
+    model_reference: str | Path, model: nn.Module, info: LoadingInfo, source: str | Path, **loading: Unpack[LoadOptions]
 ) -> LoadedTask:
     """Data for a model that :func:`load_model` has loaded."""
     options = complete(loading, with_data)
     return joined(str(model_reference), model, info, read_rows(str(source), limit=options["limit"]), options)
 
 
-def joined(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, options: Loading) -> LoadedTask:
+def joined(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, options: LoadOptions) -> LoadedTask:
     """A model and rows as one task."""
     fields = choose_columns(info.task, rows, options["columns"])
     notes = list(info.notes)
@@ -205,7 +197,7 @@ def joined(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, opti
     else:
         kinds: dict[str, Any] = {"classify": TextExamples, "causal-lm": LanguageExamples}
         kinds |= {"seq2seq": PairExamples, "embedding": EmbeddingExamples}
-        tokenizer = load_tokenizer(reference, info, options["tokenizer"])
+        tokenizer = load_tokenizer(reference, info, tokenizer_of(options))
         examples = kinds[info.task](rows, fields, model, tokenizer, options["max_length"])
     return LoadedTask(
         model=model,

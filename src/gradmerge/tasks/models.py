@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +19,17 @@ from ..curvature.reaching import elsewhere
 from ..errors import InputError
 from ..processes import announced
 from ..quiet import quiet_transformers
-from ..storage.modelconfig import check_implementation, refuse_hub_code
+from ..storage.modelconfig import refuse_hub_code
 from ..storage.smallfile import read_json
 from ..storage.tensorfile import close_files, open_files
 from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
 from .folders import check_small_files, check_weights, folder_of, offline
-from .placement import OffloadFolder, Placement, is_quantised, offloaded, recompute, share_out
+from .model_args import ModelArgs
+from .placement import share_out
 from .sentence_model import EmbeddingModel, SentenceSetup, read_setup
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image", "embedding")
-PLAIN = Placement()
 NARROW = "the model is stored as float16 and computes in float32 here, as CPUs are slow in float16"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -69,33 +70,44 @@ def load_model(
     *,
     device: str = "auto",
     dtype: str = "auto",
-    attn: str | None = None,
+    model_args: Mapping[str, Any] | None = None,
     whole: bool = True,
     adapter_apart: bool = False,
-    placement: Placement = PLAIN,
+    gradients: bool = False,
+    bytes_per_parameter: int = 0,
+    shard: bool = False,
 ) -> tuple[nn.Module, LoadingInfo]:
     """The model of a folder, a Hub id or an adapter, with the head of its task, in eval mode on the device.
 
     ``dtype`` "auto" is as stored, but float32 for float16 on a CPU. Only safetensors are read, no remote code is run.
     A model whose checkpoint lacks weights, as of the head, is refused, since they would be random numbers; with
     ``whole=False`` the loading info names them instead. An adapter is merged into its base, or ``adapter_apart``: then
-    it alone asks for gradients. ``placement`` is for models larger than a device.
+    it alone asks for gradients. ``gradients``: the caller computes gradients, so a quantized model needs an adapter.
+    ``bytes_per_parameter`` is as of :meth:`ModelArgs.from_pretrained`, ``shard`` as of :func:`share_out`.
     """
-    placement.check(device)
+    args = ModelArgs.parse(model_args)
+    args.check_device(device)
     place = device_of(device)
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: not known{nearest(dtype, DTYPES)}\n  Known are {', '.join(DTYPES)}.")
-    check_implementation("attn_implementation", attn, "--attn")
     info, config, adapter, setup = _located(reference, task)
     task, folder, base_folder = info.task, info.folder, info.base_folder
     check_weights(reference, base_folder, "model")
     if adapter is not None:
         check_weights(reference, folder, "adapter_model")
-    given = _placed(reference, placement, config, adapter, dtype, place)
+    quantized = _is_quantized(reference, args, config, adapter is not None, gradients)
+    if adapter is not None and (shard or args.device_map is not None) and not quantized:
+        option = "shard" if shard else "device_map"
+        raise InputError(
+            f"{reference}: {option}: an adapter is merged into its base in memory. Write the merged model first "
+            "(gradmerge merge), or keep the base quantized (load_in_4bit)."
+        )
+    given = args.from_pretrained(config, dtype, place, quantized=quantized, bytes_per_parameter=bytes_per_parameter)
+    given |= {"device_map": {"": "disk"}} if shard else {}
     with quiet_transformers(), offline():
-        model = _loaded(reference, base_folder, config, task, dtype, attn, info, given)
+        model = _loaded(reference, base_folder, config, task, dtype, info, given, quantized)
         if adapter is not None:
-            apart = adapter_apart or is_quantised(model)
+            apart = adapter_apart or any(type(p).__name__ in ("Params4bit", "Int8Params") for p in model.parameters())
             model = with_adapter(reference, model, folder, info, apart)
     if setup is not None:  # the pooler of BERT and its kin is not used
         info.missing_keys = [key for key in info.missing_keys if not key.startswith("pooler.")]
@@ -103,15 +115,14 @@ def load_model(
         _refuse_random_weights(reference, model, info)
     if setup is not None:
         model = EmbeddingModel(model, setup, next(model.parameters()).dtype)
-    away = bool(elsewhere(model))
-    if (placement.gradient_checkpointing or (away and placement.gradients)) and not recompute(model):
-        if placement.gradient_checkpointing:
-            raise InputError(f"--gradient-checkpointing: {type(model).__name__} cannot compute its activations again")
-        slow = "cannot compute its activations again: all weights that its backward pass needs are in memory at once"
+    if args.gradient_checkpointing and not recompute(model):
+        raise InputError(f"model_args: gradient_checkpointing: {type(model).__name__} cannot recompute its activations")
+    if gradients and elsewhere(model) and not recompute(model):
+        slow = "cannot recompute its activations: all weights that its backward pass needs are in memory at once"
         info.notes.append(f"{type(model).__name__} {slow}")
-    if placement.shard:
+    if shard:
         return share_out(model, place).eval(), info
-    if given:
+    if "device_map" in given:
         info.notes += offloaded(model)
         return model.eval(), info
     if place.type == "cpu" and dtype == "auto" and any(p.dtype == torch.float16 for p in model.parameters()):
@@ -161,26 +172,18 @@ def model_without_weights(reference: str, task: str = "auto", dtype: str = "auto
     return (model if setup is None else EmbeddingModel(model, setup, computes)).eval(), info
 
 
-def _placed(
-    reference: str, placement: Placement, config: Any, adapter: dict[str, Any] | None, dtype: str, place: torch.device
-) -> dict[str, Any]:
-    """What ``from_pretrained`` is told of a placement; nothing for a model that goes to one device whole."""
-    stored = _states_quantisation(config) and placement.gradients and adapter is not None and _is_bits(config)
-    quantised = placement.quantize in ("4bit", "8bit") or (placement.quantize is None and stored)
-    if quantised and placement.gradients and adapter is None:
+def _is_quantized(reference: str, args: ModelArgs, config: Any, adapter: bool, gradients: bool) -> bool:
+    """Whether the model computes with bitsandbytes weights: those it asks for, or stored ones below an adapter."""
+    if args.bits is not None:
+        quantized = args.bits > 0
+    else:
+        quantized = gradients and adapter and _states_quantisation(config) and _is_bits(config)
+    if quantized and gradients and not adapter:
         raise InputError(
-            f"{reference}: --quantize {placement.quantize}: codes have no gradients. Of a quantised base, those of a "
-            "PEFT adapter on it can be measured: give the adapter's folder."
+            f"{reference}: model_args: load_in_{args.bits}bit: quantized weights have no gradients. Give the folder of "
+            "a PEFT adapter: curvature of its parameters can be estimated on a quantized base."
         )
-    if adapter is not None and (placement.shard or placement.device_map is not None) and not quantised:
-        option = "--shard" if placement.shard else "--device-map"
-        raise InputError(
-            f"{reference}: {option}: an adapter is merged into its base in memory. Write the merged model first "
-            "(gradmerge merge), or keep the base quantised (--quantize 4bit)."
-        )
-    if placement.device_map is None and not placement.shard and not quantised:
-        return {}
-    return placement.keywords(config, dtype, place) | ({"stored_codes": True} if quantised else {})
+    return quantized
 
 
 def _is_bits(config: Any) -> bool:
@@ -294,26 +297,26 @@ def _loaded(
     config: Any,
     task: str,
     dtype: str,
-    attn: str | None,
     info: LoadingInfo,
-    placed: Mapping[str, Any],
+    given: dict[str, Any],
+    quantized: bool,
 ) -> nn.Module:
     import transformers
 
     kind = getattr(transformers, class_name(task, config))
-    given: dict[str, Any] = {} if attn is None else {"attn_implementation": attn}
-    given |= placed
-    codes, offload = given.pop("stored_codes", False), OffloadFolder() if "device_map" in given else None
+    offload = tempfile.TemporaryDirectory(prefix="gradmerge-offload-") if "device_map" in given else None
     if offload is not None:
-        given["offload_folder"] = offload.name
+        given = given | {"offload_folder": offload.name}
         if dtype == "auto" and not torch.cuda.is_available() and getattr(config, "dtype", None) == torch.float16:
             dtype = "float32"
             info.notes.append(NARROW)
     _refuse_inflated(reference, folder, kind, config)
     place: Path | None = folder
-    if not codes and (state := _dequantised_state(folder, config, info)) is not None:
-        if placed:
-            raise InputError(f"{reference}: stored quantised, and read whole: --device-map and --shard are for others")
+    if not quantized and (state := _dequantised_state(folder, config, info)) is not None:
+        if "device_map" in given:
+            raise InputError(
+                f"{reference}: the model is stored quantized and dequantized in memory, without device_map and shard"
+            )
         with torch.device("meta"):
             kind = type(kind.from_config(config, trust_remote_code=False))  # which takes weights from memory
         place, given = None, given | {"state_dict": state}
@@ -343,8 +346,30 @@ def _loaded(
     }
     assert isinstance(model, nn.Module)
     if offload is not None:
-        model.__dict__["_offload_folder"] = offload
+        model.__dict__["_offload_folder"] = offload  # accelerate's copies of weights are deleted with the model
     return model
+
+
+def offloaded(model: nn.Module) -> list[str]:
+    """A note on weights that are on no device, if there are some."""
+    away = {name for path, module, _ in elsewhere(model) for name in (f"{path}.{n}" for n in module._parameters)}
+    share = sum(p.numel() for name, p in model.named_parameters() if name in away)
+    whole = sum(p.numel() for p in model.parameters())
+    stay = f"{count(share)} of {count(whole)} parameters stay on the CPU or the disk, and are fetched layer by layer"
+    return [stay] if share else []
+
+
+def recompute(model: Any) -> bool:
+    """Enable gradient checkpointing. Return whether the model supports it."""
+    inner = model
+    while not hasattr(inner, "gradient_checkpointing_enable") and (children := list(inner.children())):
+        inner = children[0]
+    if not getattr(inner, "supports_gradient_checkpointing", False):
+        return False
+    inner.gradient_checkpointing_enable({"use_reentrant": False})
+    if hasattr(inner, "config"):
+        inner.config.use_cache = False
+    return True
 
 
 def _dequantised_state(folder: Path, config: Any, info: LoadingInfo) -> dict[str, Tensor] | None:

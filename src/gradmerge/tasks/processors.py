@@ -28,7 +28,7 @@ def load_tokenizer(reference: str, info: LoadingInfo, tokenizer: str | None = No
     if folder is None:
         raise InputError(
             f"{tokenizer or reference}: no tokenizer in {folders[0]} (no tokenizer.json, nor a vocabulary). "
-            "Name a folder or Hub id that has one: --tokenizer PATH"
+            "Give a folder or Hub id that has one: model_args tokenizer=PATH"
         )
     from transformers import AutoTokenizer
 
@@ -38,7 +38,7 @@ def load_tokenizer(reference: str, info: LoadingInfo, tokenizer: str | None = No
     except Exception as error:  # transformers passes on errors of every kind, from JSON to sentencepiece
         raise InputError(
             f"{tokenizer or reference}: the tokenizer in {folder} cannot be loaded: {first_line(error)}. "
-            "Name another folder: --tokenizer PATH"
+            "Give another folder: model_args tokenizer=PATH"
         ) from error
 
 

@@ -69,7 +69,7 @@ class Tokens:
     def check(self, index: int, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self.vocabulary:
             found = f"the tokenizer gives token {max(ids)}, but the model knows {self.vocabulary} tokens"
-            other = "the tokenizer is of another model. Name the right one: --tokenizer PATH"
+            other = "the tokenizer is of another model. Give the right one: model_args tokenizer=PATH"
             raise self.rows.wrong(index, f": {found}: {other}")
 
     def batch_of(self, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> dict[str, Tensor]:

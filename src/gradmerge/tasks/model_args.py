@@ -1,0 +1,171 @@
+"""`model_args`: how transformers loads a model. This module checks the keys and makes from_pretrained arguments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+
+from ..arguments import check
+from ..curvature.totals import give_memory_back
+from ..errors import InputError
+from ..processes import announced
+from ..storage.modelconfig import check_implementation
+from ..storage.smallfile import read_json
+from ..text import nearest
+from ..urls import as_url
+
+#: Keys for models that load and compute on one device.
+BASIC_KEYS = ("attn_implementation", "tokenizer")
+#: Keys that transformers has and gradmerge never passes on.
+REFUSED = {
+    "trust_remote_code": "gradmerge does not run code from the Hub or from a model folder",
+    "use_safetensors": "gradmerge reads safetensors files only, because pickles can run code",
+    "dtype": "use the option dtype",
+}
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Valid `model_args`."""
+
+    attn_implementation: str | None = None
+    """`eager`, `sdpa`, `flex_attention`, `flash_attention_2`, …"""
+    tokenizer: str | None = None
+    """Folder or Hub id of the tokenizer. Default: the model's own."""
+    device_map: str | Mapping[str, Any] | None = None
+    """`auto`, a mapping from layers to devices, or a JSON file with one. `parse` reads the file."""
+    load_in_4bit: bool | None = None
+    """Quantize the model with bitsandbytes. False: dequantize a model that is stored quantized."""
+    load_in_8bit: bool | None = None
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of storing them."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None, allowed: Sequence[str] | None = None) -> ModelArgs:
+        """Check keys and values. ``allowed``: the keys that the calling function supports, by default all."""
+        types = get_type_hints(cls)
+        given = dict(given or {})
+        for key, value in given.items():
+            if key in REFUSED:
+                raise InputError(f"model_args: {key} is not allowed: {REFUSED[key]}")
+            if key not in types:
+                raise InputError(
+                    f"model_args: there is no key {key!r}{nearest(str(key), types)}\n  Known are {', '.join(types)}."
+                )
+            if allowed is not None and key not in allowed:
+                raise InputError(
+                    f"model_args: {key} is for evaluate and curvature estimate; allowed here are "
+                    f"{' and '.join(allowed)}"
+                )
+            check(f"model_args: {key}", value, types[key])
+        args = cls(**given)
+        check_implementation("attn_implementation", args.attn_implementation, "model_args: attn_implementation")
+        if args.load_in_4bit and args.load_in_8bit:
+            raise InputError("model_args: load_in_4bit and load_in_8bit are both true. Give one of them.")
+        return args if args.device_map is None else replace(args, device_map=_read_device_map(args.device_map))
+
+    @property
+    def bits(self) -> int | None:
+        """4 or 8 to quantize, 0 to dequantize, None to leave weights as they are stored."""
+        if self.load_in_4bit or self.load_in_8bit:
+            return 4 if self.load_in_4bit else 8
+        return 0 if False in (self.load_in_4bit, self.load_in_8bit) else None
+
+    def check_device(self, device: str) -> None:
+        """Raise if ``device_map`` contradicts ``device`` or several processes."""
+        if self.device_map is None:
+            return
+        if device != "auto":
+            raise InputError(f"model_args: device_map cannot be combined with device {device}. Give one of them.")
+        if announced() is not None:
+            raise InputError("model_args: device_map is for one process with several devices. Start one process.")
+
+    def from_pretrained(
+        self, config: Any, dtype: str, device: torch.device, *, quantized: bool, bytes_per_parameter: int
+    ) -> dict[str, Any]:
+        """Arguments of ``from_pretrained``.
+
+        Args:
+            quantized: The model computes with bitsandbytes weights, stored ones or those that ``bits`` asks for.
+            bytes_per_parameter: Memory that a parameter needs on its device besides its value, such as for a sum.
+        """
+        given: dict[str, Any] = {}
+        if self.attn_implementation is not None:
+            given["attn_implementation"] = self.attn_implementation
+        if self.device_map is None and not quantized:
+            return given
+        give_memory_back()
+        for library in ("accelerate", "bitsandbytes"):
+            logging.getLogger(library).setLevel(logging.ERROR)  # gradmerge's notes say what matters of their warnings
+        if self.bits:
+            given["quantization_config"] = _bitsandbytes_config(self.bits, config, dtype)
+        given["device_map"] = {"": device} if self.device_map is None else self.device_map
+        if self.device_map == "auto":
+            from accelerate.utils import get_max_memory  # type: ignore[import-untyped]
+
+            size = _compute_dtype(config, dtype).itemsize
+            given["max_memory"] = {
+                key: int(free * size / (size + bytes_per_parameter)) for key, free in get_max_memory().items()
+            }
+        return given
+
+
+def parse_model_args(text: str) -> dict[str, Any]:
+    """Read `KEY=VALUE,…` from the command line. `true` and `false` become booleans."""
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not key or not value:
+            raise InputError(f"--model-args {text}: write KEY=VALUE, such as attn_implementation=sdpa")
+        if key in found:
+            raise InputError(f"--model-args {text}: {key} is given twice")
+        truth = {"true": True, "false": False}.get(value.lower())
+        found[key] = truth if truth is not None else as_url(value) or value
+    return found
+
+
+def _read_device_map(value: str | Mapping[str, Any]) -> str | dict[str, Any]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str) and not Path(value).is_file():
+        raise InputError(
+            f"model_args: device_map is {value}, but must be auto, or a JSON file that maps layers to devices"
+        )
+    found = read_json(Path(value)) if isinstance(value, str) else dict(value)
+    gpus = range(torch.cuda.device_count())
+    known = {"cpu", "disk", *map(str, gpus), *(f"cuda:{number}" for number in gpus)}
+    odd = [device for device in found.values() if str(device) not in known]
+    if odd or not found:
+        example = '{"model.layers.0": 0, "lm_head": "cpu"}'
+        wrong = f", not {str(odd[0])[:80]!r}" if odd else ""
+        raise InputError(
+            f"model_args: device_map must map layers to devices, such as {example}. "
+            f"Devices are {', '.join(sorted(known))}{wrong}."
+        )
+    return found
+
+
+def _bitsandbytes_config(bits: int, config: Any, dtype: str) -> Any:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"model_args: load_in_{bits}bit needs bitsandbytes: pip install bitsandbytes") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(f"model_args: load_in_{bits}bit: the model is already stored quantized. Leave the key out.")
+    import transformers
+
+    kind: Any = transformers.BitsAndBytesConfig
+    if bits == 8:
+        return kind(load_in_8bit=True)
+    computes = _compute_dtype(config, dtype)
+    return kind(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computes)
+
+
+def _compute_dtype(config: Any, dtype: str) -> torch.dtype:
+    stored = getattr(config, "dtype", None) if dtype == "auto" else getattr(torch, dtype)
+    return stored if isinstance(stored, torch.dtype) else torch.float32
