@@ -24,17 +24,17 @@ import gradmerge as gm
 
 from .checkpoints import make_curvature, make_models
 
-RULES = [name for name, rule in gm.RULES.items() if rule.otherwise is None]
+METHODS = [name for name, rule in gm.METHODS.items() if rule.otherwise is None]
 
 
 def recipe(method: str, models: list[Path], curvature: list[Path]) -> dict[str, Any]:
-    needs = gm.RULES[method].needs({})
+    needs = gm.METHODS[method].needs({})
     entries: list[dict[str, Any]] = [{"model": str(path)} for path in models]
     if "curvature" in needs:
         for entry, path in zip(entries, curvature, strict=True):
             entry["curvature"] = str(path)
     base, *tuned = entries
-    return {"method": method, "base": base, "models": tuned[:1] if gm.RULES[method].only_one_model else tuned}
+    return {"method": method, "base": base, "models": tuned[:1] if gm.METHODS[method].only_one_model else tuned}
 
 
 def timed(settings: dict[str, Any], out: Path, **options: Any) -> tuple[float, str]:
@@ -63,7 +63,7 @@ def main() -> None:
     models = make_models(folder, options.layers)
     curvature = list(make_curvature(folder, options.layers))
     rules = []
-    for method in RULES:
+    for method in METHODS:
         settings = recipe(method, models, curvature)
         (cpu, one), (other, two) = (timed(settings, folder / "out", device=d) for d in ("cpu", options.device))
         rules.append({"method": method, "cpu_s": cpu, "device_s": other, "same_bytes": one == two})

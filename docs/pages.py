@@ -24,8 +24,8 @@ import gradmerge
 from experiments import results_summary, results_tables
 from gradmerge.cli.app import app
 from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice, SliceModel, TokenizerChoice
-from gradmerge.recipe.mergekit_methods import METHODS
-from gradmerge.rules import RULES, Rule
+from gradmerge.recipe.mergekit_methods import MERGEKIT_METHODS
+from gradmerge.rules import METHODS, Rule
 from gradmerge.tasks import MEANINGS, columns
 
 DOCS = Path(__file__).parent
@@ -156,12 +156,12 @@ def default_text(value: Any, model: type[BaseModel], name: str) -> str:
 
 def methods_table() -> str:
     """The rules as rows of one equation."""
-    rows = [(f"[`{r.name}`](methods.md#{r.name})", *r.row) for r in RULES.values()]
+    rows = [(f"[`{r.name}`](methods.md#{r.name})", *r.row) for r in METHODS.values()]
     return table(("method", "α_t", "H_0", "H_t"), rows)
 
 
 def methods_reference() -> str:
-    return methods_table() + "\n\n" + "\n\n".join(method(rule) for rule in RULES.values())
+    return methods_table() + "\n\n" + "\n\n".join(method(rule) for rule in METHODS.values())
 
 
 def method(rule: Rule) -> str:
@@ -258,7 +258,7 @@ def mergekit_methods() -> str:
     """mergekit's methods and parameters beside ours."""
     words = {"rescale": "rescale: norm", "nuslerp_flatten": "axis: all", "nuslerp_row_wise": "axis: first"}
     rows = []
-    for name, method in METHODS.items():
+    for name, method in MERGEKIT_METHODS.items():
         said = [(p.name, words.get(p.name, p.option)) for p in method.parameters]
         told = [f"`{theirs}`" if theirs == ours else f"`{theirs}` (`{ours}`)" for theirs, ours in said]
         says = ", ".join(f"`{key}: {value}`" for key, value in method.options.items())

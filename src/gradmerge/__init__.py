@@ -36,7 +36,11 @@ if TYPE_CHECKING:
     from .progress import Progress as Progress
     from .recipe import Recipe as Recipe, load_recipe as load_recipe
     from .refinement.influence import InfluenceRemoval as InfluenceRemoval
-    from .rules import RULES as RULES, gradient_matching_full as gradient_matching_full, removal_full as removal_full
+    from .rules import (
+        METHODS as METHODS,
+        gradient_matching_full as gradient_matching_full,
+        removal_full as removal_full,
+    )
     from .tasks.data_sources import read_rows as read_rows
     from .tasks.loading import LoadOptions as LoadOptions
     from .tasks.rows import Rows as Rows
@@ -76,7 +80,7 @@ _NAMES = {
     "progress": "Progress",
     "recipe": "Recipe load_recipe",
     "refinement.influence": "InfluenceRemoval",
-    "rules": "RULES gradient_matching_full removal_full",
+    "rules": "METHODS gradient_matching_full removal_full",
     "tasks.data_sources": "read_rows",
     "tasks.loading": "LoadOptions",
     "tasks.rows": "Rows",

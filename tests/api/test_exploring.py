@@ -470,7 +470,7 @@ def test_removal_is_explored_by_what_is_forgotten_and_what_is_kept(texts: Path) 
 def test_controls_are_those_of_the_method_s_signature(shared: gm.Explorer) -> None:
     assert shared.layer_groups == ["first layers", "last layers"]
     for method in shared.methods:
-        options = {option.name: option for option in gm.RULES[method].options}
+        options = {option.name: option for option in gm.METHODS[method].options}
         for control in shared.controls(method):
             assert control.meaning and control.label
             if control.key == "damping":

@@ -176,7 +176,7 @@ def test_quiet_prints_nothing(models: tuple[Path, ...], tmp_path: Path) -> None:
 
 def test_methods_lists_every_rule_with_its_row() -> None:
     text = run("methods")
-    assert all(name in text for name in gm.RULES)
+    assert all(name in text for name in gm.METHODS)
     assert "F_0 + δ" in text
     text = run("methods", "sparse-finetuning")
     assert all(word in text for word in ("density", "scope", "normalize", "0 < x ≤ 1", "Ansell"))

@@ -20,7 +20,7 @@ from gradmerge.cli.completion import WORDS, method_names, words_of
 from gradmerge.cli.estimate import EstimateOptions
 from gradmerge.cli.help import BETWEEN, command_lines
 from gradmerge.cli.options import LoadingOptions, Precision
-from gradmerge.rules import RULES
+from gradmerge.rules import METHODS
 
 GROUP = typer.main.get_command(app)
 COMMANDS = {context.command_path: context.command for context in contexts(GROUP, "gradmerge")}
@@ -73,7 +73,7 @@ def test_a_line_is_broken_between_options_and_never_within_one() -> None:
 
 
 def test_methods_that_are_offered_are_those_there_are() -> None:
-    assert sorted(method_names("")) == sorted(RULES)
+    assert sorted(method_names("")) == sorted(METHODS)
     assert method_names("gradient") == ["gradient-matching"]
     assert method_names("ties,task") == ["ties,task-arithmetic"]
 

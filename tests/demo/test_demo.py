@@ -24,7 +24,7 @@ from gradmerge.demo.commands import highlights
 from gradmerge.demo.tables import EVERY
 from gradmerge.demo.training import train
 from gradmerge.engine.workers import one_thread_each
-from gradmerge.rules import RULES
+from gradmerge.rules import METHODS
 
 from .making import tiny
 
@@ -107,8 +107,8 @@ def test_a_second_run_changes_nothing(outcome: DemoResult) -> None:
 def test_every_kind_of_rule_is_in_the_table(outcome: DemoResult) -> None:
     recipes = {path.stem: yaml.safe_load(path.read_text()) for path in (outcome.folder / "recipes").iterdir()}
     methods = {recipe["method"] for recipe in recipes.values()}
-    assert methods <= set(RULES)
-    with_curvature = {name for name, rule in RULES.items() if {"curvature", "grams"} & set(rule.inputs)}
+    assert methods <= set(METHODS)
+    with_curvature = {name for name, rule in METHODS.items() if {"curvature", "grams"} & set(rule.inputs)}
     assert methods == with_curvature | {"average", "task-arithmetic", "sparse-finetuning", "ties", "dare"}
     merged = {row.folder for row in outcome.merging if row.folder.startswith("merged/")}
     assert merged == {f"merged/{name}" for name in recipes if name not in ("removal", "negation")}

@@ -34,14 +34,14 @@ from gradmerge.engine.to_folder import MergeResult, files_read, fingerprint_of, 
 from gradmerge.errors import GradmergeError, InputError, MachineError
 from gradmerge.progress import NoProgress
 from gradmerge.recipe import make_recipe
-from gradmerge.rules import RULES
+from gradmerge.rules import METHODS
 from gradmerge.storage.staging import MARK
 from gradmerge.urls import place_of
 
 from ..making import SHAPES, Stop, near, random_curvature, random_state, weight_bytes, write_model
 from . import test_layers, test_merge
 
-METHODS: dict[str, dict[str, Any]] = {"slerp": {"t": 0.3}, "nearswap": {"t": 0.1}}
+OPTIONS: dict[str, dict[str, Any]] = {"slerp": {"t": 0.3}, "nearswap": {"t": 0.1}}
 ONE_MODEL = {"slerp", "nearswap", "arcee-fusion", "passthrough"}
 WITH_CURVATURE = {"fa1", "fisher-averaging", "gradient-matching", "removal"}
 
@@ -89,7 +89,7 @@ def recipe_of(method: str, place: Path, **keys: Any) -> dict[str, Any]:
             entry["curvature"] = str(place / f"curvature-{name}")
     for number, entry in enumerate(models if method == "regmean" else ()):
         entry["curvature"] = str(place / f"gram{number}.safetensors")
-    return {"method": method, "base": base, "models": models, "options": METHODS.get(method, {}), **keys}
+    return {"method": method, "base": base, "models": models, "options": OPTIONS.get(method, {}), **keys}
 
 
 def on(
@@ -123,11 +123,11 @@ def same(cluster: RayCluster, recipe: dict[str, Any], tmp_path: Path, workers: i
     assert (result.bytes_read, result.notes) == (local.bytes_read, local.notes)
 
 
-@pytest.mark.parametrize("method", RULES)
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_the_bytes_of_a_local_merge(
     method: str, cluster: RayCluster, place: Path, tmp_path: Path
 ) -> None:
-    number = list(RULES).index(method)
+    number = list(METHODS).index(method)
     output = {"shard_size": [10**9, 2000, 500][number % 3], "curvature": method == "gradient-matching"}
     same(cluster, recipe_of(method, place, output=output), tmp_path, 1 + (number // 3) % 2)
 

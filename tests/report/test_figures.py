@@ -18,7 +18,7 @@ from gradmerge.report.embedded import SHOWN_ROWS
 from gradmerge.report.figures import MOST_POINTS, Series, bars, curves, heat_map, trade_off
 from gradmerge.report.page import Figure, Table
 from gradmerge.report.placing import label_places
-from gradmerge.rules import RULES
+from gradmerge.rules import METHODS
 from gradmerge.text import Measured, printable
 
 NASTY = '</script><script>alert("x")</script> & \x00 \ud800 \x1b[31m\u202e\x9b\u2028b\udce9'
@@ -84,7 +84,7 @@ def test_errors_that_are_known_are_drawn_and_listed() -> None:
     assert "rule" not in [layer["mark"]["type"] for layer in plain["layer"]]
 
 
-@pytest.mark.parametrize("method", RULES)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_method_has_one_colour_everywhere(method: str) -> None:
     colour = palette.colour_of(method)
     assert colour in palette.LIGHT.values()
@@ -102,8 +102,8 @@ def look(place: int) -> tuple[object, ...]:
 
 
 def test_every_method_has_a_place_and_no_two_look_the_same() -> None:
-    looks = {method: (palette.colour_of(method), *look(palette.place_of(method))) for method in RULES}
-    assert all(palette.place_of(method) < len(RULES) for method in RULES), "add new methods to the palette"
+    looks = {method: (palette.colour_of(method), *look(palette.place_of(method))) for method in METHODS}
+    assert all(palette.place_of(method) < len(METHODS) for method in METHODS), "add new methods to the palette"
     assert len(set(looks.values())) == len(looks)
     assert len({palette.colour_of(name) for name in ("base", "tuned", "target", "gradient-matching", "ties")}) == 5
 

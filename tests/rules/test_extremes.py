@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.rules import RULES
+from gradmerge.rules import METHODS
 
 from . import slow, slow_tensors
 
 SIZE = 400
-WEIGHTED = [name for name, rule in RULES.items() if "weights" in rule.inputs]
+WEIGHTED = [name for name, rule in METHODS.items() if "weights" in rule.inputs]
 DENSITY = 0.3
 
 
@@ -31,7 +31,7 @@ GRAMS = [(x := normal(seed)).T @ x for seed in (8, 9, 10)]
 
 
 def given(name: str, **changes: Any) -> dict[str, Any]:
-    inputs = RULES[name].inputs
+    inputs = METHODS[name].inputs
     found: dict[str, Any] = {"damping": 1e-10}
     if "prior" in inputs and name != "fisher-averaging":
         found["prior"] = {"w": PRIOR}

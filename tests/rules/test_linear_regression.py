@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradmerge import gradient_matching_full, removal_full
-from gradmerge.rules import RULES
+from gradmerge.rules import METHODS
 
 torch.manual_seed(0)
 FEATURES = 5
@@ -89,16 +89,16 @@ def test_the_rules_themselves_are_exact_with_the_right_penalty_where_features_do
     target = (hold * base + curvature[0] * optima[0] + 0.5 * curvature[1] * optima[1]) / (
         hold + curvature[0] + 0.5 * curvature[1]
     )
-    got = RULES["gradient-matching"](base, tuned, [1.0, 0.5], hold, curvature, 0.0, own)
+    got = METHODS["gradient-matching"](base, tuned, [1.0, 0.5], hold, curvature, 0.0, own)
     assert relative(got, target, base) < 1e-12
 
     stays, best = 2 * diagonal(), diagonal() * 4
     everything = (stays * best + curvature[0] * optima[0]) / (stays + curvature[0])
     tuned = [(curvature[0] * optima[0] + own * everything) / (curvature[0] + own)]
-    got = RULES["removal"](everything, tuned, [1.0], stays, curvature[:1], 0.0, own, cap="none")
+    got = METHODS["removal"](everything, tuned, [1.0], stays, curvature[:1], 0.0, own, cap="none")
     assert relative(got, best, everything) < 1e-12
     if held_by == "nothing":
-        wrong = RULES["removal"](everything, tuned, [1.0], stays, curvature[:1], 0.0, cap="none")
+        wrong = METHODS["removal"](everything, tuned, [1.0], stays, curvature[:1], 0.0, cap="none")
         assert relative(wrong, best, everything) > 1
 
 
@@ -152,13 +152,13 @@ def test_diagonal_rules_equal_the_full_ones_for_diagonal_matrices() -> None:
     base = positive()
     tuned, prior, curvature = [base + positive(), base - positive()], positive(), [positive(), positive()]
     weights = [0.4, 1.3]
-    diagonal = RULES["gradient-matching"](base, tuned, weights, prior, curvature, 0.2)
+    diagonal = METHODS["gradient-matching"](base, tuned, weights, prior, curvature, 0.2)
     full = gradient_matching_full(base, tuned, torch.diag(prior + 0.2), [torch.diag(c) for c in curvature], weights)
     assert torch.allclose(diagonal, full, rtol=1e-12)
 
     penalty = positive()
     big = prior + 10
-    diagonal = RULES["removal"](base, tuned, weights, big, curvature, 0.2, penalty, base_saw_removed=True, cap="none")
+    diagonal = METHODS["removal"](base, tuned, weights, big, curvature, 0.2, penalty, base_saw_removed=True, cap="none")
     rest = big - weights[0] * curvature[0] - weights[1] * curvature[1] + 0.2
     full = removal_full(base, tuned, torch.diag(rest), torch.diag(penalty), [torch.diag(c) for c in curvature], weights)
     assert torch.allclose(diagonal, full, rtol=1e-12)

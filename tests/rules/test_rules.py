@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from gradmerge.rules import RULES
+from gradmerge.rules import METHODS
 from gradmerge.rules.sparse import trim
 
 from . import slow
@@ -66,7 +66,7 @@ def setting(request: pytest.FixtureRequest) -> tuple[Case, float]:
 @pytest.mark.parametrize("include_base", [False, True])
 def test_average_is_the_mean(setting: tuple[Case, float], include_base: bool) -> None:
     case, tolerance = setting
-    got = RULES["average"](case.tuned, case.base, include_base=include_base)
+    got = METHODS["average"](case.tuned, case.base, include_base=include_base)
     check(got, slow.average(*case.lists("base", "tuned"), include_base=include_base), tolerance)
 
 
@@ -74,7 +74,7 @@ def test_average_is_the_mean(setting: tuple[Case, float], include_base: bool) ->
 @pytest.mark.parametrize("base_weight", [None, 0.5])
 def test_weighted_average_uses_weights(setting: tuple[Case, float], normalize: bool, base_weight: float | None) -> None:
     case, tolerance = setting
-    got = RULES["weighted-average"](case.base, case.tuned, case.weights, base_weight, normalize=normalize)
+    got = METHODS["weighted-average"](case.base, case.tuned, case.weights, base_weight, normalize=normalize)
     base, tuned, weights = case.lists("base", "tuned", "weights")
     check(got, slow.weighted_average(base, tuned, weights, base_weight, normalize), tolerance)
 
@@ -82,12 +82,12 @@ def test_weighted_average_uses_weights(setting: tuple[Case, float], normalize: b
 def test_weighted_average_refuses_weights_that_sum_to_zero() -> None:
     case = Case(torch.float64, models=2)
     with pytest.raises(ValueError):
-        RULES["weighted-average"](case.base, case.tuned, [1.0, -1.0], None)
+        METHODS["weighted-average"](case.base, case.tuned, [1.0, -1.0], None)
 
 
 def test_task_arithmetic_adds_differences(setting: tuple[Case, float]) -> None:
     case, tolerance = setting
-    got = RULES["task-arithmetic"](case.base, case.tuned, case.weights)
+    got = METHODS["task-arithmetic"](case.base, case.tuned, case.weights)
     check(got, slow.task_arithmetic(*case.lists("base", "tuned", "weights")), tolerance)
 
 
@@ -95,7 +95,7 @@ def test_task_arithmetic_adds_differences(setting: tuple[Case, float]) -> None:
 @pytest.mark.parametrize("include_base", [False, True])
 def test_fisher_averaging_weights_entries(setting: tuple[Case, float], damping: float, include_base: bool) -> None:
     case, tolerance = setting
-    got = RULES["fisher-averaging"](
+    got = METHODS["fisher-averaging"](
         case.base, case.tuned, case.positive, case.curvature, damping, case.prior, include_base=include_base
     )
     base, tuned, weights, curvature, prior = case.lists("base", "tuned", "positive", "curvature", "prior")
@@ -105,7 +105,7 @@ def test_fisher_averaging_weights_entries(setting: tuple[Case, float], damping: 
 @pytest.mark.parametrize("damping", [0.0, 0.5])
 def test_fa1_follows_its_equation(setting: tuple[Case, float], damping: float) -> None:
     case, tolerance = setting
-    got = RULES["fa1"](case.base, case.tuned, case.weights, case.prior, case.curvature, damping)
+    got = METHODS["fa1"](case.base, case.tuned, case.weights, case.prior, case.curvature, damping)
     base, tuned, weights, prior, curvature = case.lists("base", "tuned", "weights", "prior", "curvature")
     check(got, slow.fa1(base, tuned, weights, prior, curvature, damping), tolerance)
 
@@ -115,7 +115,9 @@ def test_sparse_finetuning_keeps_the_largest_changes(
     setting: tuple[Case, float], density: float, normalize: bool
 ) -> None:
     case, tolerance = setting
-    got = RULES["sparse-finetuning"](case.base, case.tuned, case.weights, case.thresholds(density), normalize=normalize)
+    got = METHODS["sparse-finetuning"](
+        case.base, case.tuned, case.weights, case.thresholds(density), normalize=normalize
+    )
     base, tuned, weights = case.lists("base", "tuned", "weights")
     check(got, slow.sparse_finetuning(base, tuned, weights, density, normalize), tolerance)
 
@@ -125,13 +127,13 @@ def test_sparse_finetuning_keeps_the_largest_changes(
 def test_ties_trims_elects_and_averages(setting: tuple[Case, float], density: float, signs: str) -> None:
     case, tolerance = setting
     weights = getattr(case, signs)
-    got = RULES["ties"](case.base, case.tuned, weights, case.thresholds(density), scale=0.8)
+    got = METHODS["ties"](case.base, case.tuned, weights, case.thresholds(density), scale=0.8)
     check(got, slow.ties(*case.lists("base", "tuned"), weights=weights, density=density, scale=0.8), 4 * tolerance)
 
 
 def test_ties_leaves_the_base_where_the_vote_is_a_draw() -> None:
     base = torch.zeros(2)
-    got = RULES["ties"](base, [torch.tensor([1.0, 2.0]), torch.tensor([-1.0, 0.5])], [1.0, 1.0], [0.0, 0.0])
+    got = METHODS["ties"](base, [torch.tensor([1.0, 2.0]), torch.tensor([-1.0, 0.5])], [1.0, 1.0], [0.0, 0.0])
     assert got.tolist() == [0.0, 1.25]
 
 
@@ -162,7 +164,7 @@ def test_slerp_walks_the_arc_or_the_line(setting: tuple[Case, float], t: float, 
         "zero": torch.zeros_like(case.base),
     }
     model = models[other]
-    got = RULES["slerp"](case.base, [model], products(case.base, model), t=t)
+    got = METHODS["slerp"](case.base, [model], products(case.base, model), t=t)
     check(got, slow.slerp(case.base.double().tolist(), model.double().tolist(), t), 4 * tolerance)
 
 
@@ -176,7 +178,7 @@ def test_regmean_solves_the_least_squares_problem(off_diagonal: float, damping: 
     grams = [x.T @ x for x in inputs]
     matrices = [rng.normal(size=(4, 6)) for _ in range(2)]
     given_ = ([torch.tensor(m) for m in matrices], [1.0, weight], [torch.tensor(g) for g in grams])
-    got = RULES["regmean"](*given_, damping, off_diagonal=off_diagonal)
+    got = METHODS["regmean"](*given_, damping, off_diagonal=off_diagonal)
     want = slow.regmean(matrices, grams, [1.0, weight], damping, off_diagonal)
     assert np.allclose(got.numpy(), want, rtol=1e-9, atol=1e-9)
 
@@ -185,9 +187,9 @@ def test_regmean_averages_over_inputs_that_never_occurred() -> None:
     gram = torch.zeros(3, 3)
     gram[0, 0] = 4.0
     matrices = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[3.0, 4.0, 5.0]])]
-    got = RULES["regmean"](matrices, [1.0, 1.0], [gram, gram], 1e-10)
+    got = METHODS["regmean"](matrices, [1.0, 1.0], [gram, gram], 1e-10)
     assert torch.allclose(got, torch.tensor([[2.0, 3.0, 4.0]]))
-    undamped = RULES["regmean"](matrices, [1.0, 1.0], [gram, gram], 0.0)
+    undamped = METHODS["regmean"](matrices, [1.0, 1.0], [gram, gram], 0.0)
     assert torch.allclose(undamped, torch.tensor([[2.0, 3.0, 4.0]]))
 
 
@@ -203,7 +205,7 @@ def test_regmean_with_inputs_that_leave_directions_out_is_right_from_float32_gra
     inputs = [rng.normal(size=(600, rank)) @ mixing for _ in range(3)]
     matrices = [rng.normal(size=(5, size)) for _ in range(3)]
     weights = [1.0, 0.5, 2.0]
-    got = RULES["regmean"](
+    got = METHODS["regmean"](
         [torch.tensor(m) for m in matrices],
         weights,
         [torch.tensor(x).float().T @ torch.tensor(x).float() for x in inputs],
@@ -227,7 +229,7 @@ def test_gradient_matching_follows_its_equation(setting: tuple[Case, float], dam
     weights = getattr(case, signs)
     # Larger than Σ |α| F, so that a negative weight does not make H̄ a difference of nearly equal numbers.
     case.prior = case.prior + 30 * (case.prior > 0)
-    got = RULES["gradient-matching"](case.base, case.tuned, weights, case.prior, case.curvature, damping)
+    got = METHODS["gradient-matching"](case.base, case.tuned, weights, case.prior, case.curvature, damping)
     base, tuned, prior, curvature = case.lists("base", "tuned", "prior", "curvature")
     check(got, slow.gradient_matching(base, tuned, weights, prior, curvature, damping), 2 * tolerance)
 
@@ -240,7 +242,7 @@ def test_removal_follows_its_equation(setting: tuple[Case, float], damping: floa
     # Larger than Σ α F, so that H̄_rest is not a difference of nearly equal numbers; the first entries stay 0.
     case.prior = case.prior + 30 * (case.prior > 0)
     given_ = (case.base, case.tuned, case.positive, case.prior, case.curvature, damping, None)
-    got = RULES["removal"](*given_, base_saw_removed=saw, cap=cap)
+    got = METHODS["removal"](*given_, base_saw_removed=saw, cap=cap)
     base, tuned, prior, curvature = case.lists("base", "tuned", "prior", "curvature")
     want = slow.removal(base, tuned, case.positive, prior, curvature, damping, None, saw, cap)
     check(got, want, 10 * tolerance)
@@ -256,7 +258,7 @@ def test_every_model_has_its_own_penalty(setting: tuple[Case, float], name: str,
     if kind in ("for all", "none"):
         own = [case.penalty * (kind == "for all")] * len(case.tuned)
     given_ = own[0] if kind in ("for all", "none") else own
-    got = RULES[name](case.base, case.tuned, case.positive, case.prior + 30, case.curvature, 0.5, given_)
+    got = METHODS[name](case.base, case.tuned, case.positive, case.prior + 30, case.curvature, 0.5, given_)
     base, tuned, prior, curvature = case.lists("base", "tuned", "prior", "curvature")
     prior, lists = [p + 30 for p in prior], [as_lists(one) for one in own]
     cap = {"cap": 1.0} if name == "removal" else {}
@@ -268,16 +270,16 @@ def test_by_default_no_weight_moves_more_than_twice_as_far_as_under_negation() -
     """Where the data that stays say nothing of it, the paper's formula goes without bounds."""
     case = Case(torch.float32, models=1)
     nothing = torch.zeros_like(case.base)
-    far = RULES["removal"](case.base, case.tuned, [1.0], nothing, [case.curvature[0] + 1], 1e-10, cap="none")
-    near = RULES["removal"](case.base, case.tuned, [1.0], nothing, [case.curvature[0] + 1], 1e-10)
+    far = METHODS["removal"](case.base, case.tuned, [1.0], nothing, [case.curvature[0] + 1], 1e-10, cap="none")
+    near = METHODS["removal"](case.base, case.tuned, [1.0], nothing, [case.curvature[0] + 1], 1e-10)
     change = case.tuned[0] - case.base
     assert float((far - case.base).abs().max()) > 1e8 * float(change.abs().max())
     assert torch.allclose(near, case.base - 2 * change, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", [r.name for r in RULES.values() if r.precision])
+@pytest.mark.parametrize("name", [r.name for r in METHODS.values() if r.precision])
 def test_precision_is_positive_and_what_the_merge_divides_by(name: str) -> None:
-    case, rule = Case(torch.float64), RULES[name]
+    case, rule = Case(torch.float64), METHODS[name]
     known = {"base": case.base, "tuned": case.tuned, "prior": case.prior, "curvature": case.curvature}
     known |= {"weights": case.positive, "damping": 0.1}
     assert rule.precision is not None
@@ -297,22 +299,22 @@ def test_precision_is_positive_and_what_the_merge_divides_by(name: str) -> None:
 def test_task_arithmetic_is_gradient_matching_with_the_identity_to_the_last_bit() -> None:
     case = Case(torch.float32)
     zero, one = torch.tensor(0.0), torch.tensor(3.0)
-    got = RULES["gradient-matching"](case.base, case.tuned, case.weights, one, [zero] * 3, 0.0)
-    assert torch.equal(got, RULES["task-arithmetic"](case.base, case.tuned, case.weights))
+    got = METHODS["gradient-matching"](case.base, case.tuned, case.weights, one, [zero] * 3, 0.0)
+    assert torch.equal(got, METHODS["task-arithmetic"](case.base, case.tuned, case.weights))
 
 
 def test_the_mean_is_gradient_matching_with_the_identity_and_equal_weights() -> None:
     case = Case(torch.float32)
     zero, one = torch.tensor(0.0), torch.tensor(1.0)
-    got = RULES["gradient-matching"](case.base, case.tuned, [1 / 3] * 3, one, [zero] * 3, 0.0)
-    assert torch.allclose(got, RULES["average"](case.tuned), rtol=1e-6, atol=1e-6)
+    got = METHODS["gradient-matching"](case.base, case.tuned, [1 / 3] * 3, one, [zero] * 3, 0.0)
+    assert torch.allclose(got, METHODS["average"](case.tuned), rtol=1e-6, atol=1e-6)
 
 
 def test_fisher_averaging_is_gradient_matching_without_a_prior() -> None:
     case = Case(torch.float64)
     curvature = [c + 0.01 for c in case.curvature]
-    got = RULES["gradient-matching"](case.base, case.tuned, case.positive, torch.tensor(0.0), curvature, 0.0)
-    want = RULES["fisher-averaging"](case.base, case.tuned, case.positive, curvature, 0.0)
+    got = METHODS["gradient-matching"](case.base, case.tuned, case.positive, torch.tensor(0.0), curvature, 0.0)
+    want = METHODS["fisher-averaging"](case.base, case.tuned, case.positive, curvature, 0.0)
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
 
 
@@ -320,8 +322,8 @@ def test_sparse_finetuning_with_normalize_is_gradient_matching_with_masks_as_cur
     case = Case(torch.float64)
     limits = case.thresholds(0.3)
     masks = [((m - case.base).abs() >= t).double() for m, t in zip(case.tuned, limits, strict=True)]
-    got = RULES["sparse-finetuning"](case.base, case.tuned, case.positive, limits, normalize=True)
-    want = RULES["gradient-matching"](case.base, case.tuned, case.positive, torch.tensor(0.0), masks, 0.0)
+    got = METHODS["sparse-finetuning"](case.base, case.tuned, case.positive, limits, normalize=True)
+    want = METHODS["gradient-matching"](case.base, case.tuned, case.positive, torch.tensor(0.0), masks, 0.0)
     touched = sum(masks) > 0
     assert torch.allclose(got[touched], want[touched], rtol=1e-12)
     assert torch.equal(got[~touched], case.base[~touched])
@@ -333,8 +335,8 @@ def test_ties_is_gradient_matching_with_its_masks_as_curvature() -> None:
     trimmed = [trim(m - case.base, t) for m, t in zip(case.tuned, limits, strict=True)]
     elected = sum(w * d for w, d in zip(case.positive, trimmed, strict=True)).sign()
     masks = [((d != 0) & (d.sign() == elected)).double() for d in trimmed]
-    got = RULES["ties"](case.base, case.tuned, case.positive, limits)
-    want = RULES["gradient-matching"](case.base, case.tuned, case.positive, torch.tensor(0.0), masks, 0.0)
+    got = METHODS["ties"](case.base, case.tuned, case.positive, limits)
+    want = METHODS["gradient-matching"](case.base, case.tuned, case.positive, torch.tensor(0.0), masks, 0.0)
     touched = sum(masks) > 0
     assert torch.allclose(got[touched], want[touched], rtol=1e-12)
     assert torch.equal(got[~touched], case.base[~touched])
@@ -345,8 +347,8 @@ def test_tiny_curvature_does_not_underflow() -> None:
     base, tuned = torch.full((4,), 1e-3), [torch.full((4,), 2e-3), torch.full((4,), 4e-3)]
     tiny = [torch.full((4,), 2e-40), torch.full((4,), 2e-40)]
     zero = torch.zeros(4)
-    assert torch.allclose(RULES["fisher-averaging"](base, tuned, [1.0, 1.0], tiny, 0.0), torch.full((4,), 3e-3))
-    got = RULES["gradient-matching"](base, tuned, [1.0, 1.0], zero, tiny, 0.0)
+    assert torch.allclose(METHODS["fisher-averaging"](base, tuned, [1.0, 1.0], tiny, 0.0), torch.full((4,), 3e-3))
+    got = METHODS["gradient-matching"](base, tuned, [1.0, 1.0], zero, tiny, 0.0)
     assert torch.allclose(got, torch.full((4,), 3e-3))
 
 
@@ -372,7 +374,7 @@ def arguments(name: str, models: int, seed: int) -> dict[str, Any]:
         "norms": None,
     }
     every["thresholds"] = [slow.threshold((t - case.base).tolist(), 0.5) for t in every["tuned"]]
-    return {n: every[n] for n in RULES[name].inputs}
+    return {n: every[n] for n in METHODS[name].inputs}
 
 
 PER_MODEL = ("tuned", "weights", "curvature", "thresholds")
@@ -384,7 +386,7 @@ def test_the_order_of_the_models_does_not_matter(name: str, models: int, seed: i
     given_ = arguments(name, models, seed)
     order = data.draw(st.permutations(range(models)))
     shuffled = {n: [v[i] for i in order] if n in PER_MODEL else v for n, v in given_.items()}
-    assert torch.allclose(RULES[name](**given_), RULES[name](**shuffled), rtol=1e-9, atol=1e-12)
+    assert torch.allclose(METHODS[name](**given_), METHODS[name](**shuffled), rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -392,7 +394,7 @@ def test_the_order_of_the_models_does_not_matter(name: str, models: int, seed: i
 def test_a_model_of_weight_zero_changes_nothing(name: str, models: int, seed: int) -> None:
     given_ = arguments(name, models, seed)
     more = {n: [*v, v[0] if n != "weights" else 0.0] if n in PER_MODEL else v for n, v in given_.items()}
-    assert torch.allclose(RULES[name](**given_), RULES[name](**more), rtol=1e-9, atol=1e-12)
+    assert torch.allclose(METHODS[name](**given_), METHODS[name](**more), rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -400,7 +402,7 @@ def test_a_model_of_weight_zero_changes_nothing(name: str, models: int, seed: in
 def test_models_equal_to_the_base_give_the_base(name: str, models: int, seed: int) -> None:
     given_ = arguments(name, models, seed)
     given_["tuned"] = [Case(torch.float64, seed=seed).base] * models
-    assert torch.allclose(RULES[name](**given_), given_["tuned"][0], rtol=1e-9, atol=1e-12)
+    assert torch.allclose(METHODS[name](**given_), given_["tuned"][0], rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
@@ -411,14 +413,14 @@ def test_scaling_all_curvature_alike_changes_nothing(seed: int, factor: float) -
         scaled = dict(given_, curvature=[factor * c for c in given_["curvature"]], damping=factor * given_["damping"])
         if "prior" in given_:
             scaled["prior"] = factor * given_["prior"]
-        assert torch.allclose(RULES[name](**given_), RULES[name](**scaled), rtol=1e-9, atol=1e-12)
+        assert torch.allclose(METHODS[name](**given_), METHODS[name](**scaled), rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
 @given(name=st.sampled_from(ELEMENTWISE), models=few, seed=st.integers(0, 50))
 def test_rules_do_not_change_their_inputs(name: str, models: int, seed: int) -> None:
     given_, copies = arguments(name, models, seed), arguments(name, models, seed)
-    RULES[name](**given_)
+    METHODS[name](**given_)
     for key, value in given_.items():
         for one, other in zip(value, copies[key], strict=True) if isinstance(value, list) else [(value, copies[key])]:
             if isinstance(one, Tensor):

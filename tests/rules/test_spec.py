@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import pytest
 from torch import Tensor
 
-from gradmerge.rules import RULES, Help, rule
+from gradmerge.rules import METHODS, Help, rule
 
 
 def test_a_rule_is_read_from_its_signature() -> None:
@@ -29,7 +29,7 @@ def test_a_rule_is_read_from_its_signature() -> None:
     assert mine.options[0].required
     assert mine.options[0].kind == "number, 0 < x ≤ 1"
     assert mine.options[1].kind == "a | b"
-    assert [o.kind for o in RULES["removal"].options] == ["true | false", "number, 0 ≤ x; or none"]
+    assert [o.kind for o in METHODS["removal"].options] == ["true | false", "number, 0 ≤ x; or none"]
     assert mine.summary == "What it does."
     assert mine.needs({"careful": False}) == {"base"}
     assert mine.needs({"careful": True}) == {"base", "prior"}
@@ -43,7 +43,7 @@ def test_an_unknown_input_is_refused_when_the_rule_is_declared() -> None:
             return bass
 
 
-@pytest.mark.parametrize("found", RULES.values(), ids=list(RULES))
+@pytest.mark.parametrize("found", METHODS.values(), ids=list(METHODS))
 def test_every_rule_explains_itself(found) -> None:
     assert len(found.summary) > 20
     assert found.reference

@@ -22,7 +22,7 @@ from gradmerge.engine.planning import inputs_of, make_plan, open_plan
 from gradmerge.engine.randomness import keep_mask, uniform
 from gradmerge.engine.statistics import find_statistics
 from gradmerge.recipe import make_recipe
-from gradmerge.rules import RULES
+from gradmerge.rules import METHODS
 
 from . import slow_tensors as slow
 
@@ -240,7 +240,7 @@ def test_nan_is_found_in_whatever_a_rule_reads(method: str, where: str) -> None:
     _, models, weights, options, _ = CASES[label]
     base, tuned = states(torch.float32, models)
     (base if where == "base" else tuned[0])["matrix"][4, 4] = torch.nan
-    if where == "base" and "base" not in RULES[method].inputs:
+    if where == "base" and "base" not in METHODS[method].inputs:
         merge(base, tuned, method, weights, options)
         return
     with pytest.raises(gm.InputError, match=f"{'base' if where == 'base' else 'm0'}: matrix"):
@@ -276,7 +276,7 @@ def test_candidates_of_every_grain_are_seen_together_as_they_are_merged(tmp_path
     look_at(plan, [Candidate(name, name, options=options) for name, options in wanted.items()], visit, threads=2)
     plan.inputs.close()
     for name, options in wanted.items():
-        weights = [1.0, 1.0] if "weights" in RULES[name].inputs else None
+        weights = [1.0, 1.0] if "weights" in METHODS[name].inputs else None
         want = merge(base, tuned, name, weights, options)
         assert all(torch.equal(got[name][n], want[n]) for n in want), name
 

@@ -20,7 +20,7 @@ from ..engine.planning import inputs_of, make_plan
 from ..engine.statistics import find_statistics
 from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
-from ..rules import RULES
+from ..rules import METHODS
 from .merging import check_device, default_threads
 
 CurvatureLike = Mapping[str, Tensor] | float
@@ -81,8 +81,8 @@ def merge_state_dicts(
     >>> merge_state_dicts(base, [a, b], "task-arithmetic", weights=[0.5, 1.0])
     {'w': tensor([2.5000])}
     """
-    if method not in RULES:
-        raise InputError(f"method: there is no rule {method!r}; known are {', '.join(RULES)}")
+    if method not in METHODS:
+        raise InputError(f"method: there is no rule {method!r}; known are {', '.join(METHODS)}")
     _check_state_dicts(base, tuned)
     check_device(device)
     if isinstance(damping, str) and damping != "auto":

@@ -25,20 +25,20 @@ def methods(
     printing: Printing,
 ) -> None:
     """List the merge methods, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""
-    from ..rules import RULES
+    from ..rules import METHODS
 
-    if name is not None and name not in RULES:
-        raise InputError(f"there is no method {name!r}{nearest(name, RULES)}\n  Known are {', '.join(RULES)}.")
+    if name is not None and name not in METHODS:
+        raise InputError(f"there is no method {name!r}{nearest(name, METHODS)}\n  Known are {', '.join(METHODS)}.")
     if printing.json:
-        print_json([_facts(rule) for rule in RULES.values()] if name is None else _facts(RULES[name]))
+        print_json([_facts(rule) for rule in METHODS.values()] if name is None else _facts(METHODS[name]))
         return
     if name is None:
-        print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.row] for r in RULES.values()])
+        print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.row] for r in METHODS.values()])
         if not printing.quiet:
             say("\nEach is a row of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
             say("gradmerge methods NAME explains one, with its options.")
         return
-    rule = RULES[name]
+    rule = METHODS[name]
     say(f"{rule.name}\n")
     say(rule.explanation)
     say(f"\nrow:        α_t = {rule.row[0]};  H_0 = {rule.row[1]};  H_t = {rule.row[2]}")

@@ -13,7 +13,7 @@ from ..engine.plan import Plan
 from ..errors import InputError
 from ..recipe import Base, Model, Recipe, Varying, leaves, mapped
 from ..recipe.changing import full_key
-from ..rules import RULES
+from ..rules import METHODS
 from ..rules.spec import Auto, Option, OrNone
 from ..storage.tensorfile import local_path
 from ..text import nearest
@@ -71,7 +71,7 @@ def methods_of(recipe: Recipe, plan: Plan) -> list[str]:
     Curvature at the differences is fa1's alone; what takes something away and what merges are not mixed.
     """
     removes, found = is_removal(recipe), [recipe.method]
-    for name, rule in RULES.items():
+    for name, rule in METHODS.items():
         other_kind = name not in REMOVING if removes else name == "removal"
         at_delta = "fa1" in (name, recipe.method) and "curvature" in rule.inputs
         if name in found or rule.otherwise is not None or other_kind or at_delta:
@@ -92,7 +92,7 @@ def methods_of(recipe: Recipe, plan: Plan) -> list[str]:
 
 def controls_of(method: str, recipe: Recipe) -> list[Control]:
     """Damping where the method uses it, and its options; those whose value the recipe varies over layers are left."""
-    rule, own = RULES[method], recipe.method == method
+    rule, own = METHODS[method], recipe.method == method
     given: Mapping[str, Any] = recipe.resolved_options if own else {}
     found = [
         _control(option, given.get(option.name, option.default))
@@ -169,7 +169,7 @@ class Choices:
                 raise InputError(f"weights: no model is called {name!r}{hint}")
         own = zip(self.models, self._weights_of(method), strict=True)
         chosen = tuple(self._weight(name, weights[name]) if name in weights else weight for name, weight in own)
-        rules = [RULES[method]]
+        rules = [METHODS[method]]
         pairs = tuple((full_key(key, rules, f"changes: {key}"), _frozen(value)) for key, value in changes.items())
         return _setting(method, chosen, pairs)
 

@@ -23,7 +23,7 @@ from ..engine.plan import Plan
 from ..errors import InputError
 from ..progress import NoProgress, Progress
 from ..recipe import Recipe, mapped
-from ..rules import RULES
+from ..rules import METHODS
 from ..rules.kronecker_matching import applied, diagonal_of, solve, sound
 from ..tasks import LoadOptions
 from .gauge import Gauge, find_gauges, gradient_scale
@@ -197,10 +197,10 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
     for method in OTHERS:
         if method in {c.name for c in found}:
             continue
-        if "prior" in RULES[method].inputs and "prior" not in RULES[method].when and plan.inputs.prior is None:
+        if "prior" in METHODS[method].inputs and "prior" not in METHODS[method].when and plan.inputs.prior is None:
             notes.append(f"{method} is not compared: it needs the base's curvature")
             continue
-        if plan.layers and RULES[method].layers is None and "curvature" in RULES[method].inputs:
+        if plan.layers and METHODS[method].layers is None and "curvature" in METHODS[method].inputs:
             notes.append(f"{method} is not compared: it takes diagonals, and the curvature here is Kronecker")
             continue
         found.append(Candidate(method, method, _weights(recipe, method)))
@@ -209,7 +209,7 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
 
 def _weights(recipe: Recipe, method: str) -> list[float] | None:
     """None (the recipe's weights) for a method that takes weights, else 1 for every model."""
-    return None if "weights" in RULES[method].inputs else [1.0] * len(recipe.models)
+    return None if "weights" in METHODS[method].inputs else [1.0] * len(recipe.models)
 
 
 def _evaluate(
@@ -265,7 +265,7 @@ def _solved(plan: Plan, block: Block, residual: Tensor) -> Tensor:
     weights = inputs.settings.of(block.job.name).weights
     assert prior is not None
     if block.job.layer is not None:
-        one, rule = residual.new_ones(()), RULES["gradient-matching"]
+        one, rule = residual.new_ones(()), METHODS["gradient-matching"]
         damping = open_damping(plan, rule, {"curvature": block.curvature, "base": block.base}, block.job.name)
         parts = [(1.0, sound(prior)), (inputs.damping if damping is None else damping, one)]
         parts += [(weight, sound(h)) for weight, h in zip(weights, block.curvature, strict=True)]

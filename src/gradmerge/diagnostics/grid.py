@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import InputError
 from ..recipe import Recipe, Varying, in_words, leaves, make_recipe, mapped, plain
 from ..recipe.changing import put
-from ..rules import RULES
+from ..rules import METHODS
 from ..text import nearest
 from .sweeps import Changes, Sweep, as_changes
 from .weight_ranges import MOST, Ranges
@@ -70,17 +70,17 @@ def is_removal(recipe: Recipe) -> bool:
 
 
 def takes_weights(method: str) -> bool:
-    return "weights" in RULES[method].inputs
+    return "weights" in METHODS[method].inputs
 
 
 def check_methods(methods: Sequence[str] | str | None, recipe: Recipe) -> list[str]:
     """The methods of a preview: those named, or the recipe's own. Every one must fit the recipe's models."""
     chosen = list(dict.fromkeys(method_names(methods) or [recipe.method]))
     for method in chosen:
-        if method not in RULES:
-            hint = f"{nearest(method, RULES)}\n  Known are {', '.join(RULES)}."
+        if method not in METHODS:
+            hint = f"{nearest(method, METHODS)}\n  Known are {', '.join(METHODS)}."
             raise InputError(f"--methods {method}: there is no such method{hint}")
-        if RULES[method].otherwise is not None:
+        if METHODS[method].otherwise is not None:
             raise InputError(
                 f"--methods: {method} works on whole matrices and cannot be previewed block by block. "
                 "Leave it out with --methods, and use gradmerge merge and gradmerge evaluate for it."
@@ -196,7 +196,7 @@ def settings_of(method: str, space: Space, points: Sequence[tuple[Varying, ...]]
 
 def recipe_with(recipe: Recipe, setting: Setting) -> Recipe:
     """The recipe with a setting's method, weights and changes, less keys that only its own method understands."""
-    method, rule = setting.method, RULES[setting.method]
+    method, rule = setting.method, METHODS[setting.method]
     raw = recipe.model_dump(mode="json", exclude_unset=True)
     raw["method"] = method
     for model, weight in zip(raw["models"], setting.weights or [1.0] * len(raw["models"]), strict=True):

@@ -19,7 +19,7 @@ from ..engine.plan import Plan
 from ..engine.resident import free_memory, keep_in_memory
 from ..errors import InputError
 from ..recipe import Recipe
-from ..rules import RULES
+from ..rules import METHODS
 from ..tasks import Generation, LoadOptions
 from ..tasks.refilling import RefilledModel
 from ..text import size
@@ -121,7 +121,7 @@ class Moves(Evaluator):
         plan, known = self._candidates.plan_for(setting)
         candidate = self._candidates.candidate(setting)
         # What other methods need is open too, and is not read for this one.
-        needs = RULES[setting.method].needs(candidate.options or {}) & plan.needs
+        needs = METHODS[setting.method].needs(candidate.options or {}) & plan.needs
         return replace(plan, needs=needs | {"base"}), known, candidate
 
     def remaining(self, setting: Setting) -> dict[str, dict[str, float]]:

@@ -12,7 +12,7 @@ from ..engine.plan import Plan
 from ..engine.planning import open_plan
 from ..errors import InputError
 from ..recipe import Recipe
-from ..rules import RULES
+from ..rules import METHODS
 from .grid import Setting, recipe_with
 from .sweeps import changes_files
 
@@ -92,7 +92,7 @@ def open_for(recipe: Recipe, methods: Sequence[str], **allowed: Any) -> Plan:
 
 
 def _needs(recipe: Recipe, method: str) -> frozenset[str]:
-    return RULES[method].needs(recipe.resolved_options if method == recipe.method else {})
+    return METHODS[method].needs(recipe.resolved_options if method == recipe.method else {})
 
 
 def check_prior(recipe: Recipe, methods: Sequence[str], plan: Plan) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..recipe import leaves
-from ..rules import RULES
+from ..rules import METHODS
 from ..tasks.uncertainty import Difference, averaged, difference, standard_error
 from ..text import Measured
 from .grid import Setting
@@ -107,7 +107,7 @@ def are_tied(row: Outcome, other: Outcome, criterion: Criterion) -> bool:
 def simplicity(setting: Setting) -> tuple[int, ...]:
     """Smaller is simpler: fewer keys changed beside method and weights; then a method that needs less (curvature, that
     of the base, weights); then fewer different weights."""
-    inputs = RULES[setting.method].inputs
+    inputs = METHODS[setting.method].inputs
     needs = sum(name in inputs for name in ("prior", "curvature", "penalty", "weights"))
     return (
         len(setting.changes),

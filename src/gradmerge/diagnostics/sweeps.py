@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..recipe import Recipe, make_recipe
 from ..recipe.changing import full_key, put, split_setting
 from ..recipe.varying import varied
-from ..rules import RULES
+from ..rules import METHODS
 from ..safe_yaml import parse_yaml
 from ..text import nearest
 from .weight_ranges import Range, parse_range
@@ -74,7 +74,7 @@ def _numbers(value: Any) -> Any:
 
 def matters(key: str, method: str) -> bool:
     """Whether a method's merge depends on a key."""
-    rule = RULES[method]
+    rule = METHODS[method]
     words = key.split(".")
     place = words.index("options") if "options" in words else None
     if place is not None:
@@ -94,7 +94,7 @@ def changes_files(key: str) -> bool:
     """Whether a merge with another value of a key reads or merges something else."""
     name = key.removeprefix("options.")
     if "options" in key.split("."):
-        return any(rule.when.get("prior") == name for rule in RULES.values())
+        return any(rule.when.get("prior") == name for rule in METHODS.values())
     return _general(key) not in ("damping", "models.N.weight")
 
 
@@ -102,7 +102,7 @@ def known_key(key: str, methods: Sequence[str], where: str) -> str:
     """The dotted key, which at least one of the methods knows; the nearest is named for one that none does."""
     if key in ("weight", "weights"):
         raise InputError(f"{where}: write --weights RANGE, or models.0.weight=… for lists over layers and filters")
-    full = full_key(key, [RULES[method] for method in methods], where)
+    full = full_key(key, [METHODS[method] for method in methods], where)
     if full == "method":
         raise InputError(f"{where}: methods are compared with --methods A,B")
     words = full.split(".")
@@ -113,7 +113,7 @@ def known_key(key: str, methods: Sequence[str], where: str) -> str:
             f"{nearest(full, _MATTERS)}; known are {known}"
         )
     if not any(matters(full, method) for method in methods):
-        options = dict.fromkeys(option.name for method in methods for option in RULES[method].options)
+        options = dict.fromkeys(option.name for method in methods for option in METHODS[method].options)
         near = nearest(words[-1], options) if "options" in words else ""
         of = f"; options are {', '.join(options)}" if options and "options" in words else ""
         raise InputError(f"{where}: {full} makes no difference to {', '.join(methods)}{near}{of}")
@@ -133,7 +133,7 @@ def parse_sweeps(given: Sweeps | None, methods: Sequence[str]) -> list[Sweep]:
         knowing = tuple(method for method in methods if matters(key, method))
         one, values = _values(name, text, where)
         whole = any(
-            option.type is int for m in knowing for option in RULES[m].options if key.endswith(f".{option.name}")
+            option.type is int for m in knowing for option in METHODS[m].options if key.endswith(f".{option.name}")
         )
         if whole:
             values = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
@@ -175,8 +175,8 @@ def with_changes(
         where = f"--set {name}={text}"
         value = parse_yaml(text, where) if isinstance(text, str) and text.strip() else text
         own = str(raw.get("method"))
-        tried = [m for m in dict.fromkeys([own, *(methods or ())]) if m in RULES]
-        key = full_key(name, [RULES[method] for method in tried], where)
+        tried = [m for m in dict.fromkeys([own, *(methods or ())]) if m in METHODS]
+        key = full_key(name, [METHODS[method] for method in tried], where)
         if "options" in key.split("."):
             known_key(key, tried, where)
             for method in tried:

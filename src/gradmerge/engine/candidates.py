@@ -13,7 +13,7 @@ from ..checkpoints.model import Buffers, Checkpoint
 from ..errors import InputError
 from ..notes import Note
 from ..recipe import Recipe, Varying, check_options
-from ..rules import RULES
+from ..rules import METHODS
 from ..rules.kronecker_matching import LayerHessian
 from ..rules.sparse import largest
 from ..rules.spec import Grain
@@ -133,7 +133,7 @@ def coarsest(grains: Iterable[Grain]) -> Grain:
 
 def plan_of(plan: Plan, candidate: Candidate) -> Plan:
     """The plan of a candidate with a method, on the inputs of ``plan``; raises if its weights do not suit the rule."""
-    rule = RULES[candidate.method]
+    rule = METHODS[candidate.method]
     if rule.otherwise is not None:
         raise InputError(
             f"{rule.name} works on whole matrices and cannot be looked at block by block. Merge it first, and give the "

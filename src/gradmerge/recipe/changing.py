@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InputError
-from ..rules import RULES, Rule
+from ..rules import METHODS, Rule
 from ..safe_yaml import parse_yaml
 from ..text import nearest
 from .schema import Recipe
@@ -17,7 +17,7 @@ def apply_settings(recipe: dict[str, Any], settings: Sequence[str]) -> None:
     """Change keys by `--set key=value`; a key may be dotted, and a method's option needs no `options.`."""
     for setting in settings:
         key, text = split_setting(setting)
-        rule = RULES.get(str(recipe.get("method")))
+        rule = METHODS.get(str(recipe.get("method")))
         value = parse_yaml(text, f"--set {key}") if text.strip() else ""
         put(recipe, full_key(key, [rule] if rule is not None else [], f"--set {setting}"), value, f"--set {setting}")
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ..arguments import checked
 from ..errors import InputError
 from ..notes import Note
-from ..rules import RULES
+from ..rules import METHODS
 from ..safe_yaml import Lines, parse_documents
 from ..storage.tensorfile import local_path
 from ..text import nearest
@@ -150,8 +150,8 @@ def _checked(value: Any, folder: Path, where: str) -> Recipe:
     if not isinstance(value, Mapping):
         raise InputError(f"{where}: a recipe is a mapping with method, base and models, not {type(value).__name__}")
     method = value.get("method")
-    if method is not None and (not isinstance(method, str) or method not in RULES):
-        known = f"{nearest(str(method), RULES)}\n  Known are {', '.join(RULES)}."
+    if method is not None and (not isinstance(method, str) or method not in METHODS):
+        known = f"{nearest(str(method), METHODS)}\n  Known are {', '.join(METHODS)}."
         raise InputError(f"{where}: method: there is no method {str(method)[:60]!r}{known}")
     try:
         recipe = Recipe.model_validate(without_secrets(dict(value)))
@@ -199,7 +199,7 @@ def _check_fit(recipe: Recipe) -> None:
         other = "an adapter has the vocabulary of its base"
         raise InputError(f"output.format: {other}; leave tokenizer out, or write a model")
     if recipe.output.curvature and rule.precision is None:
-        have = ", ".join(r.name for r in RULES.values() if r.precision)
+        have = ", ".join(r.name for r in METHODS.values() if r.precision)
         raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; methods with one: {have}")
     if recipe.output.rank is not None and recipe.output.format != "adapter":
         raise InputError("output.rank: a whole model has none; set `format: adapter` beside it, or leave it out")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..notes import Note
-from ..rules import RULES
+from ..rules import METHODS
 from ..text import nearest
-from .mergekit_methods import IDLE, METHODS, REQUIRED, Method, Parameter, settled
+from .mergekit_methods import IDLE, MERGEKIT_METHODS, REQUIRED, Method, Parameter, settled
 from .mergekit_parameters import resolved
 from .mergekit_templates import LEFT_OUT, TEMPLATES
 from .yaml_values import YamlValue
@@ -92,10 +92,10 @@ class _Translation:
     def _method(self) -> tuple[str, Method]:
         place = self.top.at("merge_method")
         name = place.text()
-        if name not in METHODS:
-            known = f"{nearest(name, METHODS)}\n  Known are {', '.join(METHODS)}."
+        if name not in MERGEKIT_METHODS:
+            known = f"{nearest(name, MERGEKIT_METHODS)}\n  Known are {', '.join(MERGEKIT_METHODS)}."
             raise place.fail(f"merge_method: there is no method {name[:60]!r}{known}")
-        return name, METHODS[name]
+        return name, MERGEKIT_METHODS[name]
 
     def _module(self) -> YamlValue:
         """Where `models` or `slices` are: in the recipe, or in its only module."""
@@ -213,7 +213,7 @@ class _Translation:
 
     def _lifted(self, parts: list[dict[str, Any]], sliced: bool) -> dict[str, Any]:
         """Slices, or models, with every option as far up as it is the same, and none that is at its default."""
-        defaults = {option.name: option.default for option in RULES[self.method.rule].options}
+        defaults = {option.name: option.default for option in METHODS[self.method.rule].options}
         shared: dict[str, Any] = dict(self.method.options)
         for name in list(parts[0]["options"]):
             if all(part["options"][name] == parts[0]["options"][name] for part in parts):
@@ -259,7 +259,7 @@ class _Translation:
     # Parameters
 
     def _value(self, parameter: Parameter, levels: Sequence[YamlValue], source: InputModel | None) -> Any:
-        options = RULES[self.method.rule].options
+        options = METHODS[self.method.rule].options
         limits = next((option.help for option in options if option.name == parameter.option), None)
         value = resolved(parameter, levels, limits)
         if value is None:
@@ -284,7 +284,7 @@ class _Translation:
                     raise place.at(name).fail("eps: more than 1e-6 is not supported")
                 self._note(place.at(name), "changes no result")
             else:
-                elsewhere = {parameter.name for method in METHODS.values() for parameter in method.parameters}
+                elsewhere = {parameter.name for method in MERGEKIT_METHODS.values() for parameter in method.parameters}
                 if name not in elsewhere:
                     self._check_spelling(place.at(name), str(name), [*known, *self.method.idle])
                 self._note(place.at(name), f"is no parameter of {self.method_name}, and has no effect")

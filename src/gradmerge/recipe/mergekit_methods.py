@@ -68,7 +68,7 @@ _VOTE = {"vote": "mergekit"}
 _TIES = {"combine": "ties", **_VOTE}
 _SUM = {"combine": "task-arithmetic"}
 
-METHODS: dict[str, Method] = {
+MERGEKIT_METHODS: dict[str, Method] = {
     "linear": Method(
         "weighted-average",
         (Parameter("weight", "weight", float, scope="input"), Parameter("normalize", "normalize", bool, True)),

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from ..display import OneLine
 from ..notes import Note
-from ..rules import RULES, Rule
+from ..rules import METHODS, Rule
 from .rule_options import check_options
 from .sliced import options_in_common
 from .tokenizer_choice import Tokenizer
@@ -219,7 +219,7 @@ class Recipe(OneLine, RecipePart):
 
     @property
     def rule(self) -> Rule:
-        return RULES[self.method]
+        return METHODS[self.method]
 
     @property
     def resolved_options(self) -> dict[str, Any]:

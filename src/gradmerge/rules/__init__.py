@@ -19,7 +19,7 @@ def _order(rule: Rule) -> tuple[int, str]:
 
 
 #: Every rule of this package by name: whatever its modules declare with ``@rule``.
-RULES: dict[str, Rule] = {
+METHODS: dict[str, Rule] = {
     found.name: found
     for found in sorted(
         {id(v): v for m in _MODULES for v in vars(m).values() if isinstance(v, Rule)}.values(),
@@ -27,4 +27,4 @@ RULES: dict[str, Rule] = {
     )
 }
 
-__all__ = ["RULES", "Help", "Option", "Rule", "gradient_matching_full", "removal_full", "rule"]
+__all__ = ["METHODS", "Help", "Option", "Rule", "gradient_matching_full", "removal_full", "rule"]
