@@ -10,18 +10,18 @@ def test_a_line_that_was_cut_short_is_forgotten_and_does_no_harm(tmp_path: Path)
     journal = Journal(tmp_path, "fingerprint")
     journal.open(fresh=True)
     journal.statistics(Statistics({"": [0.1]}))
-    journal.units({3: [11, 2**64 - 1]})
-    journal.units({4: [12, -1]})
+    journal.units([3])
+    journal.units([4])
     journal.close()
     journal.path.write_bytes(journal.path.read_bytes()[:-4])
 
     again = Journal(tmp_path, "fingerprint")
     finished = again.load()
     assert finished is not None
-    assert finished.units == {3: [11, 2**64 - 1]}
+    assert finished.units == {3}
     assert finished.statistics == Statistics({"": [0.1]})
     again.open(fresh=False)
-    again.units({5: [13, 1]})
+    again.units([5])
     again.close()
     finished = Journal(tmp_path, "fingerprint").load()
     assert finished is not None
@@ -33,31 +33,31 @@ def test_units_made_with_a_guess_count_until_the_statistics_turn_out_to_be_other
     journal = Journal(tmp_path, "one")
     journal.open(fresh=True)
     journal.guess(guess)
-    journal.units({0: [1]})
+    journal.units([0])
     finished = Journal(tmp_path, "one").load()
     assert finished is not None and finished.statistics is None
-    assert finished.guess == guess and finished.units == {0: [1]}
+    assert finished.guess == guess and finished.units == {0}
 
     journal.statistics(guess)
     finished = Journal(tmp_path, "one").load()
-    assert finished is not None and finished.statistics == guess and finished.units == {0: [1]}
+    assert finished is not None and finished.statistics == guess and finished.units == {0}
 
     journal.close()
     journal.open(fresh=True)
     journal.guess(guess)
-    journal.units({0: [1]})
+    journal.units([0])
     journal.statistics(right)
-    journal.units({2: [3]})
+    journal.units([2])
     journal.close()
     finished = Journal(tmp_path, "one").load()
-    assert finished is not None and finished.statistics == right and finished.units == {2: [3]}
+    assert finished is not None and finished.statistics == right and finished.units == {2}
 
 
 def test_a_journal_of_another_merge_is_not_believed(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "one")
     assert not journal.belongs_to_another_merge()
     journal.open(fresh=True)
-    journal.units({0: [1]})
+    journal.units([0])
     journal.close()
     other = Journal(tmp_path, "two")
     assert other.load() is None
@@ -71,7 +71,7 @@ def test_a_journal_of_another_boot_is_not_believed(tmp_path: Path, monkeypatch) 
     """After a crash of the machine, what the journal names need not be on the disk."""
     journal = Journal(tmp_path, "one")
     journal.open(fresh=True)
-    journal.units({0: [1]})
+    journal.units([0])
     journal.close()
     monkeypatch.setattr("gradmerge.engine.journal._boot", lambda: "another")
     after = Journal(tmp_path, "one")

@@ -18,7 +18,6 @@ from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
 from gradmerge.diagnostics.in_memory import materialise
 from gradmerge.diagnostics.predict import open_to_look, predict
 from gradmerge.engine.candidates import Candidate
-from gradmerge.engine.record import digest_of
 from gradmerge.engine.target import Target
 from gradmerge.recipe import make_recipe
 
@@ -218,13 +217,6 @@ def test_threads_and_a_resumed_merge_give_the_same_bytes(
     assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["resumed_blocks"] == 3
     model = "model.safetensors"
     assert weight_bytes(tmp_path / "out")[model] == weight_bytes(tmp_path / "whole")[model]
-    records = [json.loads((tmp_path / name / "gradmerge.json").read_text()) for name in ("out", "whole")]
-    digests = [[entry["digest"] for entry in record["inputs"]] for record in records]
-    assert digests[0] == digests[1]
-    assert len(digests[0]) == 6
-    for entry, folder in zip(records[0]["inputs"], folders, strict=False):
-        with gm.open_checkpoint(folder) as checkpoint:
-            assert entry["digest"] == f"xxh3-128:{digest_of(checkpoint).hex()}"
 
 
 def layer_damping(name: str, sources: Sources) -> float:

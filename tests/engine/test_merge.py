@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from torch import Tensor
 
 import gradmerge as gm
@@ -290,8 +289,6 @@ def test_regmean_solves_linear_layers_and_averages_the_rest(tmp_path: Path, turn
         )
         want[name] = turn(torch.tensor(solved))
     assert_close(read_model(tmp_path / "out"), want, 1e-9)
-    record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())
-    assert all("digest" in entry for entry in record["inputs"] if entry["role"] != "base")
 
 
 def write_grams(folder: Path, grams: list[dict[str, Tensor]], transposed: str) -> None:
@@ -466,9 +463,7 @@ def test_the_written_curvature_reads_back_as_the_merged_precision(tmp_path: Path
     assert all(torch.equal(t, read_model(tmp_path / "named")[n]) for n, t in read_model(tmp_path / "twice").items())
 
 
-def test_the_record_names_recipe_inputs_digests_versions_and_times(tmp_path: Path) -> None:
-    from gradmerge.engine.record import digest_of
-
+def test_the_record_names_recipe_inputs_versions_and_times(tmp_path: Path) -> None:
     folders, _ = three_models(tmp_path)
     recipe = {
         "method": "ties",
@@ -484,26 +479,13 @@ def test_the_record_names_recipe_inputs_digests_versions_and_times(tmp_path: Pat
     assert record["timings"]["total"] > 0
     assert [i["role"] for i in record["inputs"]] == ["base", "tuned", "tuned"]
     for entry, folder in zip(record["inputs"], folders, strict=True):
-        with gm.open_checkpoint(str(folder)) as checkpoint:
-            assert entry["digest"] == f"xxh3-128:{digest_of(checkpoint).hex()}"
+        files = sorted(folder.glob("*.safetensors"))
+        assert sorted(entry["files"], key=lambda file: str(file["name"])) == [
+            {"name": path.name, "bytes": path.stat().st_size} for path in files
+        ]
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_curvature_has_a_digest_of_its_own_whatever_the_reduction(tmp_path: Path, reduction: str) -> None:
-    folders, states = three_models(tmp_path)
-    for number, source in enumerate(curvatures(states)):
-        source.save(tmp_path / f"curvature-{number}")
-    gm.merge(recipe_of("gradient-matching", folders) | {"reduction": reduction}, tmp_path / "out")
-    record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())
-    digests = {i["source"]: i["digest"] for i in record["inputs"]}
-    values = write_model(tmp_path / "values", gm.Curvature.load(tmp_path / "curvature-1").sum())
-    with gm.open_checkpoint(str(values)) as checkpoint:
-        from gradmerge.engine.record import digest_of
-
-        assert digests[str(tmp_path / "curvature-1")] == f"xxh3-128:{digest_of(checkpoint).hex()}"
-
-
-def test_blocks_that_a_thread_takes_together_are_digested_and_resumed_one_by_one(tmp_path: Path) -> None:
+def test_blocks_that_a_thread_takes_together_are_resumed_one_by_one(tmp_path: Path) -> None:
     """slerp of two models has few blocks in memory, so that two of 64 entries go through it at once."""
     base = random_state(0, {"w": (5, 60)})
     folders = [str(write_model(tmp_path / f"m{i}", state)) for i, state in enumerate((base, near(base, 1)))]
@@ -525,23 +507,6 @@ def test_blocks_that_a_thread_takes_together_are_digested_and_resumed_one_by_one
     assert weight_bytes(tmp_path / "out")["model.safetensors"] == weight_bytes(tmp_path / "again")["model.safetensors"]
     record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())
     assert record["resumed_blocks"] == 3
-    for entry, folder in zip(record["inputs"], folders, strict=True):
-        values = read_model(Path(folder))["w"].numpy().reshape(-1)
-        blocks = "".join(xxhash.xxh3_64_hexdigest(values[i : i + 64].tobytes()) for i in range(0, 300, 64))
-        assert entry["digest"] == "xxh3-128:" + xxhash.xxh3_128_hexdigest(f"w F32 [5, 60] {blocks}\n".encode())
-
-
-def test_the_digest_depends_on_values_but_not_on_shards(tmp_path: Path) -> None:
-    from gradmerge.engine.record import digest_of
-
-    state = random_state(0)
-    changed = {n: t.clone() for n, t in state.items()}
-    changed["classifier.weight"][2, 7] += 1e-6
-    digests = []
-    for number, (values, shards) in enumerate([(state, 1), (state, 4), (changed, 1)]):
-        with gm.open_checkpoint(str(write_model(tmp_path / str(number), values, shards))) as checkpoint:
-            digests.append(digest_of(checkpoint).hex())
-    assert digests[0] == digests[1] != digests[2]
 
 
 def test_the_card_has_front_matter_and_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

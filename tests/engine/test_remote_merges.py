@@ -122,7 +122,7 @@ def test_a_merge_from_and_to_s3_has_the_bytes_of_a_local_one(case: str, s3: Any,
     local = json.loads((here / "gradmerge.json").read_text())
     for one, other in zip(record["inputs"], local["inputs"], strict=True):
         assert one["source"].replace("s3://bucket", str(s3.here)) == other["source"]
-        assert one.get("digest") == other.get("digest") and one["files"] == other["files"]
+        assert one["files"] == other["files"]
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert gm.merge(made("s3://bucket"), f"s3://{out}", resume=True).already_done
 

@@ -172,7 +172,7 @@ class Config(Merging):
             name = f"{rng.choice(['a', 'base', 'base'])}/config.json"
             self.place.put(name, mutate_json_file(self.place.original(name), rng))
             if rng.random() < 0.1:
-                command("inspect", "base", "a", "b", *rng.choice([[], ["--json"], ["--tensors", "--digest"]]))
+                command("inspect", "base", "a", "b", *rng.choice([[], ["--json"], ["--tensors"]]))
                 return
         self.merge(rng)
 
@@ -394,7 +394,7 @@ class Names(Merging):
 
 WORDS = [
     *["--method", "-m", "--base", "--model", "--curvature", "--set", "--threads", "--device", "--resume"],
-    *["--dry-run", "--allow-pickle", "--json", "--quiet", "--exclude", "--tensors", "--digest", "--examples"],
+    *["--dry-run", "--allow-pickle", "--json", "--quiet", "--exclude", "--tensors", "--examples"],
     *["--limit", "--data", "--weights", "--methods", "--suggest", "--objective", "--force", "--", "-h"],
     *["--version", "base", "a", "b", "a=0.5", "b=nan", "a=-1", "a=1e400", "a==1", "=", "a=", "=0.5", "average"],
     *["ties", "slerp", "gradient-matching", "removal", "recipe.yml", "density=0.5", "damping=1e-8", "damping=.nan"],
@@ -414,7 +414,7 @@ LINES = [
     ["remove", "--base", "base", "--model", "a=0.8", "--strength", "0.5", "--set", "damping=1.0"],
     ["remove", "--base", "base", "--model", "a", "--method", "task-arithmetic", "--dry-run"],
     ["inspect", "base", "a", "--exclude", "*.bias"],
-    ["inspect", "a", "--digest", "--json"],
+    ["inspect", "a", "--tensors", "--json"],
     ["methods", "ties"],
     ["methods", "--json"],
     ["curvature", "show", "a/curvature"],

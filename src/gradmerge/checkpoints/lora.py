@@ -67,7 +67,6 @@ class AdapterCheckpoint(Checkpoint):
     ) -> None:
         super().__init__(label, folder=folder, config=base.config, hub_id=hub_id, modules=base.modules)
         refuse_quantised(base, adapter=label)
-        self.as_stored = False
         self.adapter = Checkpoint(label, files=files)
         self.base = base
         self._owns_base = owns_base

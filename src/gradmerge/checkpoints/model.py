@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from ..display import OneLine
@@ -69,8 +68,6 @@ class Checkpoint(OneLine):
         self.modules = modules
         """Folders of sentence-transformers' further modules, or of diffusers' parts; names there begin with FOLDER/."""
         self.notes: list[str] = []
-        self.as_stored = True
-        """No adapter is on top of what the files hold."""
         self.absent: frozenset[str] = frozenset()
         """Tensors of other models that are merged without this one."""
         self._files = list(files or [])
@@ -127,49 +124,3 @@ class Checkpoint(OneLine):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def block_digest(block: Tensor) -> int:
-    """XXH3 (64 bits) of a block's bytes as stored."""
-    return bytes_digest(bytes_of(block))
-
-
-def bytes_digest(block: memoryview) -> int:
-    return xxhash.xxh3_64_intdigest(block) if len(block) else 0
-
-
-def combined_digest(digests: Iterable[int]) -> int:
-    """One number for the digests of several blocks."""
-    return xxhash.xxh3_64_intdigest(b"".join(digest.to_bytes(8, "little") for digest in digests))
-
-
-class Digest:
-    """A digest of the tensors of a model, the same for every shard layout.
-
-    XXH3-128 over the lines ``name dtype shape block…`` sorted by name, where ``block…`` are the XXH3-64 digests
-    of the tensor's consecutive blocks of ``block_size`` elements.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self._blocks: dict[str, dict[int, int]] = {}
-        self._infos: dict[str, TensorInfo] = {}
-
-    def add(self, name: str, info: TensorInfo, start: int, digest: int) -> None:
-        self._infos[name] = info
-        self._blocks.setdefault(name, {})[start] = digest
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __str__(self) -> str:
-        """As records and messages give it."""
-        return f"xxh3-128:{self.hex()}"
-
-    def hex(self) -> str:
-        total = xxhash.xxh3_128()
-        for name in sorted(self._blocks):
-            info, blocks = self._infos[name], self._blocks[name]
-            total.update(f"{name} {info.dtype} {list(info.shape)} ".encode())
-            total.update("".join(f"{blocks[start]:016x}" for start in sorted(blocks)).encode() + b"\n")
-        return str(total.hexdigest())

@@ -42,14 +42,6 @@ class RenamedCheckpoint(View):
         return renamed(name, self._rename)
 
 
-def stored_name(source: object, name: str) -> str:
-    """The name that a tensor has in the files of a model, whatever a recipe calls it."""
-    while isinstance(source, View):
-        name = source.stored[name] if isinstance(source, RenamedCheckpoint) else name
-        source = source.inner
-    return name
-
-
 def rename_hint(first: Checkpoint, other: Checkpoint, missing: Sequence[str]) -> str:
     """What to write into the recipe where names differ by a leading part alone, as of a model and of a tower."""
     by_end: dict[str, list[str]] = defaultdict(list)

@@ -21,7 +21,6 @@ class View(Checkpoint):
         self.inner = inner
         self.kind = inner.kind
         self.notes = inner.notes
-        self.as_stored = inner.as_stored
         self.stored = {name: name for name in inner.tensors} if stored is None else dict(stored)
         self.tensors = {name: inner.tensors[own] for name, own in self.stored.items()}
 

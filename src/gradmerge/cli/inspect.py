@@ -30,9 +30,6 @@ def inspect(
         list[str] | None, typer.Option(metavar="PATTERN", help="Leave tensors out of the comparison.")
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    digest: Annotated[
-        bool, typer.Option("--digest", help="Also digest the weights, as gradmerge.json records it.")
-    ] = False,
     allow_pickle: AllowPickle = False,
     allow_config: AllowConfig = None,
     dequantize: Dequantize = False,
@@ -47,7 +44,7 @@ def inspect(
         others = [
             opened.enter_context(open_checkpoint(reference, adapter_base=first, **allowed)) for reference in model[1:]
         ]
-        facts = [_facts(checkpoint, tensors, digest) for checkpoint in (first, *others)]
+        facts = [_facts(checkpoint, tensors) for checkpoint in (first, *others)]
         comparison = None
         if others:
             comparison = compare(first, others, exclude=exclude or (), allow_config=allow_config or ())
@@ -75,12 +72,11 @@ def inspect(
             raise typer.Exit(2)
 
 
-def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any]:
+def _facts(checkpoint: Checkpoint, tensors: bool) -> dict[str, Any]:
     from ..checkpoints.compare import is_buffer
     from ..checkpoints.lora import AdapterCheckpoint
     from ..checkpoints.quantised import quantisation
     from ..curvature.files import default_curvature
-    from ..engine.record import digest_of
 
     types: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
@@ -104,8 +100,6 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
         facts["layers"] = layers
     if isinstance(checkpoint, AdapterCheckpoint):
         facts |= {"base": checkpoint.base.label, "adapter_parameters": checkpoint.adapter.parameters}
-    if digest:
-        facts["digest"] = str(digest_of(checkpoint))
     if tensors:
         facts["tensor_list"] = {n: {"dtype": i.dtype, "shape": list(i.shape)} for n, i in checkpoint.tensors.items()}
     return facts
@@ -163,8 +157,6 @@ def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -
     details.append("with curvature" if facts["curvature"] else "no curvature/ folder")
     files = ", ".join(facts["files"][:3]) + (" …" if len(facts["files"]) > 3 else "")
     say(one_line(f"  {', '.join(details)}; files: {files}"))
-    if "digest" in facts:
-        say(f"  digest {facts['digest']}")
     if tensors:
         rows = [[f"  {n}", i.dtype, str(list(i.shape)), size(i.nbytes)] for n, i in checkpoint.tensors.items()]
         print_table(["  tensor", "type", "shape", "size"], rows, right=(3,))

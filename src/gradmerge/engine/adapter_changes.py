@@ -43,17 +43,15 @@ class Changes:
     device: str
     allow_nonfinite: bool
     statistics: Statistics | None = None
-    digests: dict[int, list[int]] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
     bytes_read: int = 0
 
     def __post_init__(self) -> None:
-        tuned, sources = self.plan.inputs.tuned, self.plan.inputs.sources
+        tuned = self.plan.inputs.tuned
         own = [c for c in tuned if isinstance(c, AdapterCheckpoint) and is_same(c.base, self.base)]
         self.adapters = own if len(own) == len(tuned) else []
         """The models, if all of them are adapters of the base."""
         self.layout = AdapterLayout(self.base, own)
-        self.digests = defaultdict(lambda: [-1] * len(sources), self.digests)
         self._numbers = {job.name: number for number, job in enumerate(self.plan.jobs)}
         self._lock = threading.Lock()
         self.units: dict[str, list[Unit]] = defaultdict(list)
@@ -182,7 +180,6 @@ class Changes:
                 norms.append(squares(values - base))
             else:
                 merged[start:stop] = values - base
-            self.digests |= block.records(self.plan.inputs.sources)
             if bias is not None and bias.name in block.beside:
                 self._keep_bias(bias, block.beside[bias.name].double())
 

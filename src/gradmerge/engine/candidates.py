@@ -19,7 +19,7 @@ from ..rules.sparse import largest
 from ..rules.spec import Grain
 from .coefficients import coefficient_notes
 from .damping import find_damping
-from .inputs import USUAL_DAMPING, Digests
+from .inputs import USUAL_DAMPING
 from .layers import joined, parted, pieces_of, read_layer, solve_layer
 from .measuring import Advance
 from .plan import Job, Plan, Unit, rule_arguments
@@ -112,7 +112,7 @@ def look_at(
         job = unit.job
         masks: Masks = {}
         if job.layer is not None:
-            tensors = read_layer(plan, job, Digests())
+            tensors = read_layer(plan, job)
             merged = [runner.layer(unit, tensors, buffers) for runner in runners]
         else:
             tensors = read_block(plan, job, unit.start, unit.stop, buffers)

@@ -100,7 +100,7 @@ def model_card(
 
 {as_block("yaml", written)}
 
-`gradmerge.json` in this repository holds the full recipe with defaults, digests of the inputs and versions.
+`gradmerge.json` in this repository holds the full recipe with defaults, the inputs and versions.
 """,
     )
 

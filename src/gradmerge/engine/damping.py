@@ -9,7 +9,6 @@ import torch
 
 from ..checkpoints.model import Buffers
 from ..rules.kronecker_matching import mean_eigenvalue
-from .inputs import Digests
 from .layers import pieces_of, read_hessian
 from .measuring import Advance, exact_sum
 from .plan import Plan
@@ -45,9 +44,7 @@ def curvature_sums(plan: Plan, runs: Sequence[Run], known: None, threads: int, a
         read = sum(source.nbytes(job.name) for source in inputs.curvature)
         if job.layer is not None:
             numel = sum(piece.info.numel for piece in pieces_of(job))
-            found = (
-                mean_eigenvalue([1.0], [read_hessian(source, job, Digests())], numel) for source in inputs.curvature
-            )
+            found = (mean_eigenvalue([1.0], [read_hessian(source, job)], numel) for source in inputs.curvature)
             sums.append(math.fsum(mean * numel for mean in found))
             advance(read)
             return

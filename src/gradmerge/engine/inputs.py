@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.model import Buffers, Checkpoint, bytes_digest, combined_digest
+from ..checkpoints.model import Buffers, Checkpoint
 from ..checkpoints.result_files import ResultFiles
 from ..checkpoints.vocabulary import VocabularyRows, gather
 from ..curvature.files import INPUTS, OUTPUTS, CurvatureFile
@@ -20,7 +20,6 @@ from ..errors import InputError
 from ..recipe import MeanTimes, reduction_factor
 from ..rules import Rule
 from ..rules.kronecker_matching import KroneckerFactors
-from ..storage.bytesof import bytes_of
 from .per_layer import LayerSettings
 
 #: Curvature above this is refused: sums over some models, times their weights, must fit float32.
@@ -111,31 +110,23 @@ class CurvatureInput:
         buffers: Buffers,
         slot: str,
         dtype: torch.dtype,
-        digests: Digests | None = None,
     ) -> Tensor:
-        """Elements ``start`` to ``stop`` of a parameter's reduced curvature; one number stands for all of a constant.
-
-        ``digests`` takes the digest of the values before they are reduced.
-        """
+        """Return elements ``start`` to ``stop`` of a parameter's reduced curvature; a constant gives one number."""
         if self.constant is not None:
             return torch.tensor(self.constant, dtype=dtype)
         values = self._aligned(name, start, stop, buffers, slot)
         self._check(values, name)
-        if digests is not None:
-            digests.note(self, values)
         values = values.to(dtype)
         return values if self.factor == 1.0 else values * self.factor
 
-    def read_factors(self, name: str, digests: Digests) -> KroneckerFactors:
+    def read_factors(self, name: str) -> KroneckerFactors:
         """The Kronecker factors of a layer's weight, in float64; the scale holds 1/T and the reduction."""
         assert self.tokens is not None
-        seen = [Digests(), Digests()]
-        sides = (self.read_matrix(name + part, own, 1.0) for part, own in zip((OUTPUTS, INPUTS), seen, strict=True))
+        sides = (self.read_matrix(name + part, 1.0) for part in (OUTPUTS, INPUTS))
         outputs, inputs = (side.add(side.T).mul_(0.5) for side in sides)  # symmetric, whoever wrote them
-        digests[self] = [combined_digest(one for own in seen for one in own[self])]
         return KroneckerFactors(outputs, inputs, self.factor / self.tokens[name])
 
-    def read_matrix(self, name: str, digests: Digests, factor: float | None = None) -> Tensor:
+    def read_matrix(self, name: str, factor: float | None = None) -> Tensor:
         """A whole Gram matrix, reduced, in float64. Its diagonal may not be negative; other entries may."""
         factor = self.factor if factor is None else factor
         shapes = self.shapes
@@ -145,7 +136,6 @@ class CurvatureInput:
             raise InputError(
                 f"{self.label}: {name} is no Gram matrix: it has entries that are not finite, or a negative diagonal"
             )
-        digests.note(self, values)
         return values.double() * factor
 
     def _aligned(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
@@ -201,19 +191,6 @@ class CurvatureInput:
 Source = Checkpoint | CurvatureInput
 
 
-class Digests(dict[Source, list[int]]):
-    """Source → the digests of the bytes that were read from it, as stored: of every ``step`` entries, or of all."""
-
-    def __init__(self, step: int | None = None) -> None:
-        super().__init__()
-        self._step = step
-
-    def note(self, source: Source, values: Tensor) -> None:
-        stored = bytes_of(values)
-        step = self._step * values.element_size() if self._step else max(1, len(stored))
-        self[source] = [bytes_digest(stored[start : start + step]) for start in range(0, max(1, len(stored)), step)]
-
-
 @dataclass
 class Inputs:
     """The open models and curvature of one merge, with the numbers that go with them."""
@@ -254,7 +231,7 @@ class Inputs:
 
     @property
     def sources(self) -> list[Source]:
-        """Everything that is read, in the order of the journal's digests and of the record."""
+        """Everything that is read, in the order of the record."""
         return [*self.checkpoints, *self.curvatures]
 
     @property

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,19 @@ NAME = "gradmerge.journal"
 
 @dataclass
 class Finished:
-    """What a journal says: the statistics, and the digests of each finished unit's inputs."""
+    """What a journal says: the statistics, and the numbers of the finished units."""
 
     statistics: Statistics | None = None
     guess: Statistics | None = None
     """What the units were made with before the statistics were known."""
-    units: dict[int, list[int]] = field(default_factory=dict)
+    units: set[int] = field(default_factory=set)
 
     def know(self, statistics: Statistics, units: Iterable[Unit]) -> list[int]:
         """Take the statistics, and do not count what was made with a wrong guess of them; returned are its numbers."""
         guess, again = self.guess or statistics, []
         for unit in units:
             if unit.number in self.units and guess.of(unit.job.name) != statistics.of(unit.job.name):
-                del self.units[unit.number]
+                self.units.remove(unit.number)
                 again.append(unit.number)
         self.statistics, self.guess = statistics, None
         return again
@@ -73,10 +73,12 @@ class Journal:
                         finished.statistics = Statistics.from_json(record["statistics"])
                         wrong = finished.guess not in (None, finished.statistics)
                         for number in record.get("again", [*finished.units] if wrong else ()):
-                            del finished.units[number]
+                            finished.units.remove(number)
                         finished.guess = None
+                    elif isinstance(record, int):
+                        finished.units.add(record)
                     else:
-                        finished.units[record[0]] = record[1:]
+                        return None
                 return finished
         return None
 
@@ -105,8 +107,8 @@ class Journal:
         """``again`` are the units that were made with a wrong guess, if not all or none."""
         self._append({"statistics": value.to_json(), **({} if again is None else {"again": again})})
 
-    def units(self, digests: Mapping[int, list[int]]) -> None:
-        self._append(*([number, *own] for number, own in digests.items()))
+    def units(self, numbers: Iterable[int]) -> None:
+        self._append(*numbers)
 
     def _append(self, *records: Any) -> None:
         texts = [json.dumps(record, separators=(",", ":")).encode() for record in records]

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.model import Buffers, combined_digest
+from ..checkpoints.model import Buffers
 from ..curvature.files import INPUTS, OUTPUTS
 from ..errors import InputError
 from ..rules import Rule
 from ..rules.kronecker_matching import OF_MERGES, KroneckerFactors, LayerHessian, diagonal_of, mean_eigenvalue
 from ..storage.tensorfile import TensorInfo
 from ..text import listed
-from .inputs import CurvatureInput, Digests, Inputs
+from .inputs import CurvatureInput, Inputs
 from .plan import Job, Plan, rule_arguments
 from .reading import read_models
 
@@ -101,13 +101,13 @@ def matrix_shape(info: TensorInfo, turned: bool) -> tuple[int, int]:
     return (columns, rows) if turned else (rows, columns)
 
 
-def read_layer(plan: Plan, job: Job, digests: Digests) -> dict[str, Any]:
+def read_layer(plan: Plan, job: Job) -> dict[str, Any]:
     """The inputs of a rule for one layer, in float64: matrices X = [W b], and curvature that acts on them."""
     inputs = plan.inputs
     found = [read_models(plan, piece, 0, piece.info.numel, Buffers()) for piece in pieces_of(job)]
     bases, tuned = [base for base, _ in found if base is not None], zip(*(models for _, models in found), strict=True)
     values: dict[str, Any] = {"base": joined(job, bases), "tuned": [joined(job, parts) for parts in tuned]}
-    read = {source: read_hessian(source, job, digests) for source in inputs.curvatures}
+    read = {source: read_hessian(source, job) for source in inputs.curvatures}
     if inputs.prior is not None:
         values["prior"] = read[inputs.prior]
     if inputs.penalty:
@@ -115,24 +115,19 @@ def read_layer(plan: Plan, job: Job, digests: Digests) -> dict[str, Any]:
     return values | {"curvature": [read[source] for source in inputs.curvature]}
 
 
-def read_hessian(source: CurvatureInput, job: Job, digests: Digests) -> LayerHessian:
+def read_hessian(source: CurvatureInput, job: Job) -> LayerHessian:
     """The curvature of a layer: factors, a matrix with one number per entry of X, or one number for all."""
     if source.constant is not None:
         return torch.tensor(source.constant, dtype=torch.float64)
     if source.tokens is not None and job.name in source.tokens:
-        return source.read_factors(job.name, digests)
+        return source.read_factors(job.name)
     parts: list[Tensor] = []
-    seen: list[int] = []
     for piece in pieces_of(job):
-        own = Digests()
         name, numel = source.stored_name(piece.name, piece.info.shape), piece.info.numel
         if name is None:
             parts.append(torch.zeros(numel, dtype=torch.float64))
         else:
-            parts.append(source.read(name, 0, numel, Buffers(), "curvature", torch.float64, own))
-        seen += own.get(source, [])
-    if seen:
-        digests[source] = [combined_digest(seen)]
+            parts.append(source.read(name, 0, numel, Buffers(), "curvature", torch.float64))
     return joined(job, parts)
 
 
@@ -144,7 +139,7 @@ def diagonal_block(plan: Plan, job: Job) -> dict[str, Any]:
             return [diagonal(item) for item in value]
         return diagonal_of(value) if isinstance(value, KroneckerFactors) else value
 
-    tensors = read_layer(plan, job, Digests())
+    tensors = read_layer(plan, job)
     block = {name: diagonal(value) for name, value in tensors.items()}
     if (damping := open_damping(plan, plan.rule, tensors, job.name)) is not None:
         block["damping"] = damping

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from ..checkpoints.model import Buffers
 from ..errors import InputError
 from ..storage.tensorfile import FLOATS
-from .inputs import Digests, Source
 from .layers import parted, read_layer, solve_layer
 from .measuring import Advance
 from .plan import Job, Plan, Unit, converted, rule_arguments, torch_type
@@ -35,8 +34,6 @@ class MergedBlock:
     """Flat, in the type that they are stored in. They may lie in a buffer that the next block overwrites."""
     precision: Tensor | None = None
     """H̄ of the same entries, in float32, if the plan writes it."""
-    digests: Digests = field(default_factory=Digests)
-    """Of each unit."""
     beside: dict[str, Tensor] = field(default_factory=dict)
     """Other tensors that the unit gives whole, by name: the bias of a layer that is solved together with its weight."""
 
@@ -48,11 +45,6 @@ class MergedBlock:
     def place(self) -> tuple[int, int]:
         """Its first entry in the flattened tensor, and one past the last."""
         return self.units[0].start, self.units[-1].stop
-
-    def records(self, sources: Sequence[Source]) -> dict[int, list[int]]:
-        """Unit → the digests of what it was made of, for the journal; -1 for what was not read."""
-        found = [self.digests.get(source, [-1] * len(self.units)) for source in sources]
-        return {unit.number: [own[place] for own in found] for place, unit in enumerate(self.units)}
 
 
 def run(
@@ -101,13 +93,12 @@ def _read_ahead(plan: Plan, job: Job) -> None:
 
 
 def _copy(plan: Plan, units: list[Unit], buffers: Buffers, allow_nonfinite: bool) -> MergedBlock:
-    template, job, digests = plan.inputs.template, units[0].job, Digests(plan.block)
+    template, job = plan.inputs.template, units[0].job
     block = template.read(job.name, units[0].start, units[-1].stop, buffers)
     if job.info.is_float and not allow_nonfinite and not all_finite(block):
         raise not_finite(template.label, job.name)
-    digests.note(template, block)
     # An adapter's block may be wider than what is stored.
-    return MergedBlock(units, rounded(block, torch_type(job.info)), digests=digests)
+    return MergedBlock(units, rounded(block, torch_type(job.info)))
 
 
 def _merge(
@@ -122,14 +113,12 @@ def _merge(
 ) -> MergedBlock:
     job, start, stop = units[0].job, units[0].start, units[-1].stop
     assert job.rule is not None
-    digests = Digests(None if plan.cut_otherwise(job) else plan.block)
     if job.layer is not None:
         return _solve_layer(plan, units, device, allow_nonfinite)
     if job.solved:
-        tensors = read_matrices(plan, job, buffers, digests)
+        tensors = read_matrices(plan, job, buffers)
     else:
-        noted = None if plan.cut_otherwise(job) else digests
-        tensors = read_block(plan, job, start, stop, buffers, noted) | statistics.of(job.name)
+        tensors = read_block(plan, job, start, stop, buffers) | statistics.of(job.name)
         tensors = shaped(job, start, stop, tensors)
         if watch is not None:
             watch(job.name, tensors["base"], tensors["tuned"])
@@ -148,19 +137,19 @@ def _merge(
     precision = None
     if plan.write_precision and job.rule.precision is not None:
         precision = _storable(job.rule.precision(**arguments).cpu() * precision_factor, job.name)
-    return MergedBlock(units, stored, precision, digests)
+    return MergedBlock(units, stored, precision)
 
 
 def _solve_layer(plan: Plan, units: list[Unit], device: torch.device, allow_nonfinite: bool) -> MergedBlock:
     """Weight and bias of a layer with Kronecker curvature, solved for together."""
-    job, digests = units[0].job, Digests()
+    job = units[0].job
     assert job.rule is not None and job.rule.layers is not None
-    tensors = converted(read_layer(plan, job, digests), lambda tensor: tensor.to(device))
+    tensors = converted(read_layer(plan, job), lambda tensor: tensor.to(device))
     merged = solve_layer(plan, job.rule, tensors, job.name).cpu()
     stored = {part.name: rounded(values, torch_type(part.info)) for part, values in parted(job, merged)}
     if not allow_nonfinite:
         _check_finite(plan, job, tensors, merged, torch.cat([values.double() for values in stored.values()]))
-    return MergedBlock(units, stored.pop(job.name), None, digests, stored)
+    return MergedBlock(units, stored.pop(job.name), beside=stored)
 
 
 def _storable(precision: Tensor, name: str) -> Tensor:

@@ -108,9 +108,8 @@ class RayCluster:
             shares += self._cut([(unit.job.name, unit.start, unit.stop) for unit in own], total)
         known = Merging(statistics, None if search is None else search.looks_for)
         with closing(self.crew.run(shares, None, known, plan.inputs.mean_curvature)) as answers:
-            for share, ((records, counts), read) in answers:
-                places = (numbers[name, start] for name, start, _ in share)
-                target.done(dict(zip(places, records, strict=True)))
+            for share, (counts, read) in answers:
+                target.done([numbers[name, start] for name, start, _ in share])
                 if search is not None:
                     search.add(counts)
                 advance(read)

@@ -13,7 +13,7 @@ from ..errors import GradmergeError, InputError, MachineError
 from ..recipe import make_recipe
 from ..storage.smallfile import read_json
 from ..storage.staging import MARK
-from .local import MergedBlock, run
+from .local import run
 from .measuring import Advance
 from .plan import Plan, Unit
 from .planning import open_plan
@@ -105,7 +105,7 @@ class OpenOrder:
         return found, sum(read)
 
     def _merge(self, plan: Plan, runs: Sequence[Run], known: Merging, threads: int, advance: Advance) -> Any:
-        """Merge and write some units: the digests of each, and what was counted on the way."""
+        """Merge and write some units, and return what was counted on the way."""
         jobs = plan.by_name
         units = [Unit(number, jobs[name], start, stop) for number, (name, start, stop) in enumerate(runs)]
         # Files first, then the mark: whoever makes the folder anew sets his own mark before he makes any file.
@@ -113,16 +113,11 @@ class OpenOrder:
         if _mark(self._order.staged) != self._order.run:
             raise MachineError(f"{self._order.staged}: another merge has taken this folder over")
         counting = None if known.looks_for is None else Counting(known.looks_for)
-        records: dict[int, list[int]] = {}
-
-        def put(block: MergedBlock) -> None:
-            records.update(self._files.write(block))
-
         try:
             run(
                 plan,
                 known.statistics,
-                put,
+                self._files.write,
                 units=units,
                 threads=threads,
                 allow_nonfinite=self._order.allow_nonfinite,
@@ -133,7 +128,7 @@ class OpenOrder:
         finally:
             # A machine that fails takes what it has not yet sent to the disk with it.
             self._files.close(sync=self._sync)
-        return [records[number] for number in range(len(units))], counting.counts if counting is not None else {}
+        return counting.counts if counting is not None else {}
 
     def close(self) -> None:
         self.plan.inputs.close()

@@ -141,10 +141,6 @@ class Plan:
         if taken:
             yield taken
 
-    def cut_otherwise(self, job: Job) -> bool:
-        """Whether its blocks are not those of a digest, so that it must be read once more for that."""
-        return job.solved or (step_of(job, self.block) != self.block and job.info.numel > self.block)
-
     @property
     def measures(self) -> Mapping[str, Measure]:
         """What is measured on whole tensors before the merge."""

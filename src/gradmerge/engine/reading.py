@@ -13,38 +13,31 @@ from ..checkpoints.model import Buffers, Checkpoint
 from ..errors import InputError
 from ..rules.spec import each
 from ..text import one_line
-from .inputs import CurvatureInput, Digests
+from .inputs import CurvatureInput
 from .plan import Job, Plan, converted
 from .randomness import keep_mask, uniform
 
 
-def read_models(
-    plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, digests: Digests | None = None
-) -> tuple[Tensor | None, list[Tensor]]:
+def read_models(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers) -> tuple[Tensor | None, list[Tensor]]:
     """The block of the base (None if the rule does not use it) and of every tuned model, in the job's type."""
     inputs = plan.inputs
 
     def read(checkpoint: Checkpoint, slot: str) -> Tensor:
         block = checkpoint.read(inputs.stored_name(checkpoint, job.name), start, stop, buffers, slot)
-        # What is digested is the model as it is stored; of others the record does it.
-        if digests is not None and checkpoint.as_stored:
-            digests.note(checkpoint, block)
         return block.to(job.compute)
 
     base = read(inputs.base, "base") if inputs.base is not None and "base" in plan.needs else None
     return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned_of(job.name))]
 
 
-def read_block(
-    plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, digests: Digests | None = None
-) -> dict[str, Any]:
+def read_block(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers) -> dict[str, Any]:
     """Every tensor input that the plan needs for one block."""
     inputs = plan.inputs
-    base, tuned = read_models(plan, job, start, stop, buffers, digests)
+    base, tuned = read_models(plan, job, start, stop, buffers)
     block: dict[str, Any] = {"base": base, "tuned": tuned}
 
     def curvature(source: CurvatureInput, slot: str) -> Tensor:
-        return read_curvature(source, job, start, stop, buffers, slot, job.compute, digests)
+        return read_curvature(source, job, start, stop, buffers, slot, job.compute)
 
     if "prior" in plan.needs:
         block["prior"] = None if inputs.prior is None else curvature(inputs.prior, "prior")
@@ -86,20 +79,19 @@ def read_curvature(
     buffers: Buffers,
     slot: str,
     dtype: torch.dtype,
-    digests: Digests | None = None,
 ) -> Tensor:
     """The block of one curvature, reduced; 0 where the recipe lets it be missing."""
     name = source.stored_name(job.name, job.info.shape)
     if name is None:
         return torch.tensor(0.0, dtype=dtype)
-    return source.read(name, start, stop, buffers, slot, dtype, digests)
+    return source.read(name, start, stop, buffers, slot, dtype)
 
 
-def read_matrices(plan: Plan, job: Job, buffers: Buffers, digests: Digests) -> dict[str, Any]:
+def read_matrices(plan: Plan, job: Job, buffers: Buffers) -> dict[str, Any]:
     """Whole weights (out × in) and Gram matrices (in × in) of a linear layer."""
     numel, shape = job.info.numel, job.info.shape
     _, tuned = read_models(plan, job, 0, numel, buffers)
-    grams = [source.read_matrix(job.name, digests) for source in plan.inputs.grams]
+    grams = [source.read_matrix(job.name) for source in plan.inputs.grams]
     turned = is_transposed(plan, job)
     weights = [t.reshape(shape).T if turned else t.reshape(shape) for t in tuned]
     return {"tuned": weights, "grams": grams}

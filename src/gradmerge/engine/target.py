@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from ..checkpoints.sidecars import sidecars, stems
@@ -21,7 +21,6 @@ class WeightFiles:
     """The unfinished files of a result, weights and curvature, wherever they are written from."""
 
     def __init__(self, plan: Plan, folder: Path, name: str, shard_size: int) -> None:
-        self._sources = plan.inputs.sources
         folders = stems(plan.inputs.template)
         self._model = TensorWriter(folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
         self.writers = [self._model]
@@ -41,15 +40,14 @@ class WeightFiles:
                 if tensor in writer:
                     writer.write(tensor, 0, memoryview(b""))
 
-    def write(self, block: MergedBlock) -> dict[int, list[int]]:
-        """Write a block, from any thread; of each of its units the digests of what it was made of, for the journal."""
+    def write(self, block: MergedBlock) -> None:
+        """Write a block, from any thread."""
         name, start = block.job.name, block.place[0]
         self._model.write(name, start, bytes_of(block.values.contiguous()))
         for bias, values in block.beside.items():
             self._model.write(bias, 0, bytes_of(values.contiguous()))
         if block.precision is not None:
             self.writers[1].write(name, start, bytes_of(block.precision.contiguous()))
-        return block.records(self._sources)
 
     def close(self, *, sync: bool = False) -> None:
         for writer in self.writers:
@@ -106,14 +104,15 @@ class Target:
 
     def put(self, block: MergedBlock) -> None:
         """Write a block and then its lines of the journal; may be called from several threads at once."""
-        self.done(self.files.write(block))
+        self.files.write(block)
+        self.done([unit.number for unit in block.units])
 
-    def done(self, records: Mapping[int, list[int]]) -> None:
+    def done(self, numbers: Collection[int]) -> None:
         """Take units whose bytes are written into the journal."""
-        self._journal.units(records)
-        self._finished.units |= records
+        self._journal.units(numbers)
+        self._finished.units.update(numbers)
         if self._outgoing is not None:
-            self._outgoing.done(records)
+            self._outgoing.done(numbers)
 
     def settle(self) -> None:
         """The statistics are known, so that what is finished stays as it is."""

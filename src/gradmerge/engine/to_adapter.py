@@ -87,7 +87,6 @@ def merge_to_adapter(
             at.clear()
         journal.open(fresh=finished is None)
         finished = finished or Finished()
-        finder.digests |= finished.units
         try:
             at.keep = True
             if finished.statistics is None:
@@ -102,7 +101,7 @@ def merge_to_adapter(
             lock = threading.Lock()
 
             def find(job: Job) -> None:
-                journal.units({number: finder.digests[number] for number in finder.find(job)})
+                journal.units(finder.find(job))
                 with lock:
                     progress.advance(plan.bytes_read(job))
 
@@ -127,7 +126,7 @@ def merge_to_adapter(
         result.lost, result.lost_share = adapter.lost, adapter.lost_share
         result.copied = len(plan.jobs) - len(plan.merged)
         plan.note(adapter.notes())
-        record = merge_record(recipe, plan, fingerprint, sizes, finder.digests, timings, len(finished.units))
+        record = merge_record(recipe, plan, fingerprint, sizes, timings, len(finished.units))
         record["output"] |= {"format": "adapter", "bytes": result.bytes_written, **adapter.facts()}
         (at.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
         card = merge_card(recipe, plan, at.folder, at.out.name, base, adapter.text())

@@ -22,7 +22,6 @@ from ..notes import Kind, Note
 from ..progress import Progress
 from ..rules.kronecker_matching import applied
 from .damping import find_damping
-from .inputs import Digests
 from .layers import read_layer, solve_layer
 from .measuring import Advance
 from .plan import Job, Plan, converted, rule_arguments
@@ -210,7 +209,7 @@ def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampin
 
 def _layer_steps(plan: Plan, job: Job, dampings: Sequence[float]) -> Iterator[Step]:
     """The same for a layer with Kronecker curvature; what is felt is ⟨X, H X⟩."""
-    tensors = read_layer(plan, job, Digests())
+    tensors = read_layer(plan, job)
     base, moved = tensors["base"], [model - tensors["base"] for model in tensors["tuned"]]
 
     def felt(x: Tensor) -> float:

@@ -31,7 +31,6 @@ from ..checkpoints.ties import same_values, tied_to
 from ..curvature.stored_names import adapter_names, stored_shapes, stored_sources, stored_tensors
 from ..engine.evaluations import PLACE, with_evaluations
 from ..engine.front_matter import front_matter_of
-from ..engine.record import digest_of
 from ..engine.rounding import rounded
 from ..engine.usage import pipeline_tag, usage
 from ..errors import InputError, MachineError
@@ -84,8 +83,7 @@ class Start:
     def facts(self) -> dict[str, Any]:
         """The start as a record names it."""
         files = [{"name": path.name, "bytes": path.stat().st_size} for path in self.stored.files()]
-        digest = digest_of(self.stored)
-        return {"source": self.reference, "files": files, "digest": f"xxh3-128:{digest.hex()}"}
+        return {"source": self.reference, "files": files}
 
 
 @contextlib.contextmanager
