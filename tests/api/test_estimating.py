@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 from itertools import pairwise
 from pathlib import Path

@@ -45,9 +45,7 @@ def bert(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("out", ["models/a", "models", "data", "tokenizer/out", "data/../models/a", "."])
-def test_estimate_with_force_deletes_none_of_its_inputs(
-    bert: Path, monkeypatch: pytest.MonkeyPatch, out: str
-) -> None:
+def test_estimate_with_force_deletes_none_of_its_inputs(bert: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
     monkeypatch.chdir(bert)
     before = contents(bert)
     words = ("models/a", "--data", "data/rows.jsonl", "--model-args", "tokenizer=tokenizer", "--device", "cpu")
@@ -247,7 +245,7 @@ def test_a_measurement_whose_data_change_meanwhile_writes_nothing(bert: Path) ->
         def advance(self, amount: int) -> None:
             write_jsonl(data, labelled(7, seed=5))
 
-    with pytest.raises(gm.GradmergeError, match="rows.jsonl") as failed:
+    with pytest.raises(gm.GradmergeError, match=r"rows\.jsonl") as failed:
         estimate_curvature(str(model), str(data), out=bert / "out", progress=Change(), device="cpu")
     assert failed.value.status == 1 and not list(bert.glob("out*"))
 
