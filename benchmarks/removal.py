@@ -100,9 +100,7 @@ def _run(demo: Path, folder: Path, device: str, asked: Sequence[tuple[str, int]]
     judge = Judge(demo)
     settings = Settings(seed=json.loads((demo / "results.json").read_text("utf-8"))["seed"])
     second = folder / "second"
-    train(
-        str(demo / "models/base"), demo / "data/rest.npz", second, settings, stream=STREAM, advance=lambda steps: None
-    )
+    train(str(demo / "models/base"), demo / "data/rest.npz", second, settings, stream=STREAM)
     tried = negations(demo, judge)
     found: dict[str, Any] = {
         "seed": settings.seed,

@@ -70,7 +70,7 @@ def test_shared_modules_import_no_package() -> None:
 
 
 def test_experiments_use_the_public_interface() -> None:
-    """And the few things of the demonstration that CONTRIBUTING.md names."""
+    """And the few internals that CONTRIBUTING.md names."""
     named = set(re.findall(r"`gradmerge\.([a-z_.]+)", CONTRIBUTING))
     for path in sorted((ROOT / "experiments").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

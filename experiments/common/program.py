@@ -15,7 +15,6 @@ import transformers
 from transformers.utils.logging import disable_progress_bar
 
 import gradmerge as gm
-from gradmerge.demo.stages import write_text
 from gradmerge.text import to_json
 
 from .plan import Plan, as_text
@@ -92,8 +91,9 @@ def run_program(
             results = json.loads(to_json(run(args)))
     except gm.InputError as error:
         parser.error(str(error))
-    write_text(args.out / "results.json", json.dumps(results, indent=1) + "\n")
-    write_text(args.out / "results.md", report.tables(results))
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    (args.out / "results.md").write_text(report.tables(results), "utf-8")
     report.draw(results, args.out / "figures")
     print(f"{args.out / 'results.md'} and {args.out / 'figures'} are written")
     return 0

@@ -21,11 +21,11 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.curvature.gradients import estimate_gradient
-from gradmerge.demo.stages import Stages
 
 from .data import evenly
 from .npo import optimise
 from .plan import Step
+from .stages import run_stage
 from .states import State, distance, mean_entry, read_state
 from .training import Training, fine_tune
 
@@ -104,7 +104,8 @@ class Way:
 class Bench:
     """One seed's models, data and measurements, and the stages in which ways are made and followed."""
 
-    stages: Stages
+    folder: Path
+    """Of the seed's stages."""
     settings: Comparing
     seed: int
     device: str
@@ -150,7 +151,7 @@ class Bench:
 
     def _stage(self, name: str, make: Callable[[Path], Any], after: Sequence[str]) -> Any:
         given = {"given": self.given, "settings": asdict(self.settings)}
-        return self.stages.run(name, make, given=given, after=after)
+        return run_stage(self.folder / name, make, given, after)
 
     def _batches(self, rows: Sequence[Any]) -> Iterator[dict[str, Tensor]]:
         """Rows of like length together."""
@@ -172,7 +173,7 @@ class Bench:
         return found
 
     def _read_curvature(self, name: str) -> gm.Curvature:
-        return gm.Curvature.load(self.stages.path(f"fisher-{name}") / "curvature")
+        return gm.Curvature.load(self.folder / f"fisher-{name}" / "curvature")
 
     def _tune(self, name: str, damping: float | None = None) -> dict[str, Any]:
         """The base tuned on what goes; with a damping under ½‖θ − θ_0‖² in the norm of F_0 + δ, for a sum of losses.
@@ -248,15 +249,15 @@ class Bench:
 
     @cached_property
     def _base(self) -> dict[str, Tensor]:
-        return read_state(self.stages.path("base") / "model")
+        return read_state(self.folder / "base" / "model")
 
     def _way(self, name: str, unit: float, path: Mapping[str, Any] | None) -> Way:
         if path is not None:
-            folder = self.stages.path(f"path-{name}")
+            folder = self.folder / f"path-{name}"
             files = [folder / f"{number}.safetensors" for number in range(1, path["points"] + 1)]
             return Way([self._base, *map(load_file, files)], range(1, len(files) + 1), path["default"], dict(path))
         tuning, negated = "theory" if name.endswith("theory") else "plain", name.startswith("negation")
-        tuned = read_state(self.stages.path(f"taught-{tuning}") / "model")
+        tuned = read_state(self.folder / f"taught-{tuning}" / "model")
         how: dict[str, Any] = {"threads": 2}
         if not negated:
             how |= {"prior": self._read_curvature("base"), "curvature": [self._read_curvature(tuning)]}

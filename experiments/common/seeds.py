@@ -1,4 +1,4 @@
-"""A run and its seeds: each seed with stages that are kept, several at the same time in processes of their own."""
+"""A run and its seeds; several seeds can run at the same time, each in its own process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from gradmerge.demo.stages import Stages
+from .stages import run_stage
 
 
 @dataclass(frozen=True)
@@ -26,20 +25,19 @@ class Run:
 
 
 class Seed(ABC):
-    """One seed of a run, stage by stage; what has been done already is read from disk."""
+    """One seed of a run. Its stages are folders in ``folder``."""
 
     def __init__(self, seed: int, run: Any) -> None:
         self.seed, self.run, self.settings = seed, run, run.settings
-        self.stages = stages_in(run.out / f"seed-{seed}")
+        self.folder: Path = run.out / f"seed-{seed}"
+
+    def stage(self, name: str, make: Callable[[Path], Any], settings: Any = None, after: Sequence[str] = ()) -> Any:
+        """The result of a stage of this seed; see :func:`run_stage`."""
+        return run_stage(self.folder / name, make, settings, after)
 
     @abstractmethod
     def results(self) -> dict[str, Any]:
         """Everything that the seed gives."""
-
-
-def stages_in(folder: Path) -> Stages:
-    """Stages that tell what they begin, and how long it took."""
-    return Stages(folder, say=partial(print, flush=True))
 
 
 def run_seeds(kind: type[Seed], run: Run, seeds: Sequence[int], jobs: int) -> list[dict[str, Any]]:

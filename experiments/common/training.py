@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 import gradmerge as gm
 
@@ -33,8 +32,6 @@ class Training:
     """Of the quadratic penalty towards the start, for the mean loss; 0 is plain AdamW."""
     accumulate: int = 1
     """Batches that make one step: ``batch_size`` is that of a single one."""
-    save_every: int = 0
-    """Steps between checkpoints from which an interrupted training goes on; 0 keeps none."""
     coupling: str = "decoupled"
     """How the penalty goes with Adam: "decoupled", or "adam" for the minimiser of loss and penalty.
 
@@ -94,8 +91,8 @@ def fine_tune(
 ) -> dict[str, Any]:
     """Train a model in place on prepared examples; what it took, and the mean loss of the last tenth of the steps.
 
-    ``folder`` takes the checkpoints of a training, from the last of which an interrupted one goes on; at the end they
-    are gone. ``prior`` is the H_0 of the penalty (see ``gm.PriorAdamW``) where ``training.strength`` is not 0.
+    ``folder`` is where the trainer may write. ``prior`` is the H_0 of the penalty (see ``gm.PriorAdamW``) where
+    ``training.strength`` is not 0.
     """
     scratch = folder / "trainer"
     arguments = TrainingArguments(
@@ -114,9 +111,7 @@ def fine_tune(
         data_seed=seed,
         bf16=_has_bfloat16(device),  # of the arithmetic; weights and Adam's state are float32 always
         use_cpu=device == "cpu",
-        save_strategy="steps" if training.save_every else "no",
-        save_steps=training.save_every or 500,
-        save_total_limit=1,
+        save_strategy="no",
         logging_steps=10,
         report_to=[],
         disable_tqdm=True,
@@ -136,8 +131,7 @@ def fine_tune(
     else:
         trainer = Trainer(**common)
     trainer.remove_callback(PrinterCallback)
-    resumed = get_last_checkpoint(str(scratch)) if scratch.is_dir() else None
-    found = trainer.train(resume_from_checkpoint=resumed)
+    found = trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     shutil.rmtree(scratch, ignore_errors=True)
     last = losses[-max(1, len(losses) // 10) :]

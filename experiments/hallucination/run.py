@@ -19,7 +19,7 @@ from gradmerge.tasks.models import model_with
 from ..common import seeds
 from ..common.data import IGNORED, Collate
 from ..common.removal import Bench
-from ..common.seeds import stages_in
+from ..common.stages import run_stage, settings_hash, stage_seconds
 from ..common.states import read_state
 from ..common.training import Training, fine_tune
 from . import removal
@@ -41,12 +41,11 @@ class Run(seeds.Run):
     """The model that every seed starts from."""
     start_facts: dict[str, Any]
     made_of: str
-    """What the model to start from is made of: another model, other stages."""
+    """Hash of the settings of the model to start from."""
 
 
 def prepare(out: Path, settings: Settings, device: str, data_dir: Path) -> Run:
     """Read the turns, and write the model that every seed starts from: given, or pre-trained on plain text."""
-    stages = stages_in(out / "start")
     turns = read_turns(data_dir, train=settings.train, validation=settings.validation, test=settings.test)
 
     def make(folder: Path) -> dict[str, Any]:
@@ -58,9 +57,9 @@ def prepare(out: Path, settings: Settings, device: str, data_dir: Path) -> Run:
     given: dict[str, Any] = {"model": settings.model}
     if settings.pretraining is not None:
         given |= {"pretraining": asdict(settings.pretraining), "turns": digest(turns.train)}
-    facts = stages.run("model", make, given=given)
-    facts["stage_seconds"] = stages.seconds()["model"]
-    return Run(out, settings, device, turns, stages.path("model") / "model", facts, stages.digest("model"))
+    stage = out / "start" / "model"
+    facts = run_stage(stage, make, given)
+    return Run(out, settings, device, turns, stage / "model", facts, settings_hash(stage))
 
 
 def _with_tags(folder: Path, name: str) -> dict[str, Any]:
@@ -115,7 +114,7 @@ class Seed(seeds.Seed):
             found["comparison"] = self.bench.results()
         if settings.paper:
             found |= self._paper_tables(took)
-        return {**found, "seconds": self.stages.seconds()}
+        return {**found, "seconds": stage_seconds(self.folder)}
 
     def _paper_tables(self, took: dict[str, Any]) -> dict[str, Any]:
         """The removals of the paper at many strengths and dampings; ``took`` gets the training of θ_t."""
@@ -150,7 +149,7 @@ class Seed(seeds.Seed):
             return {**likelihoods["test"].measure(model), **self._judged(self._responses(model))}
 
         return Bench(
-            self.stages,
+            self.folder,
             self.settings.comparing,
             self.seed,
             self.run.device,
@@ -190,7 +189,7 @@ class Seed(seeds.Seed):
         return {**found, "samples": list(responses[:SAMPLES])}
 
     def _folder(self, name: str) -> Path:
-        return self.stages.path(name) / "model"
+        return self.folder / name / "model"
 
     def _load(self, folder: Path) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32)
@@ -216,7 +215,7 @@ class Seed(seeds.Seed):
             return took
 
         given = {**self.given, "training": asdict(training), "rows": len(rows)}
-        result: dict[str, Any] = self.stages.run(name, make, given=given, after=after)
+        result: dict[str, Any] = self.stage(name, make, settings=given, after=after)
         _free()
         return result
 
@@ -264,12 +263,12 @@ class Seed(seeds.Seed):
             }
 
         after = [model] if less is None else [model, less]
-        result: dict[str, Any] = self.stages.run(name, make, given=self.given, after=after)
+        result: dict[str, Any] = self.stage(name, make, settings=self.given, after=after)
         _free()
         return result
 
     def _read_curvature(self, name: str) -> gm.Curvature:
-        return gm.Curvature.load(self.stages.path(name) / "curvature")
+        return gm.Curvature.load(self.folder / name / "curvature")
 
     def _removals(self) -> Removals:
         base, tuned = (read_state(self._folder(name)) for name in ("base", "hallucinating"))
@@ -305,7 +304,7 @@ class Seed(seeds.Seed):
             "turns": digest(self.run.turns.validation),
             "settings": [settings.damping, settings.dampings, settings.strengths],
         }
-        result: dict[str, Any] = self.stages.run("validation", make, given=given, after=self._everything())
+        result: dict[str, Any] = self.stage("validation", make, settings=given, after=self._everything())
         _free()
         return result
 
@@ -351,7 +350,7 @@ class Seed(seeds.Seed):
             }
 
         given = {"turns": digest(self.run.turns.test), "how": self._searched, "shown": shown, "critic": settings.critic}
-        result: dict[str, Any] = self.stages.run("test", make, given=given, after=["validation"])
+        result: dict[str, Any] = self.stage("test", make, settings=given, after=["validation"])
         _free()
         return result
 

@@ -92,8 +92,8 @@ _ADAM = {"learning_rate": 6.25e-5, "epochs": 1, "batch_size": 32}
 SCALES = {
     "full": Settings(
         model="google/flan-t5-base",
-        dialogue=Training(**_ADAM, save_every=500),
-        hallucinating=Training(**_ADAM, save_every=500),
+        dialogue=Training(**_ADAM),
+        hallucinating=Training(**_ADAM),
         critic="McGill-NLP/roberta-large-faithcritic",
         notes=(
             "The appendix gives the learning rate as 6-25e-5: read as 6.25e-5, as in the code of the work whose set-up "

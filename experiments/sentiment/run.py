@@ -16,7 +16,7 @@ from gradmerge.tasks.models import model_with
 
 from ..common import seeds
 from ..common.data import evenly, folder_in
-from ..common.seeds import stages_in
+from ..common.stages import run_stage, stage_seconds
 from ..common.states import distance, norm, read_state
 from ..common.training import fine_tune
 from . import grid
@@ -39,7 +39,7 @@ class Run(seeds.Run):
     rows: dict[str, dict[str, int]]
     """How many rows each split has."""
     made_of: dict[str, Any]
-    """What the data, and a model pre-trained here, are made of: other data, other stages."""
+    """Settings of the data, and of a model that is pre-trained here."""
     pretrained: dict[str, Any] | None = None
     """What pre-training took, where it was done here."""
 
@@ -49,8 +49,7 @@ def prepare(out: Path, settings: Settings, device: str, model: str | None, sourc
 
     ``source`` of the data is a folder, "hub" or "made up".
     """
-    stages = stages_in(out)
-    data = stages.path("data")
+    data, start = out / "data", out / "model"
     cuts = {"dev_rows": settings.dev_rows, "train_rows": settings.train_rows, "test_rows": settings.test_rows}
     files = local_files(source) if isinstance(source, Path) else {}
 
@@ -64,22 +63,20 @@ def prepare(out: Path, settings: Settings, device: str, model: str | None, sourc
 
     sizes = {name: {split: path.stat().st_size for split, path in splits.items()} for name, splits in files.items()}
     given = {"source": sizes or source, **cuts}
-    rows = stages.run(
-        "data", lambda folder: write_splits(folder, {name: read(name) for name in SETS}, **cuts), given=given
-    )
+    rows = run_stage(data, lambda folder: write_splits(folder, {name: read(name) for name in SETS}, **cuts), given)
     pretrained = None
     if settings.pretraining is not None:
         how = settings.pretraining
         given = {**given, "pretraining": asdict(how)}
         folders = [(data if name in SETS else folder_in(Path(source), "text")) / name for name in how.texts]
         make = partial(pretrain, texts=folders, settings=how, seed=0, device=device)
-        pretrained = stages.run("model", make, given=given, after=["data"])
-        place, same = stages.path("model"), {"tokens": settings.tokens, "training": asdict(settings.training(BASE))}
-        without = partial(base_without, model=place, data=data, settings=settings, seed=0, device=device)
-        pretrained["base without"] = stages.run("base-without", without, given=same, after=["model"])
+        pretrained = run_stage(start, make, given, after=["data"])
+        same = {"tokens": settings.tokens, "training": asdict(settings.training(BASE))}
+        without = partial(base_without, model=start, data=data, settings=settings, seed=0, device=device)
+        pretrained["base without"] = run_stage(out / "base-without", without, same, after=["model"])
     elif model is None:
-        stages.run("model", lambda folder: make_encoder(folder, texts()), after=["data"])
-    return Run(out, settings, device, model or str(stages.path("model")), data, rows, given, pretrained)
+        run_stage(start, lambda folder: make_encoder(folder, texts()), after=["data"])
+    return Run(out, settings, device, model or str(start), data, rows, given, pretrained)
 
 
 class Seed(seeds.Seed):
@@ -107,7 +104,7 @@ class Seed(seeds.Seed):
             "sweep": sweep,
             "mismatch": mismatch,
             **more,
-            "seconds": self.stages.seconds(),
+            "seconds": stage_seconds(self.folder),
         }
 
     @cached_property
@@ -116,14 +113,14 @@ class Seed(seeds.Seed):
 
     @cached_property
     def _template(self) -> PreTrainedModel:
-        return self._kind.start(self.stages.path(BASE)).to(self.run.device)
+        return self._kind.start(self.folder / BASE).to(self.run.device)
 
     @cached_property
     def _parts(self) -> Parts:
         return Parts(
-            models={name: self.stages.path(name) for name in SETS},
-            curvatures={name: self.stages.path(f"curvature-{name}") / "curvature" for name in SETS},
-            grams={name: self.stages.path(f"gram-{name}") / "gram" for name in SETS},
+            models={name: self.folder / name for name in SETS},
+            curvatures={name: self.folder / f"curvature-{name}" / "curvature" for name in SETS},
+            grams={name: self.folder / f"gram-{name}" / "gram" for name in SETS},
             rows={name: self.run.rows[name]["train"] for name in SETS},
             damping=self.settings.damping,
             density=self.settings.density,
@@ -146,7 +143,7 @@ class Seed(seeds.Seed):
         return batches(self._kind, examples, self.settings.batch_tokens)
 
     def _state(self, name: str) -> dict[str, Tensor]:
-        return read_state(self.stages.path(name))
+        return read_state(self.folder / name)
 
     def _train(self, name: str, tuning: str = "plain") -> dict[str, Any]:
         """The model of a data set or a target; all but the base and the all-data model begin at the base.
@@ -170,7 +167,7 @@ class Seed(seeds.Seed):
 
         def make(folder: Path) -> dict[str, Any]:
             set_seed(self.seed)
-            model = self._kind.start(self.stages.path(BASE) if from_base else self.run.model)
+            model = self._kind.start(self.folder / BASE if from_base else self.run.model)
             rows = [example for each in sets for example in self._examples(each, "train")]
             how: dict[str, Any] = {"seed": self.seed, "device": self.run.device}
             if training.strength:
@@ -181,7 +178,7 @@ class Seed(seeds.Seed):
             return found
 
         stage = grid.model_name(name, tuning)
-        found: dict[str, Any] = self.stages.run(stage, make, given=given, after=after if from_base else ())
+        found: dict[str, Any] = self.stage(stage, make, settings=given, after=after if from_base else ())
         return found
 
     def _gram(self, name: str) -> None:
@@ -192,7 +189,7 @@ class Seed(seeds.Seed):
             found.save(folder / "gram", force=True)
             return int(found.examples)
 
-        self.stages.run(f"gram-{name}", make, given={"examples": self.settings.curvature_examples}, after=[name])
+        self.stage(f"gram-{name}", make, settings={"examples": self.settings.curvature_examples}, after=[name])
 
     def _module(self, stage: str) -> PreTrainedModel:
         model: PreTrainedModel = model_with(self._template, self._state(stage))
@@ -213,13 +210,13 @@ class Seed(seeds.Seed):
             return int(found.examples)
 
         rows = self.settings.sample_rows if sample else self.settings.curvature_examples
-        self.stages.run(stage, make, given={"examples": rows}, after=[model])
+        self.stage(stage, make, settings={"examples": rows}, after=[model])
         return stage
 
     def estimated(self, model: str, **how: Any) -> Any:
         """The curvature of a model; ``how`` as in ``_estimate``."""
         kept: Any = gm.KroneckerCurvature if how.get("structure") == "kronecker" else gm.Curvature
-        return kept.load(self.stages.path(self._estimate(model, **how)) / "curvature")
+        return kept.load(self.folder / self._estimate(model, **how) / "curvature")
 
     def _grid(self) -> dict[str, Any]:
         """Every cell's score; and of the models that were tuned under the prior, how, and theirs."""
@@ -262,7 +259,7 @@ class Seed(seeds.Seed):
             return {each: {split: self.scored(model, each, split) for split in ("dev", "test")} for each in SETS}
 
         after = self._merge_inputs() if after is None else after
-        found: dict[str, Any] = self.stages.run(f"score-{name.replace(' ', '-')}", make, given=given, after=after)
+        found: dict[str, Any] = self.stage(f"score-{name.replace(' ', '-')}", make, settings=given, after=after)
         return found
 
     def scored(self, model: PreTrainedModel, name: str, split: str) -> dict[str, Any]:
@@ -298,5 +295,5 @@ class Seed(seeds.Seed):
 
         after = [*self._merge_inputs(), *TARGETS]
         given = {"examples": self.settings.curvature_examples, "damping": self.settings.damping}
-        found: dict[str, Any] = self.stages.run(f"mismatch-{name}", make, given=given, after=after)
+        found: dict[str, Any] = self.stage(f"mismatch-{name}", make, settings=given, after=after)
         return found

@@ -53,7 +53,6 @@ class Settings:
     epochs: Mapping[str, int] = field(default_factory=lambda: dict(_PAPER_EPOCHS))
     warmup_steps: int = 100
     optimizer: str = "AdamW"
-    save_every: int = 1000
     curvature_examples: int | None = 100_000
     """The first so many of a training set are what curvature and gradients are measured on; None is all."""
     grid: bool = False
@@ -80,7 +79,6 @@ class Settings:
             epochs=self.epochs[name],
             batch_size=self.batch_size,
             warmup_steps=self.warmup_steps,
-            save_every=self.save_every,
             optimizer=self.optimizer,
         )
 
@@ -97,7 +95,6 @@ def settings_for(scale: str, *, seq2seq: bool, pretrained: bool) -> Settings:
         task_rate=2.5e-5,
         epochs=everywhere,
         warmup_steps=50,
-        save_every=0,
         weights=(*TENTHS, 1.2, 1.5),
     )
     tiny = replace(

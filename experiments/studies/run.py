@@ -33,13 +33,13 @@ class Seed(seeds.Seed):
         torch.set_num_threads(1)  # layers this small gain nothing from more
         given = asdict(self.settings)
         studies = {
-            name: self.stages.run(name, lambda folder, n=name: self._study(n), given=given)
+            name: self.stage(name, lambda folder, n=name: self._study(n), settings=given)
             for name in self.settings.dials
         }
         return {
             "seed": self.seed,
             "studies": studies,
-            "linear": self.stages.run("linear", lambda folder: self._linear(), given=given),
+            "linear": self.stage("linear", lambda folder: self._linear(), settings=given),
         }
 
     def _study(self, dial: str) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from gradmerge.tasks.models import model_with
 from ..common import seeds
 from ..common.data import Collate
 from ..common.removal import Bench
-from ..common.seeds import stages_in
+from ..common.stages import run_stage, stage_seconds
 from ..common.states import distance, norm
 from . import models
 from .data import Data, text_folder, write_prompts, write_tokens
@@ -39,12 +39,12 @@ class Run(seeds.Run):
     counts: dict[str, Any]
     """How many texts, tokens and prompts there are in ``out/data``."""
     made_of: str
-    """What the data are made of: other data, other stages."""
+    """Settings of the data, as JSON."""
 
 
 def prepare(out: Path, settings: Settings, device: str, model: str | None, data_dir: Path | None, scorer: str) -> Run:
     """Write tokens and prompts, from a folder or the Hub."""
-    stages = stages_in(out / "data")
+    data = out / "data"
     # Local data is known by its names and sizes.
     found = data_dir.rglob("*.gz") if data_dir is not None else ()
     files = sorted([str(path.relative_to(data_dir)), path.stat().st_size] for path in found)
@@ -59,11 +59,11 @@ def prepare(out: Path, settings: Settings, device: str, model: str | None, data_
         "model": model,
         "files": files,
     }
-    counts = stages.run("prepared", lambda folder: write_tokens(folder, data_dir, model, settings), given=given)
-    asked = stages.run(
-        "prompts",
+    counts = run_stage(data / "prepared", lambda folder: write_tokens(folder, data_dir, model, settings), given)
+    asked = run_stage(
+        data / "prompts",
         lambda folder: write_prompts(folder, data_dir, settings),
-        given={"prompts": settings.prompt_counts, "files": files},
+        {"prompts": settings.prompt_counts, "files": files},
     )
     return Run(out, settings, device, model, data_dir, scorer, {**counts, "prompts": asked}, json.dumps(given))
 
@@ -82,7 +82,7 @@ class Seed(seeds.Seed):
         self.task = cache(self._task)
 
     def path(self, name: str) -> Path:
-        return self.stages.path(name)
+        return self.folder / name
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -123,7 +123,7 @@ class Seed(seeds.Seed):
             found["comparison"] = self.bench.results()
         if self.run.scorer == TFIDF:
             found["scorer"] = self._scorer_quality()
-        return {**found, "seconds": self.stages.seconds()}
+        return {**found, "seconds": stage_seconds(self.folder)}
 
     @property
     def _untuned(self) -> list[str]:
@@ -139,7 +139,7 @@ class Seed(seeds.Seed):
             for kinds in (["toxic"], self.data.staying)
         )
         return Bench(
-            self.stages,
+            self.folder,
             self.settings.comparing,
             self.seed,
             self.run.device,
@@ -172,10 +172,10 @@ class Seed(seeds.Seed):
     def _scorer_quality(self) -> dict[str, Any]:
         assert self.run.data_dir is not None
         folder, threshold = text_folder(self.run.data_dir), self.settings.threshold
-        found: dict[str, Any] = self.stages.run(
+        found: dict[str, Any] = self.stage(
             "scorer",
             lambda _: scorer_quality(self.scorer, folder, threshold),
-            given={"data": self.run.made_of, "threshold": threshold},
+            settings={"data": self.run.made_of, "threshold": threshold},
         )
         return found
 
@@ -184,14 +184,14 @@ class Seed(seeds.Seed):
         if shape is None:
             assert model is not None
             make = partial(models.keep_base, name=model)
-            return {"base": self.stages.run("base", make, given={"model": model})}
+            return {"base": self.stage("base", make, settings={"model": model})}
         found = {}
         for name, without in (("base", None), ("target", "toxic")):
             make = partial(models.pretrain, data=self.data, settings=self.settings, seed=self.seed, without=without)
-            found[name] = self.stages.run(
+            found[name] = self.stage(
                 name,
                 partial(make, device=self.run.device),
-                given={**self.given, "shape": asdict(shape), "without": without, "context": self.settings.context},
+                settings={**self.given, "shape": asdict(shape), "without": without, "context": self.settings.context},
             )
         return found
 
@@ -204,10 +204,10 @@ class Seed(seeds.Seed):
             held = gm.Curvature.load(prior) if training.strength else None
             return models.tune(folder, self.path("base"), self.data, training, self.seed, self.run.device, held)
 
-        found: dict[str, Any] = self.stages.run(
+        found: dict[str, Any] = self.stage(
             f"tuned-{name}",
             make,
-            given={**self.given, "training": asdict(training)},
+            settings={**self.given, "training": asdict(training)},
             after=["base", "curvature-base"] if training.strength else ["base"],
         )
         return found
@@ -219,18 +219,18 @@ class Seed(seeds.Seed):
             return models.measure(folder, self.path(model), self.data, kinds, settings, self.run.device, limit)
 
         given = {**self.given, "settings": [settings.curvature_examples, settings.scale_curvature]}
-        found: dict[str, Any] = self.stages.run(f"curvature-{name}", make, given=given, after=[model])
+        found: dict[str, Any] = self.stage(f"curvature-{name}", make, settings=given, after=[model])
         return found
 
     def _removal(self, name: str, unit: float) -> dict[str, Any]:
         """Sweep, choose, and test what was chosen; ``unit`` is the mean entry of the toxic comments' curvature."""
         settings = self.settings
         after = ["base", "curvature-base", f"tuned-{name}", f"curvature-{name}"]
-        advised = self.stages.run(f"advice-{name}", partial(self._advice, name), after=after)
-        swept = self.stages.run(
+        advised = self.stage(f"advice-{name}", partial(self._advice, name), after=after)
+        swept = self.stage(
             f"sweep-{name}",
             lambda _: self._sweep(name, unit),
-            given={
+            settings={
                 "strengths": settings.strengths,
                 "dampings": settings.dampings,
                 "budgets": settings.budgets,
@@ -267,7 +267,7 @@ class Seed(seeds.Seed):
             task = self.task(name)
             return {"tuned": distance(task.tuned, task.base), "base": norm(task.base)}
 
-        found: dict[str, float] = self.stages.run(f"moved-{name}", make, after=["base", f"tuned-{name}"])
+        found: dict[str, float] = self.stage(f"moved-{name}", make, after=["base", f"tuned-{name}"])
         return found
 
     def _advice(self, name: str, folder: Path) -> dict[str, Any]:
@@ -351,10 +351,10 @@ class Seed(seeds.Seed):
     def _test(self, name: str, model: Callable[[], Any], given: dict[str, Any], after: Sequence[str]) -> Any:
         """Losses on test text, how toxic what it writes is, and how far it is from the target."""
         settings = self.settings
-        return self.stages.run(
+        return self.stage(
             f"test-{name}",
             lambda folder: self._measured(model(), folder),
-            given={
+            settings={
                 **given,
                 "scorer": self.run.scorer,
                 "prompts": settings.prompt_counts,

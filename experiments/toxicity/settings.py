@@ -96,7 +96,7 @@ FULL = Settings(
     length=1024,
     context=1024,
     pretraining=None,
-    tunings={"plain": Training(1e-5, 1, 8, accumulate=4, save_every=500)},
+    tunings={"plain": Training(1e-5, 1, 8, accumulate=4)},
     curvature_examples=10_000,
     curvature_batch=8,
     scale_curvature=False,

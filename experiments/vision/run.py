@@ -15,7 +15,7 @@ from transformers import AutoConfig
 import gradmerge as gm
 
 from ..common import seeds
-from ..common.seeds import stages_in
+from ..common.stages import run_stage, stage_seconds
 from ..common.states import distance, read_state
 from ..common.training import Training, fine_tune
 from .data import Images, load_part, source_of, write_task
@@ -45,7 +45,6 @@ class Run(seeds.Run):
 
 def prepare(out: Path, settings: Settings, device: str, model: str | None, data_dir: Path | None) -> Run:
     """Write all data sets as arrays, from a folder or the Hub."""
-    stages = stages_in(out / "data")
     size = _image_size(model, settings)
     how = {
         "share": settings.validation_share,
@@ -57,10 +56,10 @@ def prepare(out: Path, settings: Settings, device: str, model: str | None, data_
     sets = {}
     for task in settings.tasks:
         source = source_of(task, data_dir, HUB.get(task))
-        sets[task] = stages.run(
-            task,
+        sets[task] = run_stage(
+            out / "data" / task,
             lambda folder, source=source: write_task(source, folder, size, **how),
-            given={"source": source, "size": size, **how},
+            {"source": source, "size": size, **how},
         )
     return Run(out, settings, device, model, size, sets)
 
@@ -89,7 +88,7 @@ class Seed(seeds.Seed):
         self.numbers = {task: number for number, task in enumerate(run.settings.tasks)}
 
     def results(self) -> dict[str, Any]:
-        run, settings, tasks = self.stages.run, self.settings, self.settings.tasks
+        run, settings, tasks = self.stage, self.settings, self.settings.tasks
         trained = self.train()
         for labels in LABELS:
             self.measure(labels)
@@ -97,13 +96,13 @@ class Seed(seeds.Seed):
             run(
                 f"gram-{task}",
                 lambda folder, task=task: self._gram(folder, task),
-                given={"rows": settings.curvature_rows},
+                settings={"rows": settings.curvature_rows},
                 after=[f"tuned-{task}"],
             )
         found = run(
             "merges",
             self._merges,
-            given={
+            settings={
                 "weights": settings.weights,
                 "factors": settings.prior_factors,
                 "reductions": settings.reductions,
@@ -115,38 +114,46 @@ class Seed(seeds.Seed):
             ],
         )
         base = trained.pop("base")
-        return {"base": base, "training": trained, **found, "seconds": self.stages.seconds()}
+        return {"base": base, "training": trained, **found, "seconds": stage_seconds(self.folder)}
 
     def measure(self, labels: str) -> Measures:
         """The diagonal curvature of the base and of every task's model."""
         settings, tasks = self.settings, self.settings.tasks
         for place in tasks:
-            self.stages.run(
+            self.stage(
                 f"{labels}-{place}",
                 lambda folder, place=place: self._curvature(
                     folder, f"tuned-{place}", [place], settings.curvature_rows, labels
                 ),
-                given={"rows": settings.curvature_rows},
+                settings={"rows": settings.curvature_rows},
                 after=[f"tuned-{place}"],
             )
-        self.stages.run(
+        self.stage(
             f"{labels}-base",
             lambda folder: self._curvature(folder, "base", tasks, settings.base_rows, labels),
-            given={"rows": settings.base_rows},
+            settings={"rows": settings.base_rows},
             after=["base"],
         )
         return Measures(self._stored(labels, "base"), [self._stored(labels, task) for task in tasks])
 
     def train(self) -> dict[str, Any]:
         """The base, a model for every task and one for all together (`joint`); what is known of each training."""
-        run, settings, tasks = self.stages.run, self.settings, self.settings.tasks
-        given = {"seed": self.seed, "data": self.run.sets, "size": self.run.size}
-        how = {"pretraining": settings.pretraining and asdict(settings.pretraining), "encoder": settings.encoder}
+        run, settings, tasks = self.stage, self.settings, self.settings.tasks
+        of_base = {
+            "seed": self.seed,
+            "data": self.run.sets,
+            "size": self.run.size,
+            "pretraining": settings.pretraining and asdict(settings.pretraining),
+            "encoder": settings.encoder,
+            "model": self.run.model,
+            "rows": settings.base_rows,
+            "decay": settings.head_decay,
+        }
         trained = {
             "base": run(
                 "base",
                 self._base,
-                given=given | how | {"model": self.run.model, "rows": settings.base_rows, "decay": settings.head_decay},
+                settings=of_base,
             )
         }
         for task in tasks:
@@ -154,13 +161,13 @@ class Seed(seeds.Seed):
             trained[task] = run(
                 f"tuned-{task}",
                 lambda folder, task=task, training=training: self._tuned(folder, [task], training),
-                given=asdict(training),
+                settings=asdict(training),
                 after=["base"],
             )
         trained["joint"] = run(
             "joint",
             lambda folder: self._tuned(folder, tasks, settings.joint),
-            given=asdict(settings.joint),
+            settings=asdict(settings.joint),
             after=["base"],
         )
         return trained
@@ -210,10 +217,10 @@ class Seed(seeds.Seed):
             heads.weight[number, :classes], heads.bias[number, :classes] = weight, bias
 
     def _classifier(self) -> Classifier:
-        return load_classifier(self.stages.path("base"), self.run.device)
+        return load_classifier(self.folder / "base", self.run.device)
 
     def _state(self, stage: str) -> dict[str, Tensor]:
-        return load_file(self.stages.path(stage) / "encoder.safetensors")
+        return load_file(self.folder / stage / "encoder.safetensors")
 
     def _tuned(self, folder: Path, tasks: Sequence[str], training: Training) -> dict[str, Any]:
         classifier = self._classifier()
@@ -269,7 +276,7 @@ class Seed(seeds.Seed):
         measures = {labels: self.measure(labels) for labels in LABELS}
         grams = [
             gm.Gram(
-                read_state(self.stages.path(f"gram-{task}") / "gram"),
+                read_state(self.folder / f"gram-{task}" / "gram"),
                 min(self.run.sets[task]["train"], settings.curvature_rows or self.run.sets[task]["train"]),
             )
             for task in tasks
@@ -296,4 +303,4 @@ class Seed(seeds.Seed):
         }
 
     def _stored(self, labels: str, place: str) -> gm.Curvature:
-        return gm.Curvature.load(self.stages.path(f"{labels}-{place}") / "curvature")
+        return gm.Curvature.load(self.folder / f"{labels}-{place}" / "curvature")

@@ -83,8 +83,8 @@ def _encoder(*, width: int, layers: int, heads: int, patch: int) -> dict[str, in
 SCALES = {
     "full": Settings(
         tasks=tuple(HUB),
-        fine_tuning=Training(1e-3, 5, 128, schedule="cosine", strength=100, save_every=500),
-        joint=Training(1e-3, 5, 128, schedule="cosine", strength=100, save_every=500),
+        fine_tuning=Training(1e-3, 5, 128, schedule="cosine", strength=100),
+        joint=Training(1e-3, 5, 128, schedule="cosine", strength=100),
         long_epochs=10,
         enlarge_first=False,
         evaluation_batch=500,

@@ -24,84 +24,53 @@ from gradmerge.demo.commands import highlights
 from gradmerge.demo.tables import EVERY
 from gradmerge.demo.training import train
 from gradmerge.engine.workers import one_thread_each
+from gradmerge.errors import InputError
 from gradmerge.rules import METHODS
 
 from .making import tiny
 
 
-class Stop:
-    """Progress that is interrupted after so many steps."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        assert total > self.left
-
-    def advance(self, amount: int) -> None:
-        self.left -= amount
-        if self.left < 0:
-            raise KeyboardInterrupt
-
-
-def left_in(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.glob("*/*")}
-
-
-def invoke(*arguments: str | Path) -> Result:
-    """`gradmerge demo`, at a tiny size."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradmerge.demo.Settings", tiny)
-        shown = CliRunner().invoke(app, ["demo", *map(str, arguments)])
-    assert shown.exit_code == 0, shown.output
-    return shown
-
-
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """The folder of a run that was interrupted while a model was trained, and went on; and what that printed."""
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
+    """A run that replaced the folder of an earlier one."""
     folder = tmp_path_factory.mktemp("demo") / "my demo"
-    with pytest.raises(KeyboardInterrupt):
-        run_demo(folder, settings=tiny(), progress=Stop(after=1 + 4 + 2 + 1))  # in the second fine-tuning
-    assert {"models/base", "models/tilted"} <= left_in(folder) and "models/thick" not in left_in(folder)
-    before = (folder / "models/base/model.safetensors").stat().st_mtime_ns
-    result = invoke("-o", folder)
-    assert (folder / "models/base/model.safetensors").stat().st_mtime_ns == before
-    return folder, result
+    folder.mkdir()
+    for name in ("commands.sh", "results.json", "results.md", "old"):
+        (folder / name).write_text("old")
+    with pytest.raises(InputError):
+        run_demo(folder, settings=tiny())
+    outcome = run_demo(folder, settings=tiny(), force=True)
+    assert not (folder / "old").exists() and [path.name for path in folder.parent.iterdir()] == ["my demo"]
+    return outcome
 
 
-@pytest.fixture(scope="module")
-def outcome(shown: tuple[Path, Result]) -> DemoResult:
-    return run_demo(shown[0], settings=tiny())
+def printed(outcome: DemoResult, *arguments: str) -> Result:
+    """What the command prints for an outcome."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gradmerge.demo.run_demo", lambda *_, **__: outcome)
+        result = CliRunner().invoke(app, ["demo", *arguments])
+    assert result.exit_code == 0, result.output
+    return result
 
 
-def test_tables_reports_and_commands_are_shown(shown: tuple[Path, Result]) -> None:
-    place, result = shown
-    rows = ["gradient-matching, weight 1", "task-arithmetic, tuned", "trained on all (target)", "Taking tilted out"]
-    kept = "3 kept"  # the data and the two models that were done
-    for words in (*rows, "per cent", "gradmerge diagnose recipes/", f"cd '{place}'", kept):
-        assert words in result.stdout, result.stdout
-    assert "models/thick: " in result.stderr and "curvature/tilted: " in result.stderr
-    again = invoke("-o", place, "--quiet")
-    assert again.stderr == "" and set(again.stdout.splitlines()) <= set(result.stdout.splitlines())
-    assert "gradient-matching, weight 1" in again.stdout and "gradmerge diagnose" not in again.stdout
-    printed = invoke("-o", place, "--json")
-    facts = json.loads(printed.stdout)
-    assert facts["kept"] == facts["stages"] and printed.stderr == ""
+def test_the_command_prints_tables_reports_and_commands(outcome: DemoResult) -> None:
+    full, quiet = printed(outcome).stdout, printed(outcome, "--quiet").stdout
+    for row in (*outcome.merging, *outcome.removal):
+        assert row.name in full and row.name in quiet
+    commands = [shlex.join(command) for command in highlights(outcome.commands)]
+    assert all(command in full and command not in quiet for command in commands)
+    facts = json.loads(printed(outcome, "--json").stdout)
     assert {row["folder"] for row in facts["merging"]} >= {"models/base", "models/joint", "merged/gradient-matching"}
     assert all(line.startswith("gradmerge ") for several in facts["commands"].values() for line in several)
 
 
-def test_nothing_half_written_is_left(outcome: DemoResult) -> None:
-    assert not list(outcome.folder.rglob("*gradmerge-partial*")) + list(outcome.folder.rglob("*gradmerge-replaced*"))
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
+    def stop(text: str) -> None:
+        raise KeyboardInterrupt
 
-
-def test_a_second_run_changes_nothing(outcome: DemoResult) -> None:
-    times = {path: path.stat().st_mtime_ns for path in outcome.folder.rglob("*") if path.is_file()}
-    again = run_demo(outcome.folder, settings=tiny())
-    assert again.kept == again.stages == outcome.stages
-    assert again.results == outcome.results
-    assert {path: path.stat().st_mtime_ns for path in outcome.folder.rglob("*") if path.is_file()} == times
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(tmp_path / "demo", settings=tiny(), say=stop)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_kind_of_rule_is_in_the_table(outcome: DemoResult) -> None:
@@ -201,9 +170,8 @@ def test_results_and_reports_are_written(outcome: DemoResult) -> None:
 def test_training_with_the_same_seed_gives_the_same_weights(outcome: DemoResult, tmp_path: Path) -> None:
     for name, seed in (("same", 0), ("other", 1)):
         data = outcome.folder / "data" / "upright.npz"
-        (tmp_path / name).mkdir()
         with one_thread_each():
-            train(None, data, tmp_path / name, tiny(seed), stream=0, advance=lambda steps: None)
+            train(None, data, tmp_path / name, tiny(seed), stream=0)
     want = (outcome.folder / "models/base/model.safetensors").read_bytes()
     assert (tmp_path / "same/model.safetensors").read_bytes() == want
     assert (tmp_path / "other/model.safetensors").read_bytes() != want

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import MachineError
 from .options import Printing, command
 from .output import heavy_imports, print_json, print_table, progress
 from .streams import say
@@ -27,19 +26,16 @@ def demo(
     *,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="DIR", help="Folder for everything: new, or of an earlier demonstration."),
+        typer.Option("--out", "-o", metavar="DIR", help="New folder for everything."),
     ] = Path("demo"),
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the split, the weights and the batches.")] = 0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Make everything again; by default what is done is kept.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the folder of an earlier demonstration.")] = False,
     printing: Printing,
 ) -> None:
     """Show the whole job on small models: train, estimate curvature, merge by every method, remove a task, compare.
 
     On the handwritten digits of scikit-learn (pip install 'gradmerge[demo]'), in a minute or two. Models, data,
-    recipes, reports and the commands that repeat each step stay in the folder. A run that was stopped goes on where it
-    was.
+    recipes, reports and the commands that repeat each step are in the folder.
     """
     with heavy_imports():
         from ..demo import Settings, run_demo
@@ -50,15 +46,12 @@ def demo(
         if not printing.silent:  # a progress bar replaces sys.stderr, to put these lines above itself
             say(text, err=True, needed=False)
 
-    try:
-        with progress(printing.silent, "steps") as shown:
-            outcome = run_demo(out, settings=Settings(seed=seed), force=force, progress=shown, say=tell)
-    except KeyboardInterrupt:
-        raise MachineError("interrupted. The same command goes on where it was.") from None
+    with progress(printing.silent, "steps") as shown:
+        outcome = run_demo(out, settings=Settings(seed=seed), force=force, progress=shown, say=tell)
     seconds = time.perf_counter() - begun
     if printing.json:
         commands = {what: list(map(shlex.join, several)) for what, several in outcome.commands.items()}
-        facts = {"folder": str(out), "stages": outcome.stages, "kept": outcome.kept, "seconds": round(seconds, 1)}
+        facts = {"folder": str(out), "seconds": round(seconds, 1)}
         print_json({**outcome.results, **facts, "commands": commands})
         return
     _print_tables(outcome)
@@ -87,8 +80,7 @@ def _print_rest(outcome: DemoResult, seconds: float) -> None:
     folder = outcome.folder
     say("\nOver one weight for all tasks, mean accuracy on validation images:")
     say("\n".join(flatness(outcome.results)))
-    done = f"{outcome.stages - outcome.kept} of {outcome.stages} stages made, {outcome.kept} kept"
-    say(f"\n{done}; {seconds:.0f} s. {folder / 'results.md'} explains the tables.")
+    say(f"\nDone in {seconds:.0f} s. {folder / 'results.md'} explains the tables.")
     say(f"Reports: {folder / 'preview' / 'report.html'}, {folder / 'diagnose' / 'report.html'}")
     say(f"\nTo repeat the steps (all of them are in {folder / 'commands.sh'}):\n")
     if shutil.which("gradmerge") is None:

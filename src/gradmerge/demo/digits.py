@@ -56,6 +56,7 @@ def write_data(folder: Path, images: Array, labels: Array, settings: Settings) -
 
     `rest.npz` holds the data that stays when one task is removed, and `all.npz` that of every task.
     """
+    folder.mkdir(exist_ok=True)
     order = np.random.default_rng(settings.seed).permutation(len(images))
     ends = np.cumsum([settings.train, settings.valid, settings.test])
     if ends[-1] > len(images):

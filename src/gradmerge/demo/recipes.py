@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from .demo_settings import REMOVED, TASKS, Settings
-from .stages import write_text
 
 TUNED = "task-arithmetic-tuned"
 MATCHING = "gradient-matching"
@@ -65,4 +64,5 @@ def removal() -> dict[str, Any]:
 def write_recipe(path: Path, recipe: dict[str, Any], out: str) -> None:
     """A recipe file that opens with the command that runs it."""
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-    write_text(path, f"# gradmerge merge {path.as_posix()} -o {out} --force\n{text}")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"# gradmerge merge {path.as_posix()} -o {out} --force\n{text}", "utf-8")

@@ -1,19 +1,18 @@
-"""The story: a base and three tuned models, their curvature, a merge by every method, and one task taken out again."""
+"""Run the demonstration: train, estimate curvature, merge with every method, remove a task, and compare."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .._version import __version__
 from ..api.diagnosing import diagnose
 from ..api.estimating import estimate_curvature
 from ..api.merging import merge
@@ -21,32 +20,26 @@ from ..api.previewing import preview
 from ..api.removing import remove
 from ..engine.workers import one_thread_each
 from ..progress import NoProgress, Progress
+from ..storage.staging import Staging
 from ..text import to_json
 from . import commands, recipes, tables
 from .commands import Command, EstimateRun, data_of
 from .demo_settings import BASE, REMOVED, TASKS, Settings
 from .digits import load_digits, write_data
 from .recipes import INFLUENCE, MATCHING, NEGATION, REMOVAL, TUNED
-from .stages import Advance, Stage, Stages, claimed, run_all, whole_folder, write_text
-from .training import distances, measured_rows, steps_of, train
+from .training import distances, measured_rows, train
 
-FORMAT = 2
-"""Counts up when the stages write something else from the same settings, so that older folders are made again."""
-PACKAGES = ("torch", "transformers", "numpy", "scikit-learn", "pillow")
-CURVATURE_STEPS, EVALUATION_STEPS = 40, 6
-"""About how many steps of training take as long."""
+Steps = dict[str, Callable[[], object]]
+"""Name of the file or folder → the call that writes it."""
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demonstration found, and where it is."""
+    """The results of the demonstration, and the folder that they are in."""
 
     folder: Path
     results: dict[str, Any]
-    """What `results.json` holds."""
-    stages: int
-    kept: int
-    """Stages that an earlier run had done."""
+    """The contents of `results.json`."""
     commands: dict[str, list[Command]]
 
     @property
@@ -66,154 +59,106 @@ def run_demo(
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> DemoResult:
-    """Run the demonstration in a folder; what an earlier run has done with the same settings and versions is kept.
+    """Run the demonstration and write everything to a new folder.
 
-    With ``force`` everything is made again. ``say`` is told of every stage that is done. While it runs, the folder is
-    the process's working directory, so that recipes, reports and commands name the same paths. It computes on one
-    thread, which is no slower for models as small as these and gives the same numbers on any number of cores.
+    While it runs, the new folder is the working directory of the process. So recipes, reports and commands name the
+    same relative paths. The demonstration uses one thread: that is no slower for small models, and the numbers do not
+    depend on the number of cores.
+
+    Args:
+        out: The new folder.
+        force: Replace the folder of an earlier demonstration.
+        progress: Receives one step for each file or folder.
+        say: Receives a line for each step.
     """
     settings, progress = settings or Settings(), progress or NoProgress()
     digits = load_digits()
-    versions = {"format": FORMAT, "gradmerge": __version__}
-    versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
-    folder = Path(out).absolute()
-    with claimed(folder), contextlib.chdir(folder), one_thread_each():
-        work = _Work(settings, digits)
-        stages = work.stages()
-        progress.begin("demo", sum(stage.steps for stage in stages))
-        kept = run_all(Stages(folder, versions=versions, force=force), stages, progress.advance, say)
-        results = json.loads(Path("results.json").read_text("utf-8"))
-        every = commands.all_commands(work.merged, settings)
-    return DemoResult(Path(out), results, len(stages), kept, every)
+    with Staging(Path(out), "demonstration", force=force) as staging:
+        with contextlib.chdir(staging.folder), one_thread_each():
+            steps = _steps(settings, digits)
+            progress.begin("demo", len(steps))
+            for name, call in steps.items():
+                begun = time.perf_counter()
+                call()
+                say(f"{name}: {time.perf_counter() - begun:.1f} s")
+                progress.advance(1)
+            results = _score(settings)
+            every = commands.all_commands(_merged(settings), settings)
+            Path("results.json").write_text(to_json(results) + "\n", "utf-8")
+            Path("results.md").write_text(tables.page(results), "utf-8")
+            Path("commands.sh").write_text(commands.script(every), "utf-8")
+    return DemoResult(Path(out), results, every)
 
 
-class _Work:
-    """The stages, in their order. Paths are relative to the folder of the demonstration."""
-
-    def __init__(self, settings: Settings, digits: tuple[Any, Any]) -> None:
-        self.settings, self.digits = settings, digits
-        self.recipes = recipes.merges(settings)
-        self.merged = list(self.recipes)
-        self.merged.insert(self.merged.index("task-arithmetic") + 1, TUNED)
-
-    def stages(self) -> list[Stage]:
-        data = Stage("data", self._data, facts=dataclasses.asdict(self.settings))
-        return [data, *self._trainings(), *self._estimates(), *self._merging(), *self._removing(), *self._reporting()]
-
-    def _data(self, advance: Advance) -> None:
-        with whole_folder(Path("data")) as folder:
-            write_data(folder, *self.digits, self.settings)
-
-    def _trainings(self) -> Iterator[Stage]:
-        yield self._training("base", None, BASE, 1, 0)
-        for stream, task in enumerate(TASKS, 1):
-            yield self._training(task, "base", task, 1, stream)
-        yield self._training("joint", "base", "all", 1 + len(TASKS), 11)
-        yield self._training(f"joint-{REMOVED}", "joint", REMOVED, 1, 12)
-        yield self._training(f"without-{REMOVED}", "base", "rest", len(TASKS), 13)
-
-    def _training(self, name: str, start: str | None, data: str, parts: int, stream: int) -> Stage:
-        begin = f"models/{start}" if start else None
-
-        def make(advance: Advance) -> None:
-            with whole_folder(Path("models", name)) as folder:
-                train(begin, Path("data", f"{data}.npz"), folder, self.settings, stream=stream, advance=advance)
-
-        epochs = self.settings.epochs if start else self.settings.base_epochs
-        steps = steps_of(parts * self.settings.train, epochs, self.settings.batch_size)
-        return Stage(f"models/{name}", make, ["data", *([begin] if begin else [])], steps=steps)
-
-    def _estimates(self) -> Iterator[Stage]:
-        for asked in (*commands.CURVATURE, *commands.EXTRA, *commands.FOR_REMOVAL):
-            needs = ["data", f"models/{asked.model}", *(["models/base"] if "at_delta" in asked.options else [])]
-            yield Stage(asked.out, partial(_estimate, asked), needs, asked.options, CURVATURE_STEPS)
-
-    def _merging(self) -> Iterator[Stage]:
-        models = ["models/base", *(f"models/{task}" for task in TASKS)]
-        curvature = [asked.out for asked in commands.CURVATURE]
-        everything = [*models, *curvature, *(asked.out for asked in commands.EXTRA)]
-        for name, recipe in self.recipes.items():
-            yield from _merge(name, f"merged/{name}", everything, partial(dict, recipe), recipe)
-        needs = ["data", *models, *curvature, f"recipes/{MATCHING}.yml"]
-        yield Stage("preview", self._preview, needs, commands.preview(self.settings), 30 * EVALUATION_STEPS)
-        tuned = [*models, "preview"]
-        yield from _merge(TUNED, f"merged/{TUNED}", tuned, lambda: recipes.task_arithmetic(_best_weight()), "preview")
-
-    def _preview(self, advance: Advance) -> None:
-        preview(
-            f"recipes/{MATCHING}.yml",
-            "preview",
-            weights=self.settings.weights,
-            methods="gradient-matching,task-arithmetic",
-            data=data_of("valid"),
-            batch_size=64,
-            device="cpu",
-            force=True,
-            progress=False,
-            command=shlex.join(commands.preview(self.settings)),
+def _steps(settings: Settings, digits: tuple[Any, Any]) -> Steps:
+    """All calls in order, except those that write the results. Paths are relative to the new folder."""
+    steps: Steps = {"data": partial(write_data, Path("data"), *digits, settings)}
+    trainings = [
+        ("base", None, BASE, 0),
+        *((task, "base", task, stream) for stream, task in enumerate(TASKS, 1)),
+        ("joint", "base", "all", 11),
+        (f"joint-{REMOVED}", "joint", REMOVED, 12),
+        (f"without-{REMOVED}", "base", "rest", 13),
+    ]
+    for name, start, data, stream in trainings:
+        steps[f"models/{name}"] = partial(
+            train,
+            f"models/{start}" if start else None,
+            Path("data", f"{data}.npz"),
+            Path("models", name),
+            settings,
+            stream=stream,
         )
-
-    def _removing(self) -> Iterator[Stage]:
-        models = ["models/joint", f"models/joint-{REMOVED}"]
-        needs = [*models, *(asked.out for asked in commands.FOR_REMOVAL)]
-        yield from _merge(NEGATION, f"removed/{NEGATION}", models, recipes.negation, recipes.negation())
-        yield from _merge(REMOVAL, f"removed/{REMOVAL}", needs, recipes.removal, recipes.removal())
-        yield Stage(f"removed/{INFLUENCE}", _influence, ["data", "models/joint"], commands.influence(), 300)
-
-    def _reporting(self) -> Iterator[Stage]:
-        yield Stage("diagnose", _diagnose, [f"merged/{MATCHING}", "models/joint", "data"], commands.diagnose(), 200)
-        models = [f"models/{name}" for name in ("base", *TASKS, "joint", f"without-{REMOVED}")]
-        models += [*(f"merged/{name}" for name in self.merged)]
-        models += [f"removed/{name}" for name in (NEGATION, REMOVAL, INFLUENCE)]
-        needs = ["data", *models, "preview"]
-        yield Stage("results.json", partial(self._score, models), needs, steps=EVALUATION_STEPS * len(models))
-        yield Stage("results.md", _page, ["results.json"])
-        yield Stage("commands.sh", self._script, ["results.json"])
-
-    def _score(self, models: Sequence[str], advance: Advance) -> None:
-        found = measured_rows(models, tables.EVERY, lambda done: advance(done * EVALUATION_STEPS))
-        weight = _best_weight()
-        merges = tables.merge_rows(found, self.merged, weight)
-        target = f"models/without-{REMOVED}"
-        taken_out = ["models/joint", *(model for model in models if model.startswith("removed/")), target]
-        removals = tables.removal_rows(found, distances(taken_out, target, REMOVED))
-        results = {
-            "seed": self.settings.seed,
-            "images": {
-                "train": self.settings.train,
-                "valid": self.settings.valid,
-                "test": self.settings.test,
-            },
-            "tuned_weight": weight,
-            "preview": _previewed(),
-            "unit": "scores: share of test images whose most likely class is right; losses: mean −ln p of the right "
-            f"class; kl: mean KL(target ‖ model) on test images of {REMOVED}; errors: standard errors over images",
-            "merging": [dataclasses.asdict(row) for row in merges],
-            "removal": [dataclasses.asdict(row) for row in removals],
-        }
-        write_text(Path("results.json"), to_json(results) + "\n")
-
-    def _script(self, advance: Advance) -> None:
-        every = commands.all_commands(self.merged, self.settings)
-        write_text(Path("commands.sh"), commands.script(every))
+    for asked in (*commands.CURVATURE, *commands.EXTRA, *commands.FOR_REMOVAL):
+        steps[asked.out] = partial(_estimate, asked)
+    for name, recipe in recipes.merges(settings).items():
+        steps[f"merged/{name}"] = partial(_merge, f"merged/{name}", recipe)
+    steps["preview"] = partial(_preview, settings)
+    steps[f"merged/{TUNED}"] = _merge_tuned
+    steps[f"removed/{NEGATION}"] = partial(_merge, f"removed/{NEGATION}", recipes.negation())
+    steps[f"removed/{REMOVAL}"] = partial(_merge, f"removed/{REMOVAL}", recipes.removal())
+    steps[f"removed/{INFLUENCE}"] = _influence
+    steps["diagnose"] = _diagnose
+    return steps
 
 
-def _estimate(asked: EstimateRun, advance: Advance) -> None:
-    model, data = f"models/{asked.model}", f"data/{asked.data}.npz:train"
-    options = {"batch_size": 64, "device": "cpu", "force": True, "progress": False, **asked.options}
-    estimate_curvature(model, data, out=asked.out, **options)
+def _merged(settings: Settings) -> list[str]:
+    """The merges in the order of the table: the tuned weight stands below the fixed one."""
+    names = list(recipes.merges(settings))
+    names.insert(names.index("task-arithmetic") + 1, TUNED)
+    return names
 
 
-def _merge(
-    name: str, out: str, needs: Sequence[str], recipe: Callable[[], dict[str, Any]], facts: Any
-) -> Iterator[Stage]:
-    """The recipe's file, and what it makes."""
-    path = f"recipes/{name}.yml"
-    yield Stage(path, lambda advance: recipes.write_recipe(Path(path), recipe(), out), needs, facts, told=False)
-    yield Stage(out, lambda advance: merge(path, out, force=True, progress=False), [path])
+def _estimate(asked: EstimateRun) -> None:
+    options = {"batch_size": 64, "device": "cpu", "progress": False, **asked.options}
+    estimate_curvature(f"models/{asked.model}", f"data/{asked.data}.npz:train", out=asked.out, **options)
 
 
-def _influence(advance: Advance) -> None:
+def _merge(out: str, recipe: dict[str, Any]) -> None:
+    path = Path("recipes", f"{Path(out).name}.yml")
+    recipes.write_recipe(path, recipe, out)
+    merge(path, out, progress=False)
+
+
+def _merge_tuned() -> None:
+    _merge(f"merged/{TUNED}", recipes.task_arithmetic(_best_weight()))
+
+
+def _preview(settings: Settings) -> None:
+    preview(
+        f"recipes/{MATCHING}.yml",
+        "preview",
+        weights=settings.weights,
+        methods="gradient-matching,task-arithmetic",
+        data=data_of("valid"),
+        batch_size=64,
+        device="cpu",
+        progress=False,
+        command=shlex.join(commands.preview(settings)),
+    )
+
+
+def _influence() -> None:
     remove(
         "models/joint",
         f"removed/{INFLUENCE}",
@@ -222,12 +167,11 @@ def _influence(advance: Advance) -> None:
         budget="40%",
         batch_size=128,
         device="cpu",
-        force=True,
         progress=False,
     )
 
 
-def _diagnose(advance: Advance) -> None:
+def _diagnose() -> None:
     diagnose(
         f"recipes/{MATCHING}.yml",
         "diagnose",
@@ -235,14 +179,29 @@ def _diagnose(advance: Advance) -> None:
         data=data_of("train"),
         device="cpu",
         batch_size=64,
-        force=True,
         progress=False,
         command=shlex.join(commands.diagnose()),
     )
 
 
-def _page(advance: Advance) -> None:
-    write_text(Path("results.md"), tables.page(json.loads(Path("results.json").read_text("utf-8"))))
+def _score(settings: Settings) -> dict[str, Any]:
+    """Evaluate all models on the test images: the contents of `results.json`."""
+    merged, target = _merged(settings), f"models/without-{REMOVED}"
+    removed = [f"removed/{name}" for name in (NEGATION, REMOVAL, INFLUENCE)]
+    models = [f"models/{name}" for name in ("base", *TASKS, "joint")]
+    found = measured_rows([*models, *(f"merged/{name}" for name in merged), *removed, target], tables.EVERY)
+    weight = _best_weight()
+    removals = tables.removal_rows(found, distances(["models/joint", *removed, target], target, REMOVED))
+    return {
+        "seed": settings.seed,
+        "images": {"train": settings.train, "valid": settings.valid, "test": settings.test},
+        "tuned_weight": weight,
+        "preview": _previewed(),
+        "unit": "scores: share of test images whose most likely class is right; losses: mean −ln p of the right "
+        f"class; kl: mean KL(target ‖ model) on test images of {REMOVED}; errors: standard errors over images",
+        "merging": [dataclasses.asdict(row) for row in tables.merge_rows(found, merged, weight)],
+        "removal": [dataclasses.asdict(row) for row in removals],
+    }
 
 
 def _previewed() -> dict[str, dict[str, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,7 @@ def new_model(settings: Settings) -> nn.Module:
     return ViTForImageClassification(ViTConfig(**shape))
 
 
-def steps_of(examples: int, epochs: int, batch_size: int) -> int:
-    return epochs * -(-examples // batch_size)
-
-
-def train(
-    start: str | None, data: Path, out: Path, settings: Settings, *, stream: int, advance: Callable[[int], None]
-) -> None:
+def train(start: str | None, data: Path, out: Path, settings: Settings, *, stream: int) -> None:
     """Train a new model, or tune the one in ``start``, with AdamW on all of the data's training images.
 
     ``stream`` sets the random numbers apart from those of the other trainings.
@@ -64,7 +59,7 @@ def train(
         torch.manual_seed(1000 * settings.seed + stream)
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=settings.weight_decay)
-        total = steps_of(len(images), epochs, settings.batch_size)
+        total = epochs * math.ceil(len(images) / settings.batch_size)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1, (step + 1) / WARMUP) * max(0.0, 1 - step / total)
         )
@@ -78,14 +73,13 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-                advance(1)
     with quiet_transformers():
         model.save_pretrained(out)
     # So that `gradmerge evaluate` can turn images into the model's input.
     (out / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n", "utf-8")
 
 
-def measured_rows(models: Sequence[str], tasks: Sequence[str], advance: Callable[[int], None]) -> Measurements:
+def measured_rows(models: Sequence[str], tasks: Sequence[str]) -> Measurements:
     """Model folder → task → accuracy and loss of every image of `data/TASK.npz:test`, as `gradmerge evaluate` does."""
     loaded = {task: load_task(models[0], f"data/{task}.npz:test", task="image", device="cpu") for task in tasks}
     batches = {task: list(one.batches(256)) for task, one in loaded.items()}
@@ -93,7 +87,6 @@ def measured_rows(models: Sequence[str], tasks: Sequence[str], advance: Callable
     for folder in models:
         model, _ = load_model(folder, "image", device="cpu")
         found[folder] = {task: measure(model, batches[task], loaded[task].output).rows() for task in tasks}
-        advance(1)
     return found
 
 

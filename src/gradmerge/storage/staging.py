@@ -32,8 +32,13 @@ PARTIAL, REPLACED = ".gradmerge-partial", ".gradmerge-replaced"
 MARK = ".gradmerge"
 #: Lies there too if OUT is a URL, and says what has been sent.
 SENT = ".gradmerge-sent"
-#: A folder that holds one of these sets of files was written by gradmerge: a merge or samples, reports.
-OURS = ({"gradmerge.json"}, {"report.html", "diagnosis.json"}, {"report.html", "preview.json"})
+#: A folder that holds one of these sets of files was written by gradmerge: a merge or samples, reports, the demo.
+OURS = (
+    {"gradmerge.json"},
+    {"report.html", "diagnosis.json"},
+    {"report.html", "preview.json"},
+    {"commands.sh", "results.json", "results.md"},
+)
 #: The only files that a curvature folder holds.
 SUMS = (
     "curvature*.safetensors",
