@@ -187,7 +187,8 @@ def dry_run_estimate(
     empty, info = model_without_weights(model, options["task"], options["dtype"])
     options["device"] = "cpu"
     loaded = joined(model, empty, info, rows, options)
-    read, adapter = stored_size(info.base_folder, "model"), stored_size(info.folder, "adapter_model")
+    read, _ = stored_size(info.base_folder, "model")
+    adapter, adapter_entries = stored_size(info.folder, "adapter_model")
     weights = sum(parameter.nbytes for parameter in empty.parameters())
     summed = sums_size(empty, kind, widest)
     if args.bits:
@@ -196,7 +197,7 @@ def dry_run_estimate(
                 f"{model}: model_args: load_in_{args.bits}bit: quantized weights have no gradients. Give the folder of "
                 "a PEFT adapter."
             )
-        weights, summed = round(weights * args.bits / 8 / next(empty.parameters()).itemsize), adapter
+        weights, summed = round(weights * args.bits / 8 / next(empty.parameters()).itemsize), 4 * adapter_entries
     parts = {
         "weights": weights * (2 if at_delta is not None else 1),
         "sums": summed if sums in (None, "device") or (sums == "cpu" and device.type == "cpu") else 0,
@@ -234,11 +235,12 @@ def dry_run_estimate(
     return facts, job
 
 
-def stored_size(folder: Path, stem: str) -> int:
-    """Return the bytes of the weight files ``stem`` in a folder."""
+def stored_size(folder: Path, stem: str) -> tuple[int, int]:
+    """Return the bytes of the weight files ``stem`` in a folder, and the entries of their tensors."""
     files = open_files(folder, stem) or []
     close_files(files)
-    return sum(file.path.stat().st_size for file in files)
+    entries = sum(entry.numel for file in files for entry in file.entries.values())
+    return sum(file.path.stat().st_size for file in files), entries
 
 
 def sums_size(model: nn.Module, kind: str, widest: int = WIDEST) -> int:

@@ -135,11 +135,9 @@ def same_values(checkpoint: Checkpoint, one: str, two: str) -> bool:
     return equal((checkpoint, one), (checkpoint, two), lambda block: block.view(torch.uint8))
 
 
-def equal(
-    one: tuple[Checkpoint, str], two: tuple[Checkpoint, str], view: Callable[[Tensor], Tensor], size: int = 1 << 18
-) -> bool:
-    """Whether ``view`` of two tensors of the same size is equal, read in blocks of ``size`` entries."""
-    buffers = Buffers()
+def equal(one: tuple[Checkpoint, str], two: tuple[Checkpoint, str], view: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether ``view`` of two tensors of the same size is equal. Both are read in blocks."""
+    buffers, size = Buffers(), 1 << 18
     numel = one[0].tensors[one[1]].numel
     for start in range(0, numel, size):
         stop = min(start + size, numel)

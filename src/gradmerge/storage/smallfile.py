@@ -44,10 +44,10 @@ def read_bounded(path: Path, limit: int) -> bytes:
     return raw
 
 
-def read_start(path: Path, nbytes: int = 1000) -> bytes:
-    """The first bytes of a regular file."""
+def read_start(path: Path) -> bytes:
+    """Return the first 1,000 bytes of a regular file."""
     with os.fdopen(open_regular(path), "rb") as file:
-        return file.read(nbytes)
+        return file.read(1000)
 
 
 def require_unpackable(path: Path, nbytes: int) -> None:
@@ -64,10 +64,10 @@ def read_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:
     return parse_json_object(read_bounded(path, limit), lambda why: InputError(f"{path}: {why}"))
 
 
-def readable_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any] | None:
-    """The same where it may be missing: None if there is no such file, or it cannot be read."""
+def readable_json(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if there is no such file, or it cannot be read."""
     try:
-        return read_json(path, limit) if path.is_file() else None
+        return read_json(path) if path.is_file() else None
     except InputError:
         return None
 
