@@ -1,11 +1,10 @@
-"""Models larger than a device: the same results wherever weights and sums are, and whoever has them."""
+"""Models larger than a device: the same results wherever weights and sums are."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import gradmerge as gm
-from gradmerge.curvature.accumulate import Accumulator
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.curvature.gram import gram_of
 from gradmerge.curvature.totals import Keeping, Total
@@ -26,7 +23,6 @@ from gradmerge.tasks import load_task
 
 from .curvature import slow
 from .curvature.families import FAMILIES, batch_of
-from .groups import launch
 from .making import read_model
 from .tasks.making import (
     labelled,
@@ -277,86 +273,6 @@ def test_under_a_quantised_base_the_adapters_parameters_are_measured(bits: str, 
             assert float((got[name] - value).abs().max()) <= tolerance * float(value.abs().max()), name
 
 
-# Parameters shared out over processes.
-
-
-@pytest.mark.parametrize(
-    ("count", "runs"),
-    [
-        (2, [("llama", "kronecker"), ("tied", "diagonal"), ("tied", "gram"), ("bert", "exact")]),
-        (3, [("gpt2", "kronecker")]),
-    ],
-)
-def test_processes_that_share_a_model_find_what_one_finds(
-    count: int, runs: list[tuple[str, str]], place: Path, tmp_path: Path
-) -> None:
-    """5 rows in batches of 2, so that shares are uneven and some processes run along without rows."""
-
-    def options(kind: str) -> dict[str, Any]:
-        return {"likelihood": "exact"} if kind == "exact" else {"kind": kind}
-
-    def run(rank: int) -> Any:
-        kept: list[int] = []
-        made = Keeping.zeros
-
-        def zeros(self: Keeping, shape: Any, *more: Any) -> Tensor:
-            kept.append(torch.Size(shape).numel())
-            return made(self, shape, *more)
-
-        setattr(Keeping, "zeros", zeros)  # noqa: B010
-        for name, kind in runs:
-            kept.clear()
-            sums = "disk" if kind == "kronecker" else None
-            more: dict[str, Any] = {"processes": True, "shard": True, "sums": sums, **OPTIONS, **options(kind)}
-            out = tmp_path / f"{name}-{kind}"
-            found = gm.estimate_curvature(place / name, data_for(place, name), out=out, **more)
-            assert found.examples == 5 and len(found.memory) == count
-            assert all(one["peak_rss_bytes"] > 1e7 for one in found.memory)
-            if kind in ("diagonal", "exact"):
-                assert found.entries / count <= sum(kept) <= 1.04 * found.entries / count, "no process has all sums"
-        model = load_task(place / runs[0][0], data_for(place, runs[0][0]), shard=True, device="cpu").model
-        shards = [p for p in model.parameters() if isinstance(p, DTensor)]
-        assert len(shards) == sum(1 for _ in model.parameters())
-        return sum(p.to_local().numel() for p in shards) / sum(p.numel() for p in shards)
-
-    for ended in launch(count, run, tmp_path / "processes"):
-        assert ended.status == 0, ended.said
-        assert ended.gave <= 1.2 / count, "each holds its part of the parameters"
-    for name, kind in runs:
-        want = estimated(place, name, tmp_path / f"{name}-{kind}-plain", **options(kind))
-        got = read_model(tmp_path / f"{name}-{kind}")
-        slow.assert_same(got, want, 5e-6)
-        if kind == "diagonal":
-            known = {key: value.float() for key, value in reference(place, name).items() if key in got}
-            slow.assert_same(got, known, 5e-6)
-
-
-def test_a_process_that_dies_ends_the_others_with_a_word(place: Path, tmp_path: Path) -> None:
-    def run(rank: int) -> Any:
-        calls = 0
-        add = Accumulator.add
-
-        def dying(self: Any, *args: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if rank == 1 and calls == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            add(self, *args)
-
-        setattr(Accumulator, "add", dying)  # noqa: B010
-        more: dict[str, Any] = {"processes": True, "shard": True, **OPTIONS, "batch_size": 1}
-        try:
-            gm.estimate_curvature(place / "llama", place / "texts.txt", out=tmp_path / "out", **more)
-        except MachineError as error:
-            return str(error)
-        return "done"
-
-    left, dead = launch(2, run, tmp_path / "processes")
-    assert dead.status == -signal.SIGKILL
-    assert left.status == 0 and "process 1 of 2" in left.gave and "has ended" in left.gave, left
-    assert not (tmp_path / "out").exists()
-
-
 # Bad input.
 
 
@@ -369,8 +285,6 @@ def test_a_process_that_dies_ends_the_others_with_a_word(place: Path, tmp_path: 
         ({"model_args": {"load_in_4bit": True}, "at_delta": "bert"}, "at_delta"),
         ({"model_args": {"load_in_8bit": True}, "kind": "gram"}, "load_in_8bit"),
         ({"model_args": {"load_in_4bit": True}}, "load_in_4bit"),
-        ({"shard": True}, "--shard: .* torchrun --nproc-per-node N -m gradmerge"),
-        ({"shard": True, "resume": True}, "--resume: what is shared out"),
     ],
 )
 def test_options_that_cannot_be_are_refused(
@@ -380,21 +294,6 @@ def test_options_that_cannot_be_are_refused(
     with pytest.raises(InputError, match=says):
         estimated(place, "bert", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_one_of_several_processes_shares_a_model_out_with_the_others_or_not_at_all(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, text in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "a",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, text)
-    with pytest.raises(InputError, match="give processes=True with it"):
-        estimated(place, "bert", tmp_path / "out", shard=True)
 
 
 def test_a_model_that_cannot_compute_again_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

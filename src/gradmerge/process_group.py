@@ -55,7 +55,7 @@ class Group(Processes):
         import torch.distributed as torch_distributed
 
         dist: Any = torch_distributed
-        self.rank, self.count, self.local = place
+        self.rank, self.count, _ = place
         self._patience = _patience()
         self._told, self._gone = False, set[int]()
         self._watched: SharedProgress | None = None
@@ -162,24 +162,25 @@ class Group(Processes):
 
     def _meet(self, works: Sequence[Any]) -> None:
         """Until all processes have done their part of these collectives."""
-        with self.guarded():
+        with self._guarded():
             self._until(lambda: all(work.is_completed() for work in works))
             for work in works:
                 work.wait()
 
     @contextlib.contextmanager
-    def guarded(self, what: str = "the work") -> Iterator[None]:
+    def _guarded(self) -> Iterator[None]:
+        """Raise an error that says so if a collective inside fails because a process is gone."""
         try:
             yield
         except RuntimeError as error:
-            self._lost(error, what)
+            self._lost(error)
 
     def call(self, meeting: int) -> None:
-        with self.guarded():
+        with self._guarded():
             self._store.set(f"call/{meeting}", "")
 
     def called(self, meeting: int) -> bool:
-        with self.guarded():
+        with self._guarded():
             return bool(self._store.check([f"call/{meeting}"]))
 
     def _until(self, done: Callable[[], bool]) -> None:
@@ -214,14 +215,14 @@ class Group(Processes):
         keys = [f"beat/{rank}" for rank in range(self.count)]
         return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
 
-    def _lost(self, error: BaseException, what: str = "the work") -> NoReturn:
+    def _lost(self, error: BaseException) -> NoReturn:
         """Say why a collective failed: what another process has told, or which one is gone."""
         silent: list[int] = []
         try:
             silent = self._silent()
         except RuntimeError:  # the store is gone as well: with the first process, unless the launcher holds it
             self._gone |= set() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else {0}
-        self._give_up(silent, error, what)
+        self._give_up(silent, error)
 
     def _silent(self) -> list[int]:
         """The processes that no longer give a sign of life; unless one has told why, which is raised."""
@@ -231,7 +232,7 @@ class Group(Processes):
             self._look()
         return [rank for rank, (one, now) in enumerate(zip(before, self._beats(), strict=True)) if one == now]
 
-    def _give_up(self, ranks: Sequence[int], error: BaseException | None = None, what: str = "the work") -> NoReturn:
+    def _give_up(self, ranks: Sequence[int], error: BaseException | None = None) -> NoReturn:
         self._gone |= set(ranks)
         names = []
         for rank in sorted(self._gone):
@@ -240,12 +241,12 @@ class Group(Processes):
                 who = f" ({self._store.get(f'who/{rank}').decode()})"
             names.append(f"process {rank} of {self.count}{who}")
         whose = ", ".join(names) or "one of the others"
-        gone = f"{whose} has ended, or cannot be reached any more, in the middle of {what}"
+        gone = f"{whose} has ended, or cannot be reached any more, in the middle of the work"
         where = "What it said last, and the system's log (dmesg) if memory ran out, tell why"
         raise MachineError(f"{gone}. {where}. Nothing was written under its final name.") from error
 
     def check(self) -> None:
-        with self.guarded():
+        with self._guarded():
             self._look()
 
     def _look(self) -> None:

@@ -55,7 +55,7 @@ def announced() -> Announced | None:
 class Processes:
     """One process that is alone; :class:`gradmerge.process_group.Group` is one of several."""
 
-    rank, count, local = 0, 1, 0
+    rank, count = 0, 1
     _called = -1
 
     @property
@@ -102,11 +102,6 @@ class Processes:
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
         """An error inside is raised in every process, instead of leaving the others waiting; all end it together."""
-        yield
-
-    @contextlib.contextmanager
-    def guarded(self, what: str = "the work") -> Iterator[None]:
-        """A collective of torch's inside that fails because a process is gone is an error that says so."""
         yield
 
     def agree(self, facts: dict[str, Any]) -> None:

@@ -214,7 +214,7 @@ def test_a_check_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.M
 
     def one_by_one() -> Iterator[Any]:
         yield batches[0]
-        monkeypatch.setattr("gradmerge.curvature.trial.FormulaChooser._try_here", full)
+        monkeypatch.setattr("gradmerge.curvature.trial.FormulaChooser._try", full)
         yield batches[1]
 
     assert_same(estimate_curvature(model, one_by_one()), want, EXACT)

@@ -20,11 +20,7 @@ from .saved_sums import SavedSums
 
 def what_all_see(loaded: LoadedTask) -> dict[str, Any]:
     """What must be the same in all processes, or their sums would mean nothing."""
-    there = [
-        p.detach()
-        for p in loaded.model.parameters()
-        if p.numel() and p.device.type != "meta" and not hasattr(p, "to_local")
-    ]
+    there = [p.detach() for p in loaded.model.parameters() if p.numel() and p.device.type != "meta"]
     weights = sum(float(p.flatten()[0]) for p in there)
     return {"version of gradmerge": __version__, "number of rows": loaded.examples, "weights": repr(weights)}
 
@@ -93,9 +89,7 @@ def estimate_saving(
         device=loaded.device,
         start=sums,
         each_batch=each_batch,
-        together=Together(
-            group, lambda: time.monotonic() - last >= every, save, facts, shared=options["keeping"].shared
-        ),
+        together=Together(group, lambda: time.monotonic() - last >= every, save, facts),
         **options,
     )
     return found

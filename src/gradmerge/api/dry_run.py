@@ -181,7 +181,7 @@ def dry_run_estimate(
     args = ModelArgs.parse(options["model_args"])
     estimating._check_options(likelihood, kind, precision, at_delta)
     estimating._check_widest(widest, kind)
-    check_large(kind, sums, False, True, False, at_delta, args)
+    check_large(kind, sums, at_delta, args)
     device = device_of(options["device"])
     rows = read_rows(source, limit=options["limit"])
     empty, info = model_without_weights(model, options["task"], options["dtype"])

@@ -121,7 +121,6 @@ def estimate_curvature(
     save_every: float = SAVE_EVERY,
     processes: bool = False,
     sums: str | None = None,
-    shard: bool = False,
     **loading: Any,
 ) -> Curvature | KroneckerCurvature | Estimate:
     """The curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
@@ -157,7 +156,6 @@ def estimate_curvature(
             the curvature of its batches to that of the others.
         sums: Where the sums are kept: on the ``device`` where they come about, the ``cpu`` or ``disk``; by default
             where the model's weights are.
-        shard: On disk, with ``processes``: share the model's parameters, and the sums, out over them (FSDP2).
         loading: On disk: how the model and its data are loaded, as :class:`gradmerge.LoadOptions` says. For a module
             only ``device``: where batches are moved to, by default where the model is.
 
@@ -171,7 +169,7 @@ def estimate_curvature(
     of_modules: Any = {"output": output, "start": start, "each_batch": each_batch, "trial": trial}
     of_disk: Any = {"out": out, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
     of_disk |= {"resume": resume, "force": force, "save_every": save_every}
-    of_disk |= {"processes": processes, "shard": shard}
+    of_disk["processes"] = processes
     if kind is not None and structure not in ("diagonal", kind):
         raise InputError(f"structure {structure!r} and kind {kind!r} are two names of one option: give one of them")
     structure = kind or structure
@@ -231,13 +229,12 @@ def estimate_to_disk(
     save_every: float = SAVE_EVERY,
     processes: bool = False,
     sums: str | None = None,
-    shard: bool = False,
     **loading: Unpack[LoadOptions],
 ) -> Estimate:
     """``estimate_curvature`` of a model on disk."""
     options = complete(loading, estimate_to_disk, None)
     args = ModelArgs.parse(options["model_args"])
-    check_large(kind, sums, shard, processes, resume, at_delta, args)
+    check_large(kind, sums, at_delta, args)
     _check_options(likelihood, kind, precision, at_delta)
     _check_widest(widest, kind)
     begun = time.perf_counter()
@@ -264,12 +261,11 @@ def estimate_to_disk(
             loaded = load_task(
                 model,
                 source,
-                shard=shard,
                 gradients=kind != "gram",
                 bytes_per_parameter=4 if sums in (None, "device") else 0,
                 **options,
             )
-            keeping = keeping_for(loaded.model, sums, Path(out), staging, group, shard)
+            keeping = keeping_for(loaded.model, sums, Path(out), staging)
             if kind == "kronecker" and loaded.task == "embedding":
                 raise InputError(
                     "--kind kronecker: embeddings use every layer once per text of an example, and Kronecker factors "

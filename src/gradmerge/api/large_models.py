@@ -15,35 +15,17 @@ from ..arguments import check_known
 from ..curvature.reaching import elsewhere
 from ..curvature.totals import PLACES, Keeping
 from ..errors import InputError
-from ..processes import Processes, announced
 from ..storage.staging import Staging
 from ..tasks.model_args import ModelArgs
 
 
-def check_large(
-    kind: str,
-    sums: str | None,
-    shard: bool,
-    processes: bool,
-    resume: bool,
-    at_delta: object,
-    args: ModelArgs,
-) -> None:
+def check_large(kind: str, sums: str | None, at_delta: object, args: ModelArgs) -> None:
     """Raise where options do not go together."""
     if sums is not None:
         check_known(f"--sums {sums}", sums, PLACES)
-    if shard and not processes and announced() is not None:
-        raise InputError("shard=True shares a model out over processes: give processes=True with it, in every process")
-    if shard and resume:
-        raise InputError("--resume: what is shared out over processes is not saved before its end. Leave one out.")
     quantized = f"load_in_{args.bits}bit"
-    given = {"--shard": shard, "device_map": args.device_map is not None, quantized: bool(args.bits)}
+    given = {"device_map": args.device_map is not None, quantized: bool(args.bits)}
     large = [option for option, is_given in given.items() if is_given]
-    if shard and len(large) > 1:
-        raise InputError(f"--shard cannot be combined with {large[1]}")
-    if shard and announced() is None:
-        run = "torchrun --nproc-per-node N -m gradmerge curvature estimate … --shard"
-        raise InputError(f"--shard: parameters are shared out over several processes. Start them: {run}")
     if at_delta is not None and large:
         raise InputError(f"at_delta changes the model's weights in memory and cannot be combined with {large[0]}")
     if kind == "gram" and args.bits:
@@ -52,16 +34,14 @@ def check_large(
         )
 
 
-def keeping_for(
-    model: nn.Module, sums: str | None, out: Path, staging: Staging | None, group: Processes, shard: bool
-) -> Keeping:
+def keeping_for(model: nn.Module, sums: str | None, out: Path, staging: Staging | None) -> Keeping:
     """Where the sums of a model are kept: where that was asked for, or else where its weights are."""
     if sums is None:
         away = [hook.weights_map for _, _, hook in elsewhere(model)]
         on_disk = any(getattr(getattr(one, "dataset", None), "index", None) for one in away)
         sums = "device" if not away else "disk" if on_disk else "cpu"
     folder = staging.folder if staging is not None else out.parent if out.parent.is_dir() else None
-    return Keeping(sums, folder or Path(tempfile.gettempdir()), group if shard else None)
+    return Keeping(sums, folder or Path(tempfile.gettempdir()))
 
 
 def peak_memory() -> dict[str, int]:

@@ -70,9 +70,6 @@ class EstimateOptions:
             show_default="where the weights are",
         ),
     ] = None
-    shard: Annotated[
-        bool, typer.Option("--shard", help="Under torchrun: share parameters and sums out over the processes (FSDP2).")
-    ] = False
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the labels that `sampled` draws.")] = 0
     precision: Precision = "float32"
     resume: Annotated[
@@ -102,7 +99,7 @@ def estimate(
             from ..api.dry_run import dry_run_estimate
             from .dry_run import print_estimate
 
-        for name in ("seed", "resume", "force", "shard"):
+        for name in ("seed", "resume", "force"):
             del given[name]
         print_estimate(*dry_run_estimate(model, data, out, **given), printing.json)
         return

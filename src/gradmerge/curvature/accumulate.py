@@ -24,7 +24,6 @@ batch before anything is added for it, its parameters are slow from here on. If 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -94,7 +93,7 @@ class Accumulator(Recorder):
         self._model, self._factors = model, bool(factors)
         self._inputs = BatchInputs({})
         self._objectives = objectives
-        self._chooser = FormulaChooser(model, self.sums, outputs, trial, slow, self.hooks, self._keeping)
+        self._chooser = FormulaChooser(model, self.sums, outputs, trial, slow, self.hooks)
         self._before, self._now = _BatchProgress(), _BatchProgress()
         self._watched: list[ParameterSum] = []
         self._looked = True
@@ -160,9 +159,7 @@ class Accumulator(Recorder):
                 self._looked = False
                 if objective.requires_grad:  # otherwise no parameter that has a formula is used
                     objective.backward(retain_graph=number + 1 < len(objectives))
-                if self._keeping.shared:
-                    self._agree_on_strays()
-                elif not self._looked:  # no module has given a term
+                if not self._looked:  # no module has given a term
                     self._drop_strays(one for one in self._watched if one.parameter.grad is not None)
                 self._finish()
                 self._before, self._now = _BatchProgress(number + 1), _BatchProgress(number + 1)
@@ -173,12 +170,12 @@ class Accumulator(Recorder):
     def take(self, one: ParameterSum, term: Term) -> None:
         if one.slow or one in self._before.added:
             return
-        if not self._looked and not self._keeping.shared:  # the first term of a backward pass: none of it is added yet
+        if not self._looked:  # the first term of a backward pass: none of it is added yet
             self._looked = True
             self._drop_strays(w for w in self._watched if torch._C._will_engine_execute_node(w.end))
         if not one.kinds:
             raise Unsuited("the parameter was not used in the trial")
-        if len(one.kinds) == 1 and not self._waits(term):
+        if len(one.kinds) == 1 and not _is_small(term):
             if one in self._now.added:
                 raise Distrusted([one.parameter])
             if one.factors is not None and isinstance(term, OuterGradient):
@@ -194,15 +191,8 @@ class Accumulator(Recorder):
         else:
             one.terms.append(term)
 
-    def _waits(self, term: Term) -> bool:
-        """Whether a term waits for the end; of processes that add up at once, the same ones on all of them."""
-        return isinstance(term, DirectGradient) if self._keeping.shared else _is_small(term)
-
     def _finish(self) -> None:
         """Add the squares of the terms that have waited for the end of a backward pass."""
-        if self._keeping.shared:
-            unfit = {one for formula in self.unfit for one in formula.sums.values()}
-            self._distrust(one for one in self.sums.values() if one in unfit)
         if self.unfit:
             self._leave_to_slow()
         waiting = [one for one in self.sums.values() if one.terms]
@@ -237,24 +227,11 @@ class Accumulator(Recorder):
         parameters = [one.parameter for one in self._watched]
         try:
             with without_gradients(parameters), differentiable(parameters):
-                if not self._keeping.shared:
-                    for one in self._watched:
-                        one.end  # noqa: B018
+                for one in self._watched:
+                    one.end  # noqa: B018
                 yield
         finally:
             self._looked = True
-
-    def _agree_on_strays(self) -> None:
-        strays = set(self._keeping.strays)
-        self._keeping.strays.clear()
-        self._distrust(self.sums[parameter] for parameter in strays)
-
-    def _distrust(self, sums: Iterable[ParameterSum]) -> None:
-        """Raise on every process if one of them distrusts some."""
-        here = set(sums)
-        found = self._keeping.some([one in here for one in self.sums.values()])
-        if any(found):
-            raise Distrusted(p for p, wrong in zip(self.sums, found, strict=True) if wrong)
 
     def _drop_strays(self, strays: Iterable[ParameterSum]) -> None:
         if found := set(strays):
@@ -263,21 +240,10 @@ class Accumulator(Recorder):
     def _add_slowly(self, sums: list[ParameterSum], batch: Any, first: int) -> None:
         def add(one: ParameterSum, gradient: Tensor) -> None:
             wide = gradient.to(one.dtype)
-            if self._keeping.shared:
-                here[one] = here[one].addcmul_(wide, wide) if one in here else wide.square()
-            else:
-                one.add(lambda total: total.addcmul_(wide, wide))
+            one.add(lambda total: total.addcmul_(wide, wide))
 
-        here: dict[ParameterSum, Tensor] = {}
         objectives = lambda example, row: self._objectives(example, first + row)  # noqa: E731
-        for_each_example(batch, objectives, sums, add, self._keeping)
-        for one in sums if self._keeping.shared else ():  # in the same order on every process
-            one.add(functools.partial(_add_if, here.get(one)))
-
-
-def _add_if(value: Tensor | None, total: Tensor) -> None:
-    if value is not None:
-        total += value
+        for_each_example(batch, objectives, sums, add)
 
 
 def _is_small(term: Term) -> bool:

@@ -23,11 +23,11 @@ from .curvature import Curvature
 from .factors import KroneckerSums
 from .kronecker import WIDEST, KroneckerCurvature, factors_for, for_kronecker_files, go_on, kronecker_of, stored_alone
 from .losses import ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_named, loss_of
-from .reaching import followed, reaching
+from .reaching import reaching
 from .stored_names import for_files
 from .sums import Distrusted
 from .together import Together
-from .totals import Keeping, in_step
+from .totals import Keeping
 from .trial import Trial
 
 STRUCTURES = ("diagonal", "kronecker")
@@ -110,19 +110,16 @@ def estimate_curvature(
 
     def so_far(copy: bool = True) -> Curvature | KroneckerCurvature:
         objective.check_losses()
-        label, examples_of_all = _label_of(model), keeping.sum_up(examples)
+        label = _label_of(model)
         found = {name: accumulator.sums[p] for name, p in parameters.items()}
         # Sums that are kept elsewhere are many: they are copied only where those of processes are added to the copy.
-        copy &= keeping.plain or (together.processes.count > 1 and not keeping.shared)
+        copy &= keeping.plain or together.processes.count > 1
         copied = keeping.copied if copy else (lambda total: total)
         if kronecker:
-            before, stored = start if isinstance(start, KroneckerCurvature) else None, for_kronecker_files(model, alone)
-            return kronecker_of(found, before, max(1, examples_of_all), likelihood, label, wide, stored, copied)
+            stored = for_kronecker_files(model, alone)
+            return kronecker_of(found, max(1, examples), likelihood, label, wide, stored, copied)
         sums = {name: copied(one.total) for name, one in found.items()}
-        if start is not None and keeping.plain:
-            for name, total in sums.items():
-                total += start[name].to(total)
-        return Curvature(sums, max(1, examples_of_all), likelihood, label, for_files(model))
+        return Curvature(sums, max(1, examples), likelihood, label, for_files(model))
 
     trial = trial if trial is not None else Trial()
     tried, slow = trial.examples > 0, set[nn.Parameter]()
@@ -135,19 +132,19 @@ def estimate_curvature(
                 _check_start(start, structure, likelihood, parameters, factors)
             factors = together.same_factors(factors, parameters) if kronecker else factors
             accumulator = Accumulator(model, every, passes, objective.logits, trial, slow, factors, keeping)
-            if isinstance(start, Curvature) and not keeping.plain:
-                for name, p in parameters.items():
-                    accumulator.sums[p].add(functools.partial(_add_to, start[name]))
+            for name, value in _diagonal_of(start).items():
+                if bool(value.any()):
+                    accumulator.sums[parameters[name]].add(functools.partial(_add_to, value))
             together.begin({name: accumulator.sums[p] for name, p in parameters.items()})
-            with prepared(model), followed(model, keeping), accumulator:
-                for first, batch in in_step(with_places(batches, begun), keeping):
+            with prepared(model), accumulator:
+                for first, batch in with_places(batches, begun):
                     batch = moved(batch, place)
                     if not len(labels_of(batch)):
                         continue
                     accumulator.add(batch, first)
-                    examples += 0 if keeping.idle else examples_in(batch)
+                    examples += examples_in(batch)
                     _name_slow(accumulator.slow, parameters, trial.told)
-                    if each_batch is not None and not keeping.idle:
+                    if each_batch is not None:
                         each_batch(so_far)
                     together.after_batch(so_far, examples)
                 together.at_end(so_far, examples)
@@ -169,6 +166,13 @@ def estimate_curvature(
             f"{what}:\n{listed(unused)}\n  Freeze what is not trained (requires_grad_(False)), or estimate a diagonal."
         )
     return together.added(so_far(copy=False), examples)
+
+
+def _diagonal_of(start: Curvature | KroneckerCurvature | None) -> Mapping[str, Tensor]:
+    """The sums of squares to begin with; factors begin with their own."""
+    if isinstance(start, KroneckerCurvature):
+        return start.diagonal
+    return start or {}
 
 
 def _add_to(value: Tensor, total: Tensor) -> None:

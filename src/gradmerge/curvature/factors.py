@@ -112,8 +112,7 @@ class KroneckerSums:
         rows = batch.rows(y, self.decoder, self._outputs.dtype)  # nothing is added if memory runs out here
         if inputs:
             self._inputs.add(lambda total: batch.add_inputs(self, total, x))
-            if not self._keeping.idle:
-                self._tokens = self._tokens + batch.tokens(x, self.decoder)
+            self._tokens = self._tokens + batch.tokens(x, self.decoder)
         self._outputs.add(lambda total: _add_square(total, rows))
 
     def go_on(self, inputs: Tensor, outputs: Tensor, tokens: int) -> bool:
@@ -140,8 +139,7 @@ class KroneckerSums:
 
     @property
     def tokens(self) -> int:
-        tokens, processes = int(self._tokens), self._keeping.processes
-        return tokens if processes is None else sum(processes.gather(tokens))
+        return int(self._tokens)
 
     def _mirrored(self, total: Total) -> Tensor:
         """The whole matrix: in its own place where it is kept elsewhere, since the device may have no room for two."""
@@ -194,7 +192,7 @@ def _mirrored(lower: Tensor) -> Tensor:
 
 
 def _mirrored_in_place(lower: Tensor, step: int = 1024) -> Tensor:
-    for top in range(0, len(lower) if lower.device.type != "meta" else 0, step):
+    for top in range(0, len(lower), step):
         bottom = top + step
         lower[top:bottom, top:bottom] = _mirrored(lower[top:bottom, top:bottom])
         lower[top:bottom, bottom:] = lower[bottom:, top:bottom].T

@@ -15,7 +15,6 @@ from .batches import examples_in, moved, with_places
 from .estimate import Objective, prepared
 from .losses import ExampleLoss, labels_of, logits_of, loss_named
 from .sums import handing_over
-from .totals import Keeping
 
 #: How far a parameter without a gradient is moved to see whether the output depends on it, relative to its size.
 NUDGE = 2**-6
@@ -61,7 +60,7 @@ def estimate_gradient(
         return add
 
     first, examples, loss = None, 0, 0.0
-    with prepared(model), handing_over({p: handler(name) for name, p in parameters.items()}, Keeping()):
+    with prepared(model), handing_over({p: handler(name) for name, p in parameters.items()}):
         for row, batch in with_places(batches, 0):
             batch = moved(batch, device)
             if not len(labels_of(batch)):

@@ -24,7 +24,7 @@ from .losses import logits_of
 from .padding import masks_of, sees_decoder
 from .reaching import input_device
 from .stored_names import stored_sources
-from .totals import Keeping, Total, in_step
+from .totals import Keeping, Total
 
 
 class Gram(NamedSums):
@@ -117,17 +117,15 @@ def gram_of(
         for name, layer in layers.items():
             hook = _adder(name, totals, masks, keeping)
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for batch in in_step(batches, keeping):
+        for batch in batches:
             batch = moved(batch, place)
             masks |= masks_of(model, batch)
             logits_of(model, batch)
-            if keeping.idle:
-                continue
             examples += examples_in(batch)
             if each_batch is not None:
                 each_batch(examples_in(batch))
     matrices = {name: total.whole() for name, total in totals.items()}
-    examples = keeping.sum_up(examples) if keeping.shared else _added(matrices, examples, place, processes)
+    examples = _added(matrices, examples, place, processes)
     if not examples:
         raise InputError("there are no examples to estimate Gram matrices on")
     order = {source: number for number, source in enumerate(layers)}

@@ -163,7 +163,6 @@ def factors_for(
 
 def kronecker_of(
     sums: Mapping[str, ParameterSum],
-    start: KroneckerCurvature | None,
     examples: int,
     likelihood: str,
     model: str,
@@ -171,19 +170,15 @@ def kronecker_of(
     stored: Callable[[KroneckerCurvature], KroneckerCurvature],
     copied: Callable[[Tensor], Tensor],
 ) -> KroneckerCurvature:
-    """What was added up, by the names of ``model.named_parameters()``; ``start`` is in the factors already."""
+    """What was added up, by the names of ``model.named_parameters()``."""
     factors = {name: one.factors for name, one in sums.items() if one.has_factors and one.factors is not None}
     matrices = {name: (one.inputs, one.outputs) for name, one in factors.items()}
     if any(not one.keeping.plain for one in sums.values()):  # otherwise they are copies already
         matrices = {name: (copied(a), copied(g)) for name, (a, g) in matrices.items()}
     layers = {name: LayerFactors(*matrices[name], one.tokens) for name, one in factors.items()}
     inside = {one.bias for one in factors.values()}
-    diagonal = {}
-    for name, one in sums.items():
-        if name not in factors and one.parameter not in inside:
-            before = start.diagonal.get(name) if start is not None else None
-            total = one.total
-            diagonal[name] = copied(total) if before is None else total + before.to(total)
+    alone = (name for name, one in sums.items() if name not in factors and one.parameter not in inside)
+    diagonal = {name: copied(sums[name].total) for name in alone}
     turned = [name for name, one in factors.items() if one.turned]
     return KroneckerCurvature(layers, diagonal, examples, likelihood, model, turned, wide, stored)
 

@@ -1,12 +1,9 @@
-"""Parameters that are not always there: weights that accelerate keeps on the CPU or on disk, and those of FSDP2.
+"""Offloaded parameters: weights that accelerate keeps on the CPU or on disk.
 
-accelerate's hooks put another parameter into a module each time it runs, and an empty one behind it; FSDP2 puts whole
-parameters in the place of shards. An estimate knows a parameter by its identity. So while one runs:
-
-- What accelerate keeps elsewhere (:func:`reachable`) is a parameter without memory, the same one throughout. While its
-  module runs, an attribute of the same name hides it: the weights, fetched, and tied to the parameter by autograd.
-- Of a shared-out parameter (:func:`followed`), the whole one that takes its place hands each gradient over at once,
-  before FSDP2 would reduce it.
+accelerate's hooks put another parameter into a module each time it runs, and an empty one behind it. An estimate knows
+a parameter by its identity. So while one runs, an offloaded weight (:func:`reachable`) is a parameter without memory,
+the same one throughout. While its module runs, an attribute of the same name hides it: the weights, fetched, and tied
+to the parameter by autograd.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .totals import Keeping
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -146,38 +142,3 @@ class _Fetched(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, y: Tensor) -> tuple[Tensor, None]:
         return y, None
-
-
-@contextlib.contextmanager
-def followed(model: nn.Module, keeping: Keeping) -> Iterator[None]:
-    """The gradient of a parameter that is shared out goes to the handler in ``keeping``, whole, and not to FSDP2."""
-    if not keeping.shared:
-        yield
-        return
-    hooked: dict[nn.Parameter, Any] = {}
-    with contextlib.ExitStack() as stack:
-
-        def follow(shards: Mapping[str, nn.Parameter], module: nn.Module, *_: Any) -> None:
-            for name, shard in shards.items():
-                whole = module._parameters[name]
-                if whole is None or whole is shard or whole in hooked or not whole.requires_grad:
-                    continue
-                hand = functools.partial(_hand, keeping, shard)
-                hooked[whole] = whole.register_post_accumulate_grad_hook(hand)
-                stack.callback(hooked[whole].remove)
-
-        for module in model.modules():
-            shards = {name: p for name, p in module._parameters.items() if p is not None}
-            if shards:
-                stack.callback(module.register_forward_pre_hook(functools.partial(follow, shards)).remove)
-        yield
-
-
-def _hand(keeping: Keeping, shard: nn.Parameter, whole: Tensor) -> None:
-    gradient, whole.grad = whole.grad, None
-    if gradient is None:
-        return
-    if (handler := keeping.handlers.get(shard)) is not None:
-        handler(gradient)
-    else:
-        keeping.strays.add(shard)

@@ -52,21 +52,14 @@ class ParameterSum:
         """Σ_i g_i², wherever it is; made when it is first needed."""
         return self.keeping.total(self.parameter.shape, self.dtype, self.parameter.device)
 
-    @functools.cached_property
-    def _plain(self) -> Tensor:
-        return torch.zeros_like(self.parameter, dtype=self.dtype, requires_grad=False)
-
     @property
     def total(self) -> Tensor:
         """Σ_i g_i² as a tensor."""
-        return self._plain if self.keeping.plain else self.kept.whole()
+        return self.kept.whole()
 
     def add(self, put: Callable[[Tensor], Any]) -> None:
         """``put`` adds to Σ_i g_i²."""
-        if self.keeping.plain:
-            put(self._plain)
-        else:
-            self.kept.add(put)
+        self.kept.add(put)
 
     @property
     def has_factors(self) -> bool:
@@ -130,7 +123,6 @@ def for_each_example(
     objectives: Callable[[Any, int], Sequence[Callable[[], Tensor]]],
     sums: Iterable[ParameterSum],
     use: Callable[[ParameterSum, Tensor], None],
-    keeping: Keeping,
 ) -> None:
     """Plain autograd: call ``use`` with the gradient of each example, backward pass and parameter that is used.
 
@@ -138,16 +130,8 @@ def for_each_example(
     ``objectives(example, row)`` gives a function for each backward pass over one example, which is a batch of its own.
     """
     examples = examples_in(batch)
-    counts = True
-
-    def use_own(one: ParameterSum, gradient: Tensor) -> None:
-        if counts:
-            use(one, gradient)
-
-    with handing_over({one.parameter: functools.partial(use_own, one) for one in sums}, keeping):
-        # Processes that share parameters run the same number of passes: the last example stands in for one too few.
-        for turn in range(keeping.most(examples)):
-            row, counts = min(turn, examples - 1), turn < examples
+    with handing_over({one.parameter: functools.partial(use, one) for one in sums}):
+        for row in range(examples):
             passes = objectives(batch_rows(batch, slice(row, row + 1)), row)
             for number, objective in enumerate(passes):
                 value = objective()
@@ -156,7 +140,7 @@ def for_each_example(
 
 
 @contextlib.contextmanager
-def handing_over(handlers: Mapping[nn.Parameter, Callable[[Tensor], Any]], keeping: Keeping) -> Iterator[None]:
+def handing_over(handlers: Mapping[nn.Parameter, Callable[[Tensor], Any]]) -> Iterator[None]:
     """Inside, a backward pass hands each parameter's gradient over as soon as it is whole; none is kept."""
     parameters = list(handlers)
     with contextlib.ExitStack() as stack:
@@ -164,20 +148,12 @@ def handing_over(handlers: Mapping[nn.Parameter, Callable[[Tensor], Any]], keepi
         stack.enter_context(differentiable(parameters))
         for one, handler in handlers.items():
 
-            def hand(gradient: Tensor, handler: Callable[[Tensor], Any] = handler) -> None:
-                # An embedding may give only the rows it used.
-                handler(gradient if gradient.layout == torch.strided else gradient.to_dense())
-
-            def accumulated(parameter: Tensor, hand: Callable[[Tensor], None] = hand) -> None:
+            def accumulated(parameter: Tensor, handler: Callable[[Tensor], Any] = handler) -> None:
                 gradient, parameter.grad = parameter.grad, None
-                if gradient is not None:
-                    hand(gradient)
+                if gradient is not None:  # an embedding may give only the rows it used
+                    handler(gradient if gradient.layout == torch.strided else gradient.to_dense())
 
-            if keeping.shared:
-                keeping.handlers[one] = hand
-            else:
-                stack.callback(one.register_post_accumulate_grad_hook(accumulated).remove)
-        stack.callback(keeping.handlers.clear)
+            stack.callback(one.register_post_accumulate_grad_hook(accumulated).remove)
         yield
 
 

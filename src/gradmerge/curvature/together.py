@@ -34,7 +34,6 @@ class Together:
         due: Whether it is time to save the sums so far.
         save: Called in the first process with the sums of all, and what ``facts`` gives in each.
         facts: What goes with the sums: which examples they are of.
-        shared: No process has sums of its own: whatever is added to them is added up over the processes at once.
     """
 
     def __init__(
@@ -43,11 +42,8 @@ class Together:
         due: Callable[[], bool] = lambda: False,
         save: Callable[[Sums, list[Any]], None] = lambda sums, facts: None,
         facts: Callable[[], Any] = lambda: None,
-        *,
-        shared: bool = False,
     ) -> None:
         self.processes, self._due, self._save, self._facts = processes, due, save, facts
-        self._shared = shared
         self._meeting = 0
         self._sums: Mapping[str, ParameterSum] = {}
 
@@ -65,8 +61,6 @@ class Together:
 
     def after_batch(self, so_far: Callable[[], Sums], examples: int) -> None:
         """Meet if somebody asks for it; ``so_far`` gives a copy of this process's own sums, over so many examples."""
-        if self._shared:  # they go in step, and meet in every layer
-            return
         if self._due():
             self.processes.call(self._meeting)
         if self.processes.called(self._meeting):
@@ -98,8 +92,7 @@ class Together:
         if any(one["state"] == AGAIN for one in told):
             names = {name for one in told for name in one["doubted"]}
             raise DistrustedByAll(self._sums[name].parameter for name in names)
-        if not self._shared:
-            self._settle_factors([one["held"] for one in told])
+        self._settle_factors([one["held"] for one in told])
         if all(one["state"] == DONE for one in told):
             return True
         sums = self.added(so_far(), examples)
@@ -124,7 +117,7 @@ class Together:
 
     def added(self, own: Sums, examples: int) -> Sums:
         """The sums of all processes, in place of this one's own, which may be over no example."""
-        if self._shared or self.processes.count == 1:
+        if self.processes.count == 1:
             return own
         self.processes.add(own.values())
         own.examples = sum(self.processes.gather(examples))

@@ -20,14 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
-from ..text import first_line
 from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory, values_of
 from .formulas import RepeatedFormula, formulas_for
 from .hooks import LayerFormula, Recorder
 from .kernels import DirectGradient, OuterGradient, RowGradient, Term, add_squares
 from .sums import Distrusted, ParameterSum, Sums, for_each_example
-from .totals import Keeping
 
 #: The first shapes of batches, up to this many, are checked as they come.
 SHAPES = 4
@@ -93,10 +90,8 @@ class FormulaChooser(Recorder):
         trial: Trial,
         slow: Iterable[nn.Parameter],
         hooks: contextlib.ExitStack,
-        keeping: Keeping,
     ) -> None:
         super().__init__(model, sums, hooks)
-        self._keeping = keeping
         self._outputs, self._trial, self._forced = outputs, trial, set(slow)
         self._settled, self._felt = True, [True]
         self._model = model
@@ -129,8 +124,8 @@ class FormulaChooser(Recorder):
         True if either was done: the hooks are then those of the trial.
         """
         shape, trial, examples = _shape_of(batch), self._trial, examples_in(batch)
-        known = shape in trial.shapes or trial.skipped
-        first, due, known = self._keeping.some([trial.examples < min(examples, 2), trial.due(shape), known])
+        known, due = shape in trial.shapes or trial.skipped, trial.due(shape)
+        first = trial.examples < min(examples, 2)
         if first:
             with enough_memory("two examples, which the layers are tried out on"), _exact_products():
                 self._choose(batch_rows(batch, slice(0, 2)))
@@ -143,7 +138,7 @@ class FormulaChooser(Recorder):
                     raise Distrusted(one.parameter for module in wrong for one in self.own(module))
                 trial.passed(shape)
             except RuntimeError as error:
-                if not is_out_of_memory(error) or self._keeping.shared:  # otherwise the batch itself may fit, in halves
+                if not is_out_of_memory(error):  # otherwise the batch itself may fit, in halves
                     raise
         trial.skipped |= shape not in trial.shapes
         return first or due
@@ -174,12 +169,7 @@ class FormulaChooser(Recorder):
         return wrong
 
     def _try(self, batch: Any) -> set[nn.Module]:
-        """The modules whose formula fails, or gives something else than autograd, on some process."""
-        wrong, modules = self._try_here(batch), list(self._trial.formulas)
-        found = self._keeping.some([module in wrong for module in modules])
-        return {module for module, differs in zip(modules, found, strict=True) if differs}
-
-    def _try_here(self, batch: Any) -> set[nn.Module]:
+        """The modules whose formula fails, or gives something else than autograd."""
         for one in self.sums.values():
             one.kinds = []
         self.attach(self.chosen)
@@ -188,7 +178,7 @@ class FormulaChooser(Recorder):
                 objective = _mixed(self._outputs(batch))
                 if objective.requires_grad:
                     objective.backward()
-                if any(self._keeping.some([bool(self.unfit)])):
+                if self.unfit:
                     return set().union(*(self._alike(formula.module) for formula in self.unfit))
                 return self._differing(batch)
         except Exception as error:
@@ -196,12 +186,6 @@ class FormulaChooser(Recorder):
             formula = self.failed[0] if self.failed else self.changed
             if formula is None or is_out_of_memory(error):
                 raise
-            if self._keeping.shared:  # the others wait for this process inside the model
-                names = {module: name for name, module in self._model.named_modules()}
-                raise InputError(
-                    f"--shard: {names[formula.module]} ({type(formula.module).__name__}) cannot be tried out while its "
-                    f"model is shared out over processes: {first_line(error)}. Estimate without --shard."
-                ) from error
             return self._alike(formula.module)
 
     def take(self, one: ParameterSum, term: Term) -> None:
@@ -232,7 +216,7 @@ class FormulaChooser(Recorder):
                 square = found.sub_(square)
             errors[one] = errors[one] + square.abs_().mean()
 
-        for_each_example(batch, objectives, fast, compare, self._keeping)
+        for_each_example(batch, objectives, fast, compare)
         for one, number in missing:  # no gradient came, although the formula says that there is one
             found = torch.zeros(one.parameter.shape, dtype=one.dtype, device=one.parameter.device)
             add_squares(found, [_of_row(term, number) for term in one.terms])

@@ -148,7 +148,6 @@ def load_task(
     model_reference: str | Path,
     source: str | Path,
     *,
-    shard: bool = False,
     gradients: bool = False,
     bytes_per_parameter: int = 0,
     **loading: Unpack[LoadOptions],
@@ -157,7 +156,7 @@ def load_task(
 
     ``model_reference`` is a folder, a Hub id (`org/name@revision`) or a PEFT adapter folder; ``source`` a .jsonl, .csv,
     .parquet or .txt file (each also .gz), an .npz, a folder of images by class, or `org/name:split` of the Hub.
-    ``shard``, ``gradients`` and ``bytes_per_parameter`` are as of :func:`load_model`; the other
+    ``gradients`` and ``bytes_per_parameter`` are as of :func:`load_model`; the other
     options are those of :class:`gradmerge.LoadOptions`.
     """
     options = complete(loading, load_task, None)
@@ -171,7 +170,6 @@ def load_task(
         model_args=options["model_args"],
         gradients=gradients,
         bytes_per_parameter=bytes_per_parameter,
-        shard=shard,
     )
     return joined(model_reference, model, info, rows, options)
 

@@ -26,7 +26,6 @@ from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
 from .folders import check_small_files, check_weights, folder_of, offline
 from .model_args import ModelArgs
-from .placement import share_out
 from .sentence_model import EmbeddingModel, SentenceSetup, read_setup
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image", "embedding")
@@ -75,7 +74,6 @@ def load_model(
     adapter_apart: bool = False,
     gradients: bool = False,
     bytes_per_parameter: int = 0,
-    shard: bool = False,
 ) -> tuple[nn.Module, LoadingInfo]:
     """The model of a folder, a Hub id or an adapter, with the head of its task, in eval mode on the device.
 
@@ -83,7 +81,7 @@ def load_model(
     A model whose checkpoint lacks weights, as of the head, is refused, since they would be random numbers; with
     ``whole=False`` the loading info names them instead. An adapter is merged into its base, or ``adapter_apart``: then
     it alone asks for gradients. ``gradients``: the caller computes gradients, so a quantized model needs an adapter.
-    ``bytes_per_parameter`` is as of :meth:`ModelArgs.from_pretrained`, ``shard`` as of :func:`share_out`.
+    ``bytes_per_parameter`` is as of :meth:`ModelArgs.from_pretrained`.
     """
     args = ModelArgs.parse(model_args)
     args.check_device(device)
@@ -96,14 +94,12 @@ def load_model(
     if adapter is not None:
         check_weights(reference, folder, "adapter_model")
     quantized = _is_quantized(reference, args, config, adapter is not None, gradients)
-    if adapter is not None and (shard or args.device_map is not None) and not quantized:
-        option = "shard" if shard else "device_map"
+    if adapter is not None and args.device_map is not None and not quantized:
         raise InputError(
-            f"{reference}: {option}: an adapter is merged into its base in memory. Write the merged model first "
+            f"{reference}: device_map: an adapter is merged into its base in memory. Write the merged model first "
             "(gradmerge merge), or keep the base quantized (load_in_4bit)."
         )
     given = args.from_pretrained(config, dtype, place, quantized=quantized, bytes_per_parameter=bytes_per_parameter)
-    given |= {"device_map": {"": "disk"}} if shard else {}
     with quiet_transformers(), offline():
         model = _loaded(reference, base_folder, config, task, dtype, info, given, quantized)
         if adapter is not None:
@@ -120,8 +116,6 @@ def load_model(
     if gradients and elsewhere(model) and not recompute(model):
         slow = "cannot recompute its activations: all weights that its backward pass needs are in memory at once"
         info.notes.append(f"{type(model).__name__} {slow}")
-    if shard:
-        return share_out(model, place).eval(), info
     if "device_map" in given:
         info.notes += offloaded(model)
         return model.eval(), info
@@ -315,7 +309,7 @@ def _loaded(
     if not quantized and (state := _dequantised_state(folder, config, info)) is not None:
         if "device_map" in given:
             raise InputError(
-                f"{reference}: the model is stored quantized and dequantized in memory, without device_map and shard"
+                f"{reference}: the model is stored quantized and dequantized in memory, without device_map"
             )
         with torch.device("meta"):
             kind = type(kind.from_config(config, trust_remote_code=False))  # which takes weights from memory
