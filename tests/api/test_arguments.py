@@ -82,7 +82,7 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("estimate_curvature", (MODEL, BATCHES), {"sed": 3}, "there is no option 'sed'; did you mean 'seed'?"),
     ("estimate_gram", ("./a", BATCHES), {}, "model is './a', but must be a Module"),
     ("estimate_gram", (MODEL, "rows.jsonl"), {}, "batches is 'rows.jsonl', but must be batches"),
-    ("import_curvature", (None,), {}, "checkpoint: the path of a folder, not NoneType"),
+    ("import_curvature", (None, 10, 4), {}, "checkpoint is None, but must be a path"),
     ("sample_posterior", (3, 2), {}, "folder is 3, but must be a path"),
     ("sample_posterior", ("./a", "two"), {}, "n: how many models to draw"),
     ("open_checkpoint", (5,), {}, "reference is 5, but must be a path"),

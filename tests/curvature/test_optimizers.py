@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Adafactor, TrainingArguments
+from transformers import Adafactor
 
 import gradmerge as gm
 from gradmerge.curvature.optimizers import read_optimizer
-from gradmerge.curvature.trainer_facts import read_facts
 
 from .training import Run, assert_same, examples, fresh, moments_by_hand, squared_gradients, train
 
@@ -32,7 +30,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize("family", ["bert", "bert-mlm", "vit"])
 def test_a_trainers_second_moments_become_a_sum_over_examples(family: str, tmp_path: Path, bert: Run) -> None:
     run = bert if family == "bert" else train(tmp_path, family)
-    got = gm.import_curvature(run.checkpoint, examples=10)
+    got = gm.import_curvature(run.checkpoint, 10, 4)
     want = {name: 10 * 4 * v for name, v in moments_by_hand(run).items()}
     assert_same(got, run.stored(want))
     assert got.keys() == run.weights.keys()
@@ -43,32 +41,17 @@ def test_a_trainers_second_moments_become_a_sum_over_examples(family: str, tmp_p
 def test_single_examples_and_a_uniform_average_give_squared_gradients_exactly(family: str, tmp_path: Path) -> None:
     settings = {"num_train_epochs": 1, "learning_rate": 0.0, "adam_beta2": 1 - 1e-9}
     run = train(tmp_path, family, 8, per_device_train_batch_size=1, **settings)
-    got = gm.import_curvature(run.checkpoint)
+    got = gm.import_curvature(run.checkpoint, 8, 1)
     assert got.examples == 8
     assert_same(got, run.stored(squared_gradients(run.start, examples(family, 8))))
 
 
 def test_the_result_loads_and_has_the_names_of_the_checkpoint(bert: Run, tmp_path: Path) -> None:
-    got = gm.import_curvature(bert.checkpoint)
+    got = gm.import_curvature(bert.checkpoint, 10, 4)
     got.save(tmp_path / "c")
     loaded = gm.Curvature.load(tmp_path / "c")
     assert {n: v.shape for n, v in loaded.items()} == {n: w.shape for n, w in bert.weights.items()}
     assert loaded.likelihood == "adam"
-
-
-def test_numbers_come_from_the_checkpoint_and_can_be_given(bert: Run) -> None:
-    by_default = read_optimizer(bert.checkpoint)
-    assert (by_default.curvature.examples, by_default.batch_size) == (
-        12,
-        4,
-    )  # 3 steps an epoch, the last one of 2 examples
-    given = read_optimizer(bert.checkpoint, examples=10, batch_size=4)
-    assert not given.notes
-    name = "classifier.weight"
-    assert torch.allclose(given.curvature[name] * 12, by_default.curvature[name] * 10)
-    odd = read_optimizer(bert.checkpoint, examples=1000, batch_size=8)
-    assert any("--batch-size 8, but" in note for note in odd.notes)
-    assert any("--examples 1000, but" in note for note in odd.notes)
 
 
 def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
@@ -115,16 +98,8 @@ def test_adam_in_a_plain_loop_is_read_too(kind: str, tmp_path: Path) -> None:
     model = fresh("bert")
     optimizer = OPTIMIZERS[kind](model)
     gradients = steps(model, optimizer)
-    got = gm.import_curvature(saved(tmp_path / "c", model, optimizer), examples=50, batch_size=2)
+    got = gm.import_curvature(saved(tmp_path / "c", model, optimizer), dataset_size=50, batch_size=2)
     assert_same(got, {n: 50 * 2 * v for n, v in running_mean(gradients, 0.999).items()})
-
-
-def test_an_option_that_does_nothing_is_noted(tmp_path: Path) -> None:
-    model = fresh("bert")
-    optimizer = torch.optim.AdamW(model.named_parameters())
-    steps(model, optimizer)
-    result = read_optimizer(saved(tmp_path / "c", model, optimizer), 10, 1, frozen=["bert.*"])
-    assert result.notes == ["--frozen is not used: the optimizer names its parameters"]
 
 
 @pytest.mark.parametrize(
@@ -183,48 +158,34 @@ def test_ivon_leaves_its_hessian(groups: int, tmp_path: Path) -> None:
             want[names[p]] = 40 * group["hess"][start : start + p.numel()].reshape(p.shape)
             start += p.numel()
     folder = saved(tmp_path / "c", model, optimizer)
-    got = gm.import_curvature(folder)
-    assert (got.examples, got.likelihood) == (40, "ivon")
-    assert_same(got, want)
-    other = read_optimizer(folder, examples=39)
+    same = read_optimizer(folder, 40, 2)
+    assert (same.curvature.examples, same.curvature.likelihood, same.notes) == (40, "ivon", [])
+    assert_same(same.curvature, want)
+    other = read_optimizer(folder, 39, 2)
     assert other.curvature.examples == 39 and "ess" in other.notes[0]
     assert_same(other.curvature, want)
-    assert "--batch-size is not used" in read_optimizer(folder, batch_size=3).notes[0]
 
 
-def test_ivon_without_a_whole_number_of_examples_asks_for_it(tmp_path: Path) -> None:
-    model = fresh("bert")
-    folder = saved(tmp_path / "c", model, ivon.IVON(model.parameters(), lr=0.1, ess=40.5))
-    with pytest.raises(gm.InputError, match=r"ess is 40\.5"):
-        gm.import_curvature(folder)
-    assert gm.import_curvature(folder, examples=41).examples == 41
-
-
-def test_frozen_parameters_are_missing(tmp_path: Path) -> None:
+def test_parameters_that_shapes_do_not_tell_apart_are_named(tmp_path: Path) -> None:
     model = fresh("bert")
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name.startswith(("classifier", "bert.pooler"))
     run = train(tmp_path, "bert", model=model)
-    with pytest.raises(gm.InputError, match="shapes do not tell which"):
-        gm.import_curvature(run.checkpoint)
-    result = read_optimizer(run.checkpoint, frozen=["bert.enc*", "bert.emb*"])
-    trained = [n for n, p in model.named_parameters() if p.requires_grad]
-    assert set(result.curvature) == set(trained)
-    assert set(result.missing) == run.weights.keys() - set(trained)
-    assert "missing: zero" in result.notes[-1]
-    with pytest.raises(gm.InputError, match="no parameter"):
-        gm.import_curvature(run.checkpoint, frozen=["nothing.*"])
+    with pytest.raises(gm.InputError, match=r"bert\.encoder\.layer\.0\.attention\.self\.query\.weight or bert\.pooler"):
+        gm.import_curvature(run.checkpoint, 10, 4)
 
 
-def test_frozen_parameters_need_not_be_named_where_shapes_tell(tmp_path: Path) -> None:
+def test_frozen_parameters_are_missing(tmp_path: Path) -> None:
     model = fresh("bert")
     head = [p for n, p in model.named_parameters() if n.startswith("classifier")]
     for parameter in model.parameters():
         parameter.requires_grad = any(parameter is p for p in head)
     optimizer = torch.optim.AdamW(head)
     gradients = steps(model, optimizer)
-    got = gm.import_curvature(saved(tmp_path / "c", model, optimizer), 10, 1)
-    assert_same(got, {n: 10 * v for n, v in running_mean(gradients, 0.999).items()})
+    result = read_optimizer(saved(tmp_path / "c", model, optimizer), 10, 1)
+    assert_same(result.curvature, {n: 10 * v for n, v in running_mean(gradients, 0.999).items()})
+    assert set(result.missing) == {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert "missing: zero" in result.notes[-1]
 
 
 def test_parameters_without_a_gradient_are_missing(tmp_path: Path) -> None:
@@ -244,9 +205,9 @@ def test_names_are_those_of_the_files_whatever_the_model_was_loaded_from(bert: R
         for name, value in bert.weights.items()
     }
     save_file(old, tmp_path / "c" / "model.safetensors", metadata={"format": "pt"})
-    got = gm.import_curvature(tmp_path / "c")
+    got = gm.import_curvature(tmp_path / "c", 10, 4)
     assert got.keys() == old.keys()
-    same = gm.import_curvature(bert.checkpoint)
+    same = gm.import_curvature(bert.checkpoint, 10, 4)
     assert torch.equal(got["bert.embeddings.LayerNorm.gamma"], same["bert.embeddings.LayerNorm.weight"])
 
 
@@ -255,12 +216,12 @@ def test_sharded_weights_are_compared_as_well(bert: Run, tmp_path: Path) -> None
     (tmp_path / "c" / "model.safetensors").unlink()
     bert.end.save_pretrained(tmp_path / "c", max_shard_size="20KB")
     assert len(list((tmp_path / "c").glob("model-*.safetensors"))) > 1
-    assert gm.import_curvature(tmp_path / "c").keys() == bert.weights.keys()
+    assert gm.import_curvature(tmp_path / "c", 10, 4).keys() == bert.weights.keys()
     changed = load_file(next(iter(sorted((tmp_path / "c").glob("model-*.safetensors")))))
     wrong = {name: torch.zeros(1) for name in changed}
     save_file(wrong, next(iter(sorted((tmp_path / "c").glob("model-*.safetensors")))), metadata={"format": "pt"})
     with pytest.raises(gm.InputError, match=r"not those of model\.safetensors"):
-        gm.import_curvature(tmp_path / "c")
+        gm.import_curvature(tmp_path / "c", 10, 4)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +249,7 @@ def test_an_eight_bit_optimizer_is_refused(bert: Run, tmp_path: Path) -> None:
     state["state"] = dict.fromkeys(state["state"], codes)
     torch.save(state, tmp_path / "c" / "optimizer.pt")
     with pytest.raises(gm.InputError, match="8-bit"):
-        gm.import_curvature(tmp_path / "c")
+        gm.import_curvature(tmp_path / "c", 10, 4)
 
 
 def test_an_optimizer_that_took_no_step_holds_nothing(tmp_path: Path) -> None:
@@ -305,53 +266,20 @@ def test_weight_decay_in_the_gradient_is_noted(tmp_path: Path) -> None:
     assert "hold the weight decay too" in text
 
 
-def facts_folder(folder: Path, state: dict[str, Any], processes: int = 1, **arguments: Any) -> Path:
-    folder.mkdir()
-    (folder / "trainer_state.json").write_text(json.dumps(state))
-    torch.save(TrainingArguments(output_dir="x", use_cpu=True, **arguments), folder / "training_args.bin")
-    names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{i}.pth" for i in range(processes)]
-    for name in names:
-        (folder / name).touch()
-    return folder
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"checkpoint": 5}, "checkpoint: the path of a folder, not int"),
-        ({"examples": "ten"}, "--examples: a whole number, not 'ten'"),
-        ({"batch_size": 2.5}, "--batch-size: a whole number, not 2.5"),
-        ({"frozen": "bert.*"}, "frozen: a list of patterns over names of parameters, not 'bert"),
-        ({"model": "bert"}, "model: the trained model, an nn.Module, not str"),
+        ({"checkpoint": 5}, "checkpoint"),
+        ({"dataset_size": "ten"}, "dataset_size"),
+        ({"dataset_size": 0}, "dataset_size"),
+        ({"batch_size": 2.5}, "batch_size"),
+        ({"batch_size": 10**16}, "batch_size"),
+        ({"model": "bert"}, "model"),
     ],
 )
 def test_an_argument_of_another_type_is_told_from_what_was_expected(wrong: Any, message: str, bert: Run) -> None:
     with pytest.raises(gm.InputError, match=message):
-        gm.import_curvature(**{"checkpoint": bert.checkpoint} | wrong)
-
-
-STATE = {"train_batch_size": 8, "global_step": 30, "epoch": 1.5, "num_train_epochs": 3}
-
-
-@pytest.mark.parametrize(("processes", "accumulated"), [(1, 1), (1, 300), (4, 2)])
-def test_a_step_has_the_examples_of_all_processes_and_accumulated_batches(
-    tmp_path: Path, processes: int, accumulated: int
-) -> None:
-    facts = read_facts(facts_folder(tmp_path / "c", STATE, processes, gradient_accumulation_steps=accumulated))
-    assert facts.batch_size == 8 * processes * accumulated
-    assert facts.steps_per_epoch == 20
-
-
-def test_what_a_checkpoint_does_not_tell_is_unknown(tmp_path: Path) -> None:
-    folder = facts_folder(tmp_path / "c", STATE | {"num_train_epochs": 2**63 - 1}, 3)
-    assert read_facts(folder).steps_per_epoch is None  # a data set without a length
-    (folder / "rng_state_1.pth").unlink()
-    assert read_facts(folder).batch_size is None
-    (folder / "rng_state.pth").touch()
-    assert read_facts(folder).batch_size == 8
-    for odd in (b"", b"no archive", (folder / "training_args.bin").read_bytes()[:300]):
-        (folder / "training_args.bin").write_bytes(odd)
-        assert read_facts(folder).accumulated is None
+        gm.import_curvature(**{"checkpoint": bert.checkpoint, "dataset_size": 10, "batch_size": 4} | wrong)
 
 
 class _Trap:
@@ -359,28 +287,17 @@ class _Trap:
         return exec, ("raise SystemExit('it was run')",)
 
 
-def test_training_arguments_are_never_run(tmp_path: Path) -> None:
-    folder = facts_folder(tmp_path / "c", STATE)
-    torch.save({"gradient_accumulation_steps": 5, "trap": _Trap()}, folder / "training_args.bin")
-    assert read_facts(folder).batch_size == 40
+def test_training_arguments_are_never_run(bert: Run, tmp_path: Path) -> None:
+    shutil.copytree(bert.checkpoint, tmp_path / "c")
+    torch.save({"trap": _Trap()}, tmp_path / "c" / "training_args.bin")
+    assert gm.import_curvature(tmp_path / "c", 10, 4).examples == 10
 
 
 def test_an_optimizer_file_is_never_run(bert: Run, tmp_path: Path) -> None:
     shutil.copytree(bert.checkpoint, tmp_path / "c")
     torch.save({"state": _Trap(), "param_groups": []}, tmp_path / "c" / "optimizer.pt")
     with pytest.raises(gm.InputError, match="weights_only"):
-        gm.import_curvature(tmp_path / "c")
-
-
-def test_clipped_and_accumulated_gradients_are_noted(bert: Run, tmp_path: Path) -> None:
-    shutil.copytree(bert.checkpoint, tmp_path / "c")
-    state = STATE | {"log_history": [{"grad_norm": 0.5}, {"grad_norm": 2.5}, {"loss": 1.0}]}
-    made = facts_folder(tmp_path / "facts", state, gradient_accumulation_steps=3, max_grad_norm=1.5)
-    for name in ("trainer_state.json", "training_args.bin"):
-        shutil.copy(made / name, tmp_path / "c" / name)
-    notes = read_optimizer(tmp_path / "c").notes
-    assert any("clipped to the norm 1.5 in 1 of 2 logged steps" in note for note in notes)
-    assert any("3² times too large" in note for note in notes)
+        gm.import_curvature(tmp_path / "c", 10, 4)
 
 
 def test_a_language_models_mean_over_tokens_is_noted(tmp_path: Path) -> None:

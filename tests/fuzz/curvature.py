@@ -27,9 +27,7 @@ from .mutate import (
     mutate_file,
     mutate_json_file,
     mutate_numbers,
-    mutate_pickle,
     mutate_torch,
-    mutate_zip,
     split,
     with_length,
 )
@@ -146,14 +144,10 @@ class Net(nn.Module):
         return result
 
 
-class _Arguments:
-    """What `training_args.bin` holds is read without this class."""
-
-
 class TrainerCheckpoints(Kind):
     """What the Trainer leaves, as `curvature import` reads it."""
 
-    name, share = "trainer-checkpoint", 14.0
+    name, share = "trainer-checkpoint", 10.0
 
     def make(self) -> None:
         torch.manual_seed(0)
@@ -163,13 +157,6 @@ class TrainerCheckpoints(Kind):
             self.states[kind] = self._state(kind)
         save_file(self.model.state_dict(), "model.safetensors")
         torch.save(self.states["adam"], "optimizer.pt")
-        state = {"global_step": 6, "epoch": 2.0, "train_batch_size": 4, "num_train_epochs": 2, "max_steps": 6}
-        history = [{"grad_norm": 0.5, "step": 1}, {"loss": 1.0, "grad_norm": 2.0}]
-        Path("trainer_state.json").write_text(json.dumps(state | {"log_history": history}))
-        arguments = _Arguments()
-        arguments.__dict__ |= {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "output_dir": "x", "seed": 42}
-        torch.save(arguments, "training_args.bin")
-        torch.save({}, "rng_state.pth")
 
     def _state(self, kind: str) -> dict[str, Any]:
         parameters: Any = list(self.model.parameters())
@@ -186,24 +173,15 @@ class TrainerCheckpoints(Kind):
 
     def run(self, rng: random.Random | None) -> None:
         kind = rng.randrange(10) if rng else 10
-        if rng is not None and kind <= 4:
+        if rng is not None and kind <= 8:
             state = self.states[rng.choice(list(self.states))]
             file = io.BytesIO()
             zipped = rng.random() < 0.7
             torch.save(state, file, _use_new_zipfile_serialization=zipped)
             self.place.put("optimizer.pt", mutate_torch(state, file.getvalue(), rng, zipped))
-        elif rng is not None and kind <= 7:
-            self.place.put("trainer_state.json", mutate_json_file(self.place.original("trainer_state.json"), rng))
-        elif rng is not None and kind == 8:
-            raw = self.place.original("training_args.bin")
-            self.place.put("training_args.bin", mutate_zip(raw, rng, mutate_pickle))
         elif rng is not None:
-            name = rng.choice(
-                [f"rng_state_{rng.choice(['0', '1', '99', '999999', 'x'])}.pth", "adapter_config.json", "optimizer.bin"]
-            )
-            self.place.put(name, b"x")
-        numbers = {"examples": 10, "batch_size": 2} if rng and rng.random() < 0.2 else {}
-        curvature = gm.import_curvature(".", model=self.model, **numbers)
+            self.place.put(rng.choice(["adapter_config.json", "optimizer.bin"]), b"x")
+        curvature = gm.import_curvature(".", 24, 8, model=self.model)
         curvature.save(self.place.out, precision=rng.choice(["float32", "log8", "bfloat16"]) if rng else "float32")
 
     def check(self, outcome: str) -> None:

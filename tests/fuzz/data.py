@@ -303,7 +303,7 @@ class ImportConfig(Kind):
     def run(self, rng: random.Random | None) -> None:
         if rng is not None:
             self.place.put("config.json", mutate_config(self.place.original("config.json"), rng))
-        gm.import_curvature(".", examples=10, batch_size=2)
+        gm.import_curvature(".", dataset_size=10, batch_size=2)
 
     def check(self, outcome: str) -> None:
         pass

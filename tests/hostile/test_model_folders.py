@@ -29,7 +29,7 @@ def test_a_trainer_checkpoint_with_a_config_that_cannot_be_is_refused(
     monkeypatch.chdir(kind.place.inputs)
     spoil(Path("config.json"), *CONFIGS[case])
     with pytest.raises(gm.InputError):
-        gm.import_curvature(".", examples=10, batch_size=2)
+        gm.import_curvature(".", dataset_size=10, batch_size=2)
 
 
 LOADED: dict[str, tuple[str, str, Any]] = {

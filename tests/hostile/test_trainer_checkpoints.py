@@ -1,9 +1,7 @@
-"""Trainer checkpoints whose files say what cannot be: refused in one sentence, or read without what is unknown."""
+"""Optimizer states that cannot be are refused in one sentence."""
 
 from __future__ import annotations
 
-import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 import gradmerge as gm
-from gradmerge.curvature.trainer_facts import read_facts
 from tests.fuzz.curvature import TrainerCheckpoints
 
 State = dict[str, Any]
@@ -67,6 +64,7 @@ STATES: dict[str, tuple[str, Callable[[State], None]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", STATES)
 def test_an_optimizer_that_cannot_be_is_refused(checkpoint: TrainerCheckpoints, case: str) -> None:
     kind, spoil = STATES[case]
@@ -74,7 +72,7 @@ def test_an_optimizer_that_cannot_be_is_refused(checkpoint: TrainerCheckpoints, 
     spoil(state)
     torch.save(state, "optimizer.pt")
     with pytest.raises(gm.InputError) as refusal:
-        gm.import_curvature(".", model=checkpoint.model).save(checkpoint.place.out)
+        gm.import_curvature(".", 24, 8, model=checkpoint.model).save(checkpoint.place.out)
     assert len(str(refusal.value)) < 2000
     assert not any(checkpoint.place.out.parent.iterdir())
 
@@ -84,69 +82,5 @@ def test_an_optimizer_that_cannot_be_is_refused(checkpoint: TrainerCheckpoints, 
 def test_the_same_optimizers_unspoiled_are_read(checkpoint: TrainerCheckpoints, kind: str) -> None:
     """Else the refusals above might have any reason."""
     torch.save(checkpoint.states[kind], "optimizer.pt")
-    gm.import_curvature(".", model=checkpoint.model).save(checkpoint.place.out)
-    assert gm.Curvature.load(checkpoint.place.out).examples == {"ivon": 100}.get(kind, 24)
-
-
-NUMBERS = [10**400, 2**64, 10**16, -1, 0, True, 1e400, float("nan"), 5e-324, 1e308, "6", None, [6], {"a": 6}]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda n: repr(n)[:12])
-@pytest.mark.parametrize("key", ["global_step", "epoch", "train_batch_size", "num_train_epochs", "grad_norm"])
-def test_a_count_that_cannot_be_is_taken_as_unknown(checkpoint: TrainerCheckpoints, key: str, number: Any) -> None:
-    path = Path("trainer_state.json")
-    state = json.loads(path.read_text())
-    if key == "grad_norm":
-        state["log_history"].append({"grad_norm": number})
-    else:
-        state[key] = number
-    path.write_text(json.dumps(state))
-    message, examples = "", None
-    try:
-        found = gm.import_curvature(".", model=checkpoint.model)
-        found.save(checkpoint.place.out)
-        examples = gm.Curvature.load(checkpoint.place.out).examples
-    except gm.InputError as error:
-        message = str(error)
-    assert examples in (24, 96) or "--examples" in message or "--batch-size" in message
-    assert gm.import_curvature(".", 10, 2, model=checkpoint.model).examples == 10
-
-
-@pytest.mark.parametrize("number", [10**400, 10**16, 0, -1])
-def test_a_count_that_is_given_and_cannot_be_is_refused(checkpoint: TrainerCheckpoints, number: int) -> None:
-    for counts in ({"examples": number, "batch_size": 2}, {"examples": 10, "batch_size": number}):
-        with pytest.raises(gm.InputError, match=r"at most|at least|examples in steps of"):
-            gm.import_curvature(".", model=checkpoint.model, **counts)
-
-
-PICKLES = {
-    "cut after a length": b"\x80\x02X\xff\xff\xff\x7fx",
-    "a length below nothing": b"\x80\x02T\xff\xff\xff\xff",
-    "no end": b"\x80\x02}",
-    "nothing": b"",
-    "an unknown word": b"\x80\x02\xff.",
-    "a number that is none": b"I1x\n.",
-    "a long that is too long": b"\x80\x02\x8b\xff\xff\xff\x7f.",
-    "text that is not UTF-8": b"\x80\x02X\x02\x00\x00\x00\xff\xfe.",
-    "a bad escape": b"S'\\x'\n.",
-}
-
-
-@pytest.mark.parametrize("case", PICKLES)
-def test_training_arguments_that_are_no_pickle_tell_nothing(checkpoint: TrainerCheckpoints, case: str) -> None:
-    with zipfile.ZipFile("training_args.bin", "w") as archive:
-        archive.writestr("training_args/data.pkl", PICKLES[case])
-    assert read_facts(Path()).accumulated is None
-
-
-@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_training_arguments_in_a_damaged_archive_tell_nothing(checkpoint: TrainerCheckpoints, method: int) -> None:
-    with zipfile.ZipFile("training_args.bin", "w", method) as archive:
-        archive.writestr("training_args/data.pkl", b"\x80\x02}." * 50)
-    raw = bytearray(Path("training_args.bin").read_bytes())
-    for place in range(0, len(raw), 7):
-        changed = bytearray(raw)
-        changed[place : place + 3] = b"\xff\x00\xff"
-        Path("training_args.bin").write_bytes(changed)
-        assert read_facts(Path()).accumulated is None
+    gm.import_curvature(".", 24, 8, model=checkpoint.model).save(checkpoint.place.out)
+    assert gm.Curvature.load(checkpoint.place.out).examples == 24

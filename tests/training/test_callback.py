@@ -120,8 +120,7 @@ def test_adam_and_an_import_of_the_checkpoint_agree(tmp_path: Path) -> None:
     images = torch.randn(8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     data = [{"pixel_values": image, "labels": torch.tensor(i % 3)} for i, image in enumerate(images)]
     trainer_for(tmp_path / "out", model, data, gm.CurvatureCallback(), num_train_epochs=1).train()
-    with pytest.warns(UserWarning, match="batch size"):
-        imported = gm.import_curvature(tmp_path / "out" / "checkpoint-2", examples=8)
+    imported = gm.import_curvature(tmp_path / "out" / "checkpoint-2", dataset_size=8, batch_size=4)
     slow.assert_same(read(tmp_path / "out" / "checkpoint-2"), imported.sum(), 1e-6)
     slow.assert_same(read(tmp_path / "out"), imported.sum(), 1e-6)
 

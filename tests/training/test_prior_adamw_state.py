@@ -268,7 +268,7 @@ def test_curvature_is_imported_from_its_state_as_from_adamws(options: Any, tmp_p
         ours.step()
         theirs.step()
     got, want = (
-        gm.import_curvature(tiny_checkpoint(tmp_path / str(k), o, model), examples=10, batch_size=4)
+        gm.import_curvature(tiny_checkpoint(tmp_path / str(k), o, model), dataset_size=10, batch_size=4)
         for k, o in enumerate((ours, theirs))
     )
     assert got.likelihood == "adam"

@@ -12,7 +12,9 @@ from .options import CurvatureOut, Force, Precision, Printing, command
 from .output import heavy_imports, print_json, print_notes
 from .streams import say
 
-EXAMPLE = "Example: gradmerge curvature import ./yelp/checkpoint-500 -o ./yelp-curvature"
+EXAMPLE = (
+    "Example: gradmerge curvature import ./yelp/checkpoint-500 --dataset-size 25000 --batch-size 32 -o ./yelp-curvature"
+)
 
 
 @command
@@ -26,25 +28,16 @@ def import_(
             "optimizer.pt (read with weights_only) and config.json.",
         ),
     ],
-    out: CurvatureOut,
-    examples: Annotated[
-        int | None, typer.Option(metavar="N", help="Training examples; by default what the checkpoint tells.")
-    ] = None,
+    dataset_size: Annotated[int, typer.Option(metavar="N", min=1, help="Number of training examples.")],
     batch_size: Annotated[
-        int | None,
+        int,
         typer.Option(
             metavar="B",
-            help="Examples in an optimizer step, over all devices and accumulated batches; "
-            "by default what the checkpoint tells.",
+            min=1,
+            help="Examples in an optimizer step: batch size per device × devices × accumulated batches.",
         ),
-    ] = None,
-    frozen: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Parameters that were not trained, as 'bert.embeddings.*'; where shapes do not tell. Repeatable.",
-        ),
-    ] = None,
+    ],
+    out: CurvatureOut,
     precision: Precision = "float32",
     force: Force = False,
     printing: Printing,
@@ -65,7 +58,7 @@ def import_(
         raise InputError(f"--precision {precision}: known are {', '.join(PRECISIONS)}")
     read = model_paths(checkpoint)
     with Staging(out, "curvature", force=force, reads=read, inside=read) as staging:
-        result = read_optimizer(checkpoint, examples, batch_size, frozen=frozen or ())
+        result = read_optimizer(checkpoint, dataset_size, batch_size)
         curvature = result.curvature
         curvature.write(staging.folder, precision)
     parameters = sum(value.numel() for value in curvature.values())
@@ -75,7 +68,7 @@ def import_(
             "checkpoint": checkpoint,
             "likelihood": curvature.likelihood,
             "examples": curvature.examples,
-            "batch_size": result.batch_size,
+            "batch_size": batch_size,
             "precision": precision,
             "tensors": len(curvature),
             "parameters": parameters,
@@ -86,8 +79,7 @@ def import_(
         return
     print_notes(result.notes, printing.quiet)
     if not printing.quiet:
-        steps = f" in steps of {result.batch_size}" if result.batch_size else ""
         say(
             f"{out}: {curvature.likelihood} curvature of {len(curvature)} tensors, {count(parameters)} entries, "
-            f"sum over {curvature.examples} examples{steps}, stored as {precision}"
+            f"sum over {curvature.examples} examples, stored as {precision}"
         )

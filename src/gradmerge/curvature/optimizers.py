@@ -1,7 +1,4 @@
-"""Curvature that an optimizer left behind in a checkpoint of the Trainer; `optimizer_state` says what it is.
-
-Files beside `optimizer.pt` tell how many examples there were, and `config.json` which parameter is which.
-"""
+"""Curvature that an optimizer left behind in a checkpoint of the Trainer; `optimizer_state` says what it is."""
 
 from __future__ import annotations
 
@@ -9,13 +6,14 @@ import contextlib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..arguments import checked
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..storage.tensorfile import close_files, open_files
@@ -24,9 +22,10 @@ from .curvature import Curvature
 from .optimizer_state import OptimizerState, read_state, token_note
 from .parameter_order import Shape, check_names, empty_model, parameter_names
 from .stored_names import other_shapes, stored_shapes, stored_tensors
-from .trainer_facts import MOST, doubts, examples_and_batch, read_facts
 
 STATE = "optimizer.pt"
+#: No training run has more examples.
+MOST = 10**15
 
 
 @dataclass
@@ -34,90 +33,59 @@ class Imported:
     """Curvature from an optimizer, and what should be known about it."""
 
     curvature: Curvature
-    batch_size: int | None
-    """Examples in a step; None where it does not matter."""
     missing: list[str]
     """Parameters of the checkpoint that were not trained."""
     notes: list[str]
 
 
+@checked()
 def import_curvature(
-    checkpoint: str | Path,
-    examples: int | None = None,
-    batch_size: int | None = None,
-    *,
-    frozen: Sequence[str] = (),
-    model: nn.Module | None = None,
+    checkpoint: str | Path, dataset_size: int, batch_size: int, *, model: nn.Module | None = None
 ) -> Curvature:
     """The diagonal curvature that Adam(W) or IVON left in a checkpoint folder of the Hugging Face Trainer.
 
-    Values are sums over N ``examples``: N·B·v̂ for Adam, whose second moments are v̂ and whose steps had B examples;
-    ess·hess for IVON. N·B·v̂ assumes a loss that is a mean over the batch and, unless B = 1, a mean gradient that is
-    small beside the spread of the examples' gradients. Doubts about the result come as warnings.
+    Values are sums over the N examples of the training set: N·B·v̂ for Adam, whose second moments are v̂ and whose steps
+    had B examples; ess·hess for IVON. N·B·v̂ assumes a loss that is a mean over the batch and, unless B = 1, a mean
+    gradient that is small compared with the spread of the examples' gradients. Doubts about the result are warnings.
 
     Args:
-        checkpoint: The folder. Of its pickles, `optimizer.pt` is read with ``weights_only``, the others are not loaded.
-        examples: N, the number of training examples; by default what the checkpoint says, as for ``batch_size``.
-        batch_size: B, the examples in an optimizer step: of all processes and accumulated batches together.
-        frozen: Patterns over the names of parameters that were not trained; needed only where shapes leave that open.
+        checkpoint: The folder. Of its pickles, only `optimizer.pt` is read, with ``weights_only``.
+        dataset_size: N, the number of training examples.
+        batch_size: B, the examples in an optimizer step: batch size per device × devices × accumulated batches.
         model: The trained model, if `config.json` does not describe it.
 
     Returns:
         Sums over the examples, by the names of the checkpoint's weights.
 
     Example:
-        >>> gm.import_curvature("out/checkpoint-500").save("out/checkpoint-500/curvature")
+        >>> curvature = gm.import_curvature("out/checkpoint-500", dataset_size=25_000, batch_size=32)
+        >>> curvature.save("out/checkpoint-500/curvature")
     """
-    result = read_optimizer(checkpoint, examples, batch_size, frozen, model)
+    result = read_optimizer(checkpoint, dataset_size, batch_size, model)
     for text in result.notes:
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warnings.warn(text, UserWarning, stacklevel=3)
     return result.curvature
 
 
-def read_optimizer(
-    checkpoint: str | Path,
-    examples: int | None = None,
-    batch_size: int | None = None,
-    frozen: Sequence[str] = (),
-    model: Any = None,
-) -> Imported:
+def read_optimizer(checkpoint: str | Path, dataset_size: int, batch_size: int, model: Any = None) -> Imported:
     """``import_curvature``, with its notes in the result."""
-    for flag, number in (("--examples", examples), ("--batch-size", batch_size)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-            raise InputError(f"{flag}: a whole number, not {number!r}")
-        if number is not None and not 1 <= number <= MOST:
-            raise InputError(f"{flag} {number}: at least 1" if number < 1 else f"{flag}: at most {MOST}")
-    if not isinstance(checkpoint, str | Path):
-        raise InputError(f"checkpoint: the path of a folder, not {type(checkpoint).__name__}")
-    if isinstance(frozen, str) or not isinstance(frozen, Sequence):
-        raise InputError(f"frozen: a list of patterns over names of parameters, not {frozen!r}")
-    if model is not None and not isinstance(model, nn.Module):
-        raise InputError(f"model: the trained model, an nn.Module, not {type(model).__name__}")
+    for name, number in (("dataset_size", dataset_size), ("batch_size", batch_size)):
+        if not 1 <= number <= MOST:
+            raise InputError(f"{name} is {number}, but must be from 1 to {MOST}")
     folder = Path(checkpoint)
     _check_folder(folder)
     state = read_state(folder / STATE)
     notes = list(state.notes)
-    facts = read_facts(folder)
-    if state.kind == "ivon":
-        n, b, factor = _ivon_examples(folder, state.ess, examples, notes), None, 1.0
-        if batch_size is not None:
-            notes.append("--batch-size is not used: IVON's estimate does not depend on it")
-    else:
-        n, b = examples_and_batch(folder, facts, examples, batch_size, notes)
-        if max(n, b) > MOST:
-            told = f"by what its files say, it was trained on {n} examples in steps of {b}"
-            raise InputError(f"{folder}: {told}. Pass --examples and --batch-size.")
-        factor = float(n) * b
-        notes += doubts(facts)
+    if state.kind == "ivon" and state.ess != dataset_size:
+        ess = "not the same for all parameters" if state.ess is None else f"{state.ess:g}"
+        notes.append(f"IVON's ess is {ess}: the sums are ess·hess, and their mean is over {dataset_size} examples")
     if model is None:
         model = empty_model(folder)
         notes += _version_note(model)
     if state.kind == "adam":
         notes += token_note(model)
-    if frozen and state.has_names:
-        notes.append("--frozen is not used: the optimizer names its parameters")
     try:
-        sums = _named_sums(model, state, factor, frozen)
+        sums = _named_sums(model, state, float(dataset_size) * batch_size if state.kind == "adam" else 1.0)
     except InputError as error:
         raise InputError(f"{folder / STATE}: {error}") from error
     stored, whole = _as_stored(folder, model, sums)
@@ -127,7 +95,7 @@ def read_optimizer(
             f"{len(missing)} of {len(whole)} parameters were not trained and have no curvature. A recipe that reads "
             f"this curvature needs `missing: zero`, or `exclude` for them:\n{listed(missing, 4)}"
         )
-    return Imported(Curvature(stored, n, state.kind, str(checkpoint)), b, missing, notes)
+    return Imported(Curvature(stored, dataset_size, state.kind, str(checkpoint)), missing, notes)
 
 
 def _check_folder(folder: Path) -> None:
@@ -156,7 +124,7 @@ def _check_folder(folder: Path) -> None:
     )
 
 
-def _named_sums(model: nn.Module, state: OptimizerState, factor: float, frozen: Sequence[str]) -> dict[str, Tensor]:
+def _named_sums(model: nn.Module, state: OptimizerState, factor: float) -> dict[str, Tensor]:
     """Sums over examples, by the names of the model in memory."""
     if state.has_names:
         names = [group.names or [] for group in state.groups]
@@ -166,7 +134,7 @@ def _named_sums(model: nn.Module, state: OptimizerState, factor: float, frozen: 
         if repeated:
             raise InputError(f"the optimizer gives two of its parameters one name:\n{listed(repeated, 5)}")
     else:
-        names = parameter_names(model, [group.shapes for group in state.groups], frozen)
+        names = parameter_names(model, [group.shapes for group in state.groups])
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
     sums: dict[str, Tensor] = {}
     for group, own in zip(state.groups, names, strict=True):
@@ -196,17 +164,6 @@ def _as_stored(
             f"{folder}: the optimizer's parameters are not those of model.safetensors beside it:\n{listed(wrong, 5)}"
         )
     return stored, whole
-
-
-def _ivon_examples(folder: Path, ess: float | None, examples: int | None, notes: list[str]) -> int:
-    told = f"IVON's ess is {ess or 'not the same for all parameters'}"
-    if examples is None:
-        if ess is None or not 1 <= ess <= MOST or ess != int(ess):
-            raise InputError(f"{folder}: the number of examples is not known: {told}. Pass --examples.")
-        return int(ess)
-    if ess != examples:
-        notes.append(f"--examples {examples}, but {told}: sums stay ess·hess, and means divide by --examples")
-    return examples
 
 
 def _version_note(model: nn.Module) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ def empty_model(folder: Path) -> nn.Module:
     if not path.is_file():
         raise InputError(
             f"{folder}: no config.json, so the names of the optimizer's parameters are not known. Put the model's "
-            "config.json there, or pass the model in Python: gm.import_curvature(folder, model=model)."
+            "config.json there, or pass the model in Python: gm.import_curvature(folder, …, model=model)."
         )
     try:
         config = json.loads(read_bounded(path, MAX_CONFIG))
@@ -41,7 +40,7 @@ def empty_model(folder: Path) -> nn.Module:
     if not is_model:
         raise InputError(
             f"{path}: transformers {transformers.__version__} has no model class {architecture!r}. Code that comes "
-            "with a model is not run; pass the model in Python: gm.import_curvature(folder, model=model)."
+            "with a model is not run; pass the model in Python: gm.import_curvature(folder, …, model=model)."
         )
     try:
         with quiet_transformers():
@@ -50,25 +49,19 @@ def empty_model(folder: Path) -> nn.Module:
         raise InputError(f"{path}: {architecture} cannot be built from it ({first_line(error)})") from error
 
 
-def parameter_names(
-    model: nn.Module, groups: Sequence[Sequence[Shape | None]], frozen: Sequence[str]
-) -> list[list[str]]:
+def parameter_names(model: nn.Module, groups: Sequence[Sequence[Shape | None]]) -> list[list[str]]:
     """Names of an optimizer's parameters, group by group; a shape is None where the optimizer holds none.
 
     One group is taken to be in the order of ``model.named_parameters()``; two are the Trainer's, with and without
-    weight decay. Parameters that match a ``frozen`` pattern were not given to the optimizer.
+    weight decay. Parameters that were frozen may be missing, if the shapes of the others tell which.
     """
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    for pattern in frozen:
-        if not any(fnmatchcase(name, pattern) for name in shapes):
-            raise InputError(f"--frozen {pattern}: no parameter of {type(model).__name__} has such a name")
-    trained = {n: s for n, s in shapes.items() if not any(fnmatchcase(n, pattern) for pattern in frozen)}
     if len(groups) == 1:
-        return [_matched(trained, groups[0], "")]
+        return [_matched(shapes, groups[0], "")]
     if len(groups) == 2:
         decay = _decay_names(model)
-        with_decay = {n: s for n, s in trained.items() if n in decay}
-        without = {n: s for n, s in trained.items() if n not in decay}
+        with_decay = {n: s for n, s in shapes.items() if n in decay}
+        without = {n: s for n, s in shapes.items() if n not in decay}
         return [_matched(with_decay, groups[0], " with weight decay"), _matched(without, groups[1], " without")]
     raise InputError(
         f"the optimizer has {len(groups)} groups of parameters, and does not say what they are called. Known are one "
@@ -116,13 +109,15 @@ def _matched(expected: Mapping[str, Shape], found: Sequence[Shape | None], kind:
         if len(names) != len(found):
             wrong.insert(0, f"{len(found)} parameters{kind} in the optimizer, {len(names)} in the model")
         raise InputError(_another_model(wrong))
-    last = _embedded(shapes[::-1], found[::-1])
-    assert last is not None
-    if first != [len(names) - 1 - place for place in reversed(last)]:
+    backwards = _embedded(shapes[::-1], found[::-1])
+    assert backwards is not None
+    last = [len(names) - 1 - place for place in reversed(backwards)]
+    ambiguous = [f"{names[a]} or {names[b]}" for a, b in zip(first, last, strict=True) if a != b]
+    if ambiguous:
         raise InputError(
-            f"the optimizer has {len(found)} parameters{kind}, the model of config.json {len(names)}. If some were "
-            "frozen, shapes do not tell which. Say it: --frozen 'bert.embeddings.*' (patterns over the names of "
-            "model.named_parameters())."
+            f"the optimizer has {len(found)} parameters{kind}, the model has {len(names)}, and shapes do not tell "
+            f"which ones were frozen. These could be either:\n{listed(ambiguous, 5)}\n  Estimate the curvature "
+            "instead: gradmerge curvature estimate."
         )
     return [names[place] for place in first]
 
