@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature.kronecker import WIDEST
+from gradmerge.curvature.kronecker import MAX_KRONECKER_DIM
 
 Batch = dict[str, Tensor]
 Sums = dict[str, Tensor]
@@ -241,7 +241,7 @@ def kronecker_loop_way(model: nn.Module) -> Add:
         f"{path}.weight": module
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        if sum(holder is module.weight for holder in holders) == 1 and max(module.weight.shape) <= WIDEST
+        if sum(holder is module.weight for holder in holders) == 1 and max(module.weight.shape) <= MAX_KRONECKER_DIM
     }
     biases = {name.removesuffix("weight") + "bias" for name in layers}
     squares = loop_way(model)

@@ -128,8 +128,8 @@ def test_a_full_disk_is_told_before_anything_is_lost(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(MachineError, match=r"--sums disk: .*takes no more.*No space left on device"):
-        estimated(place, "bert", tmp_path / "out", sums="disk")
+    with pytest.raises(MachineError, match="accumulate_on disk"):
+        estimated(place, "bert", tmp_path / "out", accumulate_on="disk")
     assert not list(tmp_path.iterdir())
 
 
@@ -279,7 +279,7 @@ def test_under_a_quantised_base_the_adapters_parameters_are_measured(bits: str, 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"sums": "dsik"}, "--sums dsik: known are device, cpu, disk"),
+        ({"accumulate_on": "dsik"}, "accumulate_on"),
         ({"model_args": {"device_map": "auto"}, "device": "cpu"}, "device_map"),
         ({"model_args": {"device_map": "auto"}, "at_delta": "bert"}, "at_delta"),
         ({"model_args": {"load_in_4bit": True}, "at_delta": "bert"}, "at_delta"),

@@ -168,7 +168,8 @@ def test_images_are_counted_by_patches(tmp_path: Path) -> None:
 def test_an_estimate_on_the_disk_or_the_cpu_counts_its_sums_there(data: Path, tmp_path: Path) -> None:
     model = str(tiny_llama_checkpoint(tmp_path / "model"))
     sizes = {
-        sums: dry_run_estimate(model, str(data), None, sums=sums, device="cpu")[1] for sums in ("device", "cpu", "disk")
+        where: dry_run_estimate(model, str(data), None, accumulate_on=where, device="cpu")[1]
+        for where in ("device", "cpu", "disk")
     }
     written = sizes["device"].bytes_written
     assert written is not None and written == sizes["cpu"].bytes_written

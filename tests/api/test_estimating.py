@@ -198,7 +198,7 @@ def test_kronecker_factors_go_on_where_they_were_stopped(place: Path, name: str,
     with pytest.raises(Stopped):
         measure(place, name, tmp_path / "c", batch_size=2, save_every=0, progress=Clock(2), **options)
     before = weight_of(tmp_path)
-    for others in ({"likelihood": "sampled"}, {"widest": 9, **options}):
+    for others in ({"likelihood": "sampled"}, {"max_kronecker_dim": 9, **options}):
         with pytest.raises(gm.InputError):
             measure(place, name, tmp_path / "c", resume=True, **others)
     assert weight_of(tmp_path) == before
@@ -213,7 +213,7 @@ def test_kronecker_factors_go_on_where_they_were_stopped(place: Path, name: str,
 
 
 def test_wide_layers_are_named_in_a_note(place: Path, tmp_path: Path) -> None:
-    done = measure(place, "bert", tmp_path / "k", kind="kronecker", widest=8)
+    done = measure(place, "bert", tmp_path / "k", kind="kronecker", max_kronecker_dim=8)
     assert len(done.notes) == 1 and "bert.encoder.layer.0." in done.notes[0]
     assert not measure(place, "bert", tmp_path / "all", kind="kronecker").notes
 
@@ -229,8 +229,8 @@ def test_structure_and_kind_are_one_option(place: Path, tmp_path: Path) -> None:
         ({"structure": "kronecker", "kind": "gram"}, "kind"),
         ({"structure": "gram"}, "estimate_gram"),
         ({"structure": "kroneker"}, "'kronecker'"),
-        ({"widest": 9}, "widest"),
-        ({"structure": "kronecker", "widest": 0}, "widest"),
+        ({"max_kronecker_dim": 9}, "max_kronecker_dim"),
+        ({"structure": "kronecker", "max_kronecker_dim": 0}, "max_kronecker_dim"),
         ({"structure": "kronecker", "precision": "log8"}, "precision"),
     ]
     for options, named in wrong:
@@ -241,11 +241,11 @@ def test_structure_and_kind_are_one_option(place: Path, tmp_path: Path) -> None:
 def test_options_that_do_not_go_together_are_refused(place: Path, tmp_path: Path) -> None:
     for options, named in (
         ({"kind": "gram", "precision": "log8"}, "float32"),
-        ({"kind": "gram", "at_delta": "x"}, "at-delta"),
+        ({"kind": "gram", "at_delta": "x"}, "at_delta"),
         ({"likelihood": "true"}, "likelihood"),
         ({"kind": "full"}, "kind"),
         ({"kind": "kronecker", "precision": "log8"}, "float32"),
-        ({"kind": "gram", "widest": 9}, "widest"),
+        ({"kind": "gram", "max_kronecker_dim": 9}, "max_kronecker_dim"),
         ({"precision": "int8"}, "precision"),
         ({"batch_size": 0}, "batch-size"),
         ({"likelihood": "exact"}, "sampled"),

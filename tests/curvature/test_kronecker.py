@@ -266,7 +266,10 @@ def test_inputs_that_are_the_same_only_now_and_then_are_told_apart() -> None:
 
 def test_wide_layers_have_a_diagonal_and_are_named() -> None:
     model, examples = made("bert")
-    got, all_of_them = estimated(model, [batch_of(examples)], widest=8), estimated(model, [batch_of(examples)])
+    got, all_of_them = (
+        estimated(model, [batch_of(examples)], max_kronecker_dim=8),
+        estimated(model, [batch_of(examples)]),
+    )
     wide = {n for n, p in model.named_parameters() if p.dim() == 2 and max(p.shape) > 8 and "embeddings" not in n}
     assert len(wide) == 4
     assert set(got.wide) == wide <= got.diagonal.keys()

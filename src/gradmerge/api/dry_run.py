@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..checkpoints.published import all_published
 from ..curvature.formulas import is_conv1d
 from ..curvature.kernels import HELD_CPU, HELD_CUDA
-from ..curvature.kronecker import WIDEST, factors_for, stored_alone
+from ..curvature.kronecker import MAX_KRONECKER_DIM, factors_for, stored_alone
 from ..curvature.reaching import blocks_of
 from ..engine.coefficients import coefficient_notes
 from ..engine.front_matter import licence_notes
@@ -33,8 +33,7 @@ from ..tasks.model_args import ModelArgs
 from ..tasks.models import device_of, model_without_weights
 from ..text import size
 from ..urls import is_url
-from . import estimating
-from .large_models import check_large
+from .estimating import check_estimate_options
 from .merging import default_threads, planned
 
 #: Bytes of a process before it loads a model: Python, PyTorch and transformers, or the context of a GPU.
@@ -172,16 +171,14 @@ def dry_run_estimate(
     likelihood: str = "empirical",
     precision: str = "float32",
     at_delta: str | None = None,
-    widest: int = WIDEST,
-    sums: str | None = None,
+    max_kronecker_dim: int = MAX_KRONECKER_DIM,
+    accumulate_on: str | None = None,
     **loading: Unpack[LoadOptions],
 ) -> tuple[dict[str, Any], JobSize]:
     """Return what is estimated, and the size of the estimate. Reads the config, the headers and some of the rows."""
     options = complete(loading, dry_run_estimate, None)
     args = ModelArgs.parse(options["model_args"])
-    estimating._check_options(likelihood, kind, precision, at_delta)
-    estimating._check_widest(widest, kind)
-    check_large(kind, sums, at_delta, args)
+    check_estimate_options(likelihood, kind, precision, at_delta, max_kronecker_dim, accumulate_on, args)
     device = device_of(options["device"])
     rows = read_rows(source, limit=options["limit"])
     empty, info = model_without_weights(model, options["task"], options["dtype"])
@@ -190,7 +187,7 @@ def dry_run_estimate(
     read, _ = stored_size(info.base_folder, "model")
     adapter, adapter_entries = stored_size(info.folder, "adapter_model")
     weights = sum(parameter.nbytes for parameter in empty.parameters())
-    summed = sums_size(empty, kind, widest)
+    summed = sums_size(empty, kind, max_kronecker_dim)
     if args.bits:
         if not adapter:
             raise InputError(
@@ -200,7 +197,7 @@ def dry_run_estimate(
         weights, summed = round(weights * args.bits / 8 / next(empty.parameters()).itemsize), 4 * adapter_entries
     parts = {
         "weights": weights * (2 if at_delta is not None else 1),
-        "sums": summed if sums in (None, "device") or (sums == "cpu" and device.type == "cpu") else 0,
+        "sums": summed if accumulate_on in (None, "device") or (accumulate_on == "cpu" and device.type == "cpu") else 0,
         "activations": activations_size(loaded, args.gradient_checkpointing) if kind != "gram" else 0,
         "gradients": 4 * (HELD_CPU if device.type == "cpu" else HELD_CUDA),
         "process": PROCESS,
@@ -211,7 +208,7 @@ def dry_run_estimate(
     entries = summed // 4
     job = JobSize(
         bytes_read=read + adapter,
-        bytes_written=entries * ENTRY_SIZE[precision] + (summed if sums == "disk" else 0),
+        bytes_written=entries * ENTRY_SIZE[precision] + (summed if accumulate_on == "disk" else 0),
         memory=sum(parts.values()),
         free_memory=free,
         free_disk=free_disk(out),
@@ -243,7 +240,7 @@ def stored_size(folder: Path, stem: str) -> tuple[int, int]:
     return sum(file.path.stat().st_size for file in files), entries
 
 
-def sums_size(model: nn.Module, kind: str, widest: int = WIDEST) -> int:
+def sums_size(model: nn.Module, kind: str, max_kronecker_dim: int = MAX_KRONECKER_DIM) -> int:
     """Return the bytes of a model's curvature in float32."""
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     total = sum(parameter.numel() for parameter in parameters)
@@ -252,7 +249,7 @@ def sums_size(model: nn.Module, kind: str, widest: int = WIDEST) -> int:
         layers = [layer for layer in linear_layers(model) if layer.weight not in tables]
         return 4 * sum(int(layer.weight.shape[not is_conv1d(layer)]) ** 2 for layer in layers)
     if kind == "kronecker":
-        factors, _ = factors_for(model, parameters, stored_alone(model), widest)
+        factors, _ = factors_for(model, parameters, stored_alone(model), max_kronecker_dim)
         total += sum(one.inputs.numel() + one.outputs.numel() for one in factors.values())
         total -= sum(weight.numel() for weight in factors)
         total -= sum(one.bias.numel() for one in factors.values() if one.bias is not None)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import resource
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,9 +26,10 @@ from ..curvature.curvature_card import write_curvature_card
 from ..curvature.estimate import LIKELIHOODS, estimate_curvature as estimate_in_memory
 from ..curvature.files import PRECISIONS
 from ..curvature.gram import Gram, gram_of
-from ..curvature.kronecker import WIDEST, KroneckerCurvature
+from ..curvature.kronecker import MAX_KRONECKER_DIM, KroneckerCurvature
 from ..curvature.losses import ExampleLoss, TokenLoss
-from ..curvature.totals import Keeping
+from ..curvature.reaching import elsewhere
+from ..curvature.totals import LOCATIONS, Keeping
 from ..curvature.trial import Trial
 from ..display import Displayed
 from ..engine.reads import changed, digest_of_state, model_paths, state_of
@@ -39,7 +44,6 @@ from ..tasks.model_args import ModelArgs
 from ..text import listed
 from ..urls import place_of
 from .dividing import estimate_saving, share_of, what_all_see
-from .large_models import check_large, keeping_for, peak_memory
 from .saved_sums import SavedSums
 
 #: What can be estimated, and what unfinished work on it is called.
@@ -107,7 +111,7 @@ def estimate_curvature(
     out: str | Path | None = None,
     seed: int = 0,
     progress: bool | Progress = True,
-    widest: int = WIDEST,
+    max_kronecker_dim: int = MAX_KRONECKER_DIM,
     output: str | ExampleLoss | None = None,
     start: Curvature | KroneckerCurvature | None = None,
     each_batch: Callable[[Callable[[], Any]], None] | None = None,
@@ -120,7 +124,7 @@ def estimate_curvature(
     force: bool = False,
     save_every: float = SAVE_EVERY,
     processes: bool = False,
-    sums: str | None = None,
+    accumulate_on: str | None = None,
     **loading: Any,
 ) -> Curvature | KroneckerCurvature | Estimate:
     """The curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
@@ -141,7 +145,8 @@ def estimate_curvature(
         out: For a model on disk: the new folder to write, such as the model's own `curvature/`.
         seed: Of the labels that are drawn. They depend on the seed and the example's place in the data alone.
         progress: A bar on long work; False for none; or what is told how far it is, in batches or, on disk, examples.
-        widest: Layers with more inputs or outputs have a diagonal instead of Kronecker factors; the result names them.
+        max_kronecker_dim: Layers with more inputs or outputs have a diagonal instead of Kronecker factors; the result
+            names them.
         output: For a module: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``, where the model and
             its labels do not tell. See :mod:`gradmerge.curvature.losses`.
         start: For a module: the curvature of the examples before the first of ``batches``, to go on from.
@@ -154,7 +159,7 @@ def estimate_curvature(
         processes: On disk: divide the rows over the processes that torchrun or `accelerate launch` has started, all of
             which must call this alike; the first writes. Without it every process is on its own, as with a module: add
             the curvature of its batches to that of the others.
-        sums: Where the sums are kept: on the ``device`` where they come about, the ``cpu`` or ``disk``; by default
+        accumulate_on: Where the sums are kept: on the ``device`` of each layer, the ``cpu`` or ``disk``; by default
             where the model's weights are.
         loading: On disk: how the model and its data are loaded, as :class:`gradmerge.LoadOptions` says. For a module
             only ``device``: where batches are moved to, by default where the model is.
@@ -173,7 +178,7 @@ def estimate_curvature(
     if kind is not None and structure not in ("diagonal", kind):
         raise InputError(f"structure {structure!r} and kind {kind!r} are two names of one option: give one of them")
     structure = kind or structure
-    _check_widest(widest, structure)
+    _check_max_kronecker_dim(max_kronecker_dim, structure)
     on_disk = not isinstance(model, nn.Module)
     if on_disk is not isinstance(batches, str | os.PathLike):
         expected = "the path or name of its data, for a model on disk" if on_disk else "batches in memory, for a module"
@@ -186,18 +191,18 @@ def estimate_curvature(
         _refuse(of_disk | loading, "a model on disk, not for a module")
         with shown(progress, "batches") as told:
             seen = watched(cast(Iterable[Any], batches), told, "estimating")
-            keywords: Any = of_modules | {"seed": seed, "device": device, "widest": widest}
-            keywords["keeping"] = Keeping(sums or "device")
+            keywords: Any = of_modules | {"seed": seed, "device": device, "max_kronecker_dim": max_kronecker_dim}
+            keywords["keeping"] = Keeping(accumulate_on or "device")
             return estimate_in_memory(model, seen, likelihood, structure=structure, **keywords)
     _refuse(of_modules, "a module, not for a model on disk")
     if out is None:
         raise InputError("out is None, but must be the folder to write, for a model on disk: out=…")
     of_disk |= {
-        "sums": sums,
+        "accumulate_on": accumulate_on,
         "likelihood": likelihood,
         "kind": structure,
         "seed": seed,
-        "widest": widest,
+        "max_kronecker_dim": max_kronecker_dim,
         "progress": progress,
     }
     return estimate_to_disk(model, str(batches), **of_disk, **loading)
@@ -219,7 +224,7 @@ def estimate_to_disk(
     likelihood: str = "empirical",
     kind: str = "diagonal",
     at_delta: str | Path | None = None,
-    widest: int = WIDEST,
+    max_kronecker_dim: int = MAX_KRONECKER_DIM,
     seed: int = 0,
     precision: str = "float32",
     shard_size: int = 5_000_000_000,
@@ -228,15 +233,13 @@ def estimate_to_disk(
     progress: bool | Progress = True,
     save_every: float = SAVE_EVERY,
     processes: bool = False,
-    sums: str | None = None,
+    accumulate_on: str | None = None,
     **loading: Unpack[LoadOptions],
 ) -> Estimate:
     """``estimate_curvature`` of a model on disk."""
     options = complete(loading, estimate_to_disk, None)
     args = ModelArgs.parse(options["model_args"])
-    check_large(kind, sums, at_delta, args)
-    _check_options(likelihood, kind, precision, at_delta)
-    _check_widest(widest, kind)
+    check_estimate_options(likelihood, kind, precision, at_delta, max_kronecker_dim, accumulate_on, args)
     begun = time.perf_counter()
     model, source, at_delta = str(model), str(source), None if at_delta is None else str(at_delta)
     models = [path for reference in (model, at_delta, args.tokenizer) for path in model_paths(reference)]
@@ -262,10 +265,10 @@ def estimate_to_disk(
                 model,
                 source,
                 gradients=kind != "gram",
-                bytes_per_parameter=4 if sums in (None, "device") else 0,
+                bytes_per_parameter=4 if accumulate_on in (None, "device") else 0,
                 **options,
             )
-            keeping = keeping_for(loaded.model, sums, Path(out), staging)
+            keeping = _keeping_for(loaded.model, accumulate_on, Path(out), staging)
             if kind == "kronecker" and loaded.task == "embedding":
                 raise InputError(
                     "--kind kronecker: embeddings use every layer once per text of an example, and Kronecker factors "
@@ -295,13 +298,14 @@ def estimate_to_disk(
                         **{name: asked[name] for name in ("limit", "max_length", "dtype")},
                         "tokenizer": args.tokenizer,
                         "bits": args.bits,
-                        **({"widest": widest} if kind == "kronecker" else {}),
+                        **({"max_kronecker_dim": max_kronecker_dim} if kind == "kronecker" else {}),
                     }
                     start = saved.read(kind, loaded.examples) if resume else None
-                options_of: Any = {"structure": kind, "widest": widest, "seed": seed, "keeping": keeping}
+                options_of: Any = {"structure": kind, "seed": seed, "keeping": keeping}
+                options_of["max_kronecker_dim"] = max_kronecker_dim
                 result = estimate_saving(loaded, likelihood, start, saved, save_every, told, group, **options_of)
                 if isinstance(result, KroneckerCurvature) and result.wide:
-                    wide = f"layers with more than {widest:,} inputs or outputs have a diagonal"
+                    wide = f"layers with more than {max_kronecker_dim:,} inputs or outputs have a diagonal"
                     notes.append(f"{wide}:\n{listed(result.wide)}")
             if path := changed(files, state_of(models) + state_of(data, deep=True)):
                 if staging is not None:
@@ -316,7 +320,7 @@ def estimate_to_disk(
                 result.write(staging.folder, precision, shard_size)
                 write_curvature_card(staging.folder, _card_facts(source, loaded, options, at_delta))
                 saved.remove()
-            memory = group.gather(peak_memory())
+            memory = group.gather(_peak_memory())
     return Estimate(
         out=place_of(out),
         kind=kind,
@@ -340,25 +344,67 @@ def _card_facts(source: str, loaded: LoadedTask, options: LoadOptions, at_delta:
     return known | ({"estimated at": f"the model minus {name_of(at_delta)}"} if at_delta is not None else {})
 
 
-def _check_options(likelihood: str, kind: str, precision: str, at_delta: str | Path | None) -> None:
+def check_estimate_options(
+    likelihood: str,
+    kind: str,
+    precision: str,
+    at_delta: str | Path | None,
+    max_kronecker_dim: int,
+    accumulate_on: str | None,
+    args: ModelArgs,
+) -> None:
+    """Raise for unknown values, and for options that exclude each other."""
     for option, value, known in (
         ("likelihood", likelihood, LIKELIHOODS),
         ("kind", kind, tuple(KINDS)),
         ("precision", precision, tuple(PRECISIONS)),
     ):
-        check_known(f"--{option} {value}", value, known)
+        check_known(f"{option} {value}", value, known)
+    if accumulate_on is not None:
+        check_known(f"accumulate_on {accumulate_on}", accumulate_on, LOCATIONS)
+    _check_max_kronecker_dim(max_kronecker_dim, kind)
     matrices = {"gram": "Gram matrices", "kronecker": "Kronecker factors"}.get(kind)
     if matrices and precision != "float32":
-        raise InputError(f"--precision {precision}: {matrices} are stored as float32 only")
+        raise InputError(f"precision {precision}: {matrices} are stored as float32 only")
     if matrices and at_delta is not None:
-        raise InputError(f"--at-delta is for the Fisher of fa1; {matrices} are estimated at the model itself")
+        raise InputError(f"at_delta is for the Fisher of fa1; {matrices} are estimated at the model itself")
+    quantized = f"load_in_{args.bits}bit"
+    if kind == "gram" and args.bits:
+        raise InputError(
+            f"model_args: {quantized} estimates the parameters of an adapter; Gram matrices are of the model's layers"
+        )
+    if at_delta is not None and (args.device_map is not None or args.bits):
+        key = "device_map" if args.device_map is not None else quantized
+        raise InputError(f"at_delta changes the model's weights in memory, and excludes {key} of model_args")
 
 
-def _check_widest(widest: int, kind: str) -> None:
-    if widest < 1:
-        raise InputError(f"--widest {widest}: a number of inputs or outputs, at least 1")
-    if kind != "kronecker" and widest != WIDEST:
-        raise InputError(f"--widest is for Kronecker factors; --kind is {kind}")
+def _check_max_kronecker_dim(max_kronecker_dim: int, kind: str) -> None:
+    if max_kronecker_dim < 1:
+        raise InputError(f"max_kronecker_dim is {max_kronecker_dim}, but must be at least 1")
+    if kind != "kronecker" and max_kronecker_dim != MAX_KRONECKER_DIM:
+        raise InputError(f"max_kronecker_dim is for kind kronecker, not for {kind}")
+
+
+def _keeping_for(model: nn.Module, accumulate_on: str | None, out: Path, staging: Staging | None) -> Keeping:
+    """Where to accumulate the sums of a model: by default where its weights are."""
+    if accumulate_on is None:
+        offloaded = [hook.weights_map for _, _, hook in elsewhere(model)]
+        on_disk = any(getattr(getattr(weights, "dataset", None), "index", None) for weights in offloaded)
+        accumulate_on = "device" if not offloaded else "disk" if on_disk else "cpu"
+    folder = staging.folder if staging is not None else out.parent if out.parent.is_dir() else None
+    return Keeping(accumulate_on, folder or Path(tempfile.gettempdir()))
+
+
+def _peak_memory() -> dict[str, int]:
+    """The peak memory of this process so far, in bytes: of the machine, and of its GPUs if it uses any."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    status = Path("/proc/self/status")  # on Linux, ru_maxrss may be that of the program that started this one
+    if status.is_file() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        peak = int(found[1]) * 1024
+    memory = {"peak_rss_bytes": peak}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        memory["peak_cuda_bytes"] = sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+    return memory
 
 
 def _subtract(loaded: LoadedTask, base: str, options: LoadOptions) -> list[str]:

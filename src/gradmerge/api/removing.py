@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..arguments import check_known, checked
 from ..curvature.batches import examples_in
-from ..curvature.kronecker import WIDEST
+from ..curvature.kronecker import MAX_KRONECKER_DIM as WIDEST
 from ..curvature.losses import ExampleLoss, loss_named
 from ..engine.evaluations import evaluation
 from ..engine.reads import changed, model_paths, state_of

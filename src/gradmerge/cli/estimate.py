@@ -53,7 +53,7 @@ class EstimateOptions:
             autocompletion=words_of("kind"),
         ),
     ] = "diagonal"
-    widest: Annotated[
+    max_kronecker_dim: Annotated[
         int,
         typer.Option(
             metavar="N", help="With --kind kronecker: layers with more inputs or outputs than this have a diagonal."
@@ -62,7 +62,7 @@ class EstimateOptions:
     at_delta: Annotated[
         str | None, typer.Option(metavar="BASE", help="Estimate at MODEL − BASE instead of MODEL, for fa1.")
     ] = None
-    sums: Annotated[
+    accumulate_on: Annotated[
         str | None,
         typer.Option(
             metavar="PLACE",

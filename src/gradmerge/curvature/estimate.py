@@ -21,7 +21,15 @@ from .accumulate import Accumulator
 from .batches import examples_in, moved, with_places
 from .curvature import Curvature
 from .factors import KroneckerSums
-from .kronecker import WIDEST, KroneckerCurvature, factors_for, for_kronecker_files, go_on, kronecker_of, stored_alone
+from .kronecker import (
+    MAX_KRONECKER_DIM,
+    KroneckerCurvature,
+    factors_for,
+    for_kronecker_files,
+    go_on,
+    kronecker_of,
+    stored_alone,
+)
 from .losses import ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_named, loss_of
 from .reaching import reaching
 from .stored_names import for_files
@@ -44,7 +52,7 @@ class _Keywords(TypedDict, total=False):
     start: Curvature | KroneckerCurvature | None
     each_batch: Callable[[Callable[[], Any]], None] | None
     trial: Trial | None
-    widest: int
+    max_kronecker_dim: int
     keeping: Keeping | None
     together: Together | None
 
@@ -84,7 +92,7 @@ def estimate_curvature(
     start: Curvature | KroneckerCurvature | None = None,
     each_batch: Callable[[Callable[[], Any]], None] | None = None,
     trial: Trial | None = None,
-    widest: int = WIDEST,
+    max_kronecker_dim: int = MAX_KRONECKER_DIM,
     keeping: Keeping | None = None,
     together: Together | None = None,
 ) -> Curvature | KroneckerCurvature:
@@ -127,7 +135,7 @@ def estimate_curvature(
     while True:
         examples = begun
         try:
-            factors, wide = factors_for(model, every, alone, widest, keeping) if kronecker else ({}, [])
+            factors, wide = factors_for(model, every, alone, max_kronecker_dim, keeping) if kronecker else ({}, [])
             if start is not None:
                 _check_start(start, structure, likelihood, parameters, factors)
             factors = together.same_factors(factors, parameters) if kronecker else factors

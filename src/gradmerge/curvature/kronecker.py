@@ -22,7 +22,7 @@ from .sums import ParameterSum
 from .totals import Keeping
 
 #: Layers with more inputs or outputs get a diagonal: their factors would be of a gigabyte or more each.
-WIDEST = 16384
+MAX_KRONECKER_DIM = 16384
 
 
 class LayerFactors(NamedTuple):
@@ -130,7 +130,7 @@ def factors_for(
     model: nn.Module,
     parameters: Collection[nn.Parameter],
     stored: Collection[str],
-    widest: int = WIDEST,
+    max_kronecker_dim: int = MAX_KRONECKER_DIM,
     keeping: Keeping | None = None,
 ) -> tuple[dict[nn.Parameter, KroneckerSums], list[str]]:
     """Empty factors for the weight of every linear layer and convolution that one module alone holds.
@@ -153,7 +153,7 @@ def factors_for(
         own = parameter in known and name in stored and module._parameters.get("weight") is parameter
         if not own or not (linear or convolution):
             continue
-        if max(parameter.shape[0], parameter.shape[1:].numel()) > widest:
+        if max(parameter.shape[0], parameter.shape[1:].numel()) > max_kronecker_dim:
             wide.append(name)
             continue
         bias = module._parameters.get("bias")

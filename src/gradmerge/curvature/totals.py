@@ -24,8 +24,8 @@ from ..arguments import check_known
 from ..errors import MachineError
 from ..text import size
 
-#: Where sums may be kept.
-PLACES = ("device", "cpu", "disk")
+#: Where sums can be kept.
+LOCATIONS = ("device", "cpu", "disk")
 _BLOCK = 1 << 20
 _MMAP_THRESHOLD = -3  # of glibc's mallopt
 
@@ -37,7 +37,7 @@ class Keeping:
     """
 
     def __init__(self, where: str = "device", folder: Path | None = None) -> None:
-        check_known(f"--sums {where}", where, PLACES)
+        check_known(f"accumulate_on {where}", where, LOCATIONS)
         self.where, self.folder = where, folder
         if not self.plain:
             give_memory_back()
@@ -96,7 +96,7 @@ def on_disk(shape: Sequence[int], dtype: torch.dtype, folder: Path | None) -> Te
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise MachineError(
-            f"--sums disk: {where} takes no more: a sum of {size(nbytes)} cannot be kept there ({reason}). "
+            f"accumulate_on disk: {where} takes no more: a sum of {size(nbytes)} cannot be kept there ({reason}). "
             "Make room there; the sums need 4 bytes for each parameter beside the result."
         ) from error
     flat = torch.frombuffer(pages, dtype=dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..curvature.batches import moved
 from ..curvature.estimate import estimate_curvature
 from ..curvature.gradients import Gradient, estimate_gradient
-from ..curvature.kronecker import WIDEST, KroneckerCurvature
+from ..curvature.kronecker import MAX_KRONECKER_DIM as WIDEST, KroneckerCurvature
 from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, loss_of
 from ..curvature.trial import Trial
 from .along import curvature_along
@@ -60,7 +60,7 @@ class DataOwner:
             seed=self._seed,
             structure="kronecker",
             trial=self._trial,
-            widest=self._widest,
+            max_kronecker_dim=self._widest,
         )
 
     def gradient(self, model: nn.Module) -> Gradient:
