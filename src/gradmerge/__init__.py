@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .api.calibrate import CalibrationResult as CalibrationResult, calibrate as calibrate
     from .api.diagnosing import diagnose as diagnose
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
     from .api.evaluating import evaluate as evaluate
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 # Where names come from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
 _NAMES = {
+    "api.calibrate": "CalibrationResult calibrate",
     "api.diagnosing": "diagnose",
     "api.estimating": "Estimate estimate_curvature",
     "api.evaluating": "evaluate",

@@ -112,3 +112,17 @@ def count(number: int) -> str:
         if number >= scale:
             return f"{number / scale:.3g} {unit}"
     return str(number)
+
+
+def parse_size(value: Any) -> int:
+    """Return the bytes of a size such as 5GB, 500MB or 2GiB; raise ValueError for anything else."""
+    size = value
+    if isinstance(value, bool) or not isinstance(value, int):
+        match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
+        if not match or match[1].count(".") > 1 or match[1] == ".":
+            raise ValueError("not a size such as 5GB, 500MB or 2GiB")
+        unit = 1024 if match[3] else 1000
+        size = int(min(float(match[1]), 1e100) * unit ** " KMGT".index(match[2].upper() or " "))
+    if size < 1:
+        raise ValueError("a size must be above 0")
+    return int(size)

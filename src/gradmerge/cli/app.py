@@ -19,6 +19,7 @@ from ..errors import InputError
 from ..processes import announced, end_with_the_first, joined
 from ..text import printable, to_json
 from . import (
+    calibrate,
     curvature,
     demo,
     diagnose,
@@ -118,6 +119,7 @@ def _main(
 
 
 app.command("merge", short_help="Merge models, as a recipe or options say.", epilog=merge.MERGE_EXAMPLE)(merge.merge)
+app.command("calibrate", short_help="Improve a merge on unlabeled rows.", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.command("remove", short_help="Take data out of a model again.", epilog=remove.EXAMPLE)(remove.remove)
 app.command("extract-lora", short_help="Make a LoRA adapter of a fine-tuned model.", epilog=extract_lora.EXAMPLE)(
     extract_lora.extract_lora

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ import torch
 
 from .._version import __version__
 from ..checkpoints.model import Checkpoint
+from ..checkpoints.published import short_names
 from ..checkpoints.stacked import StackedCheckpoint
 from ..recipe import Recipe, plain
+from ..storage.tensorfile import local_path
 from .inputs import Inputs, Source
 from .penalties import used
 from .plan import Plan
@@ -27,6 +31,7 @@ def merge_record(
     sizes: Mapping[str, int],
     timings: Mapping[str, float],
     resumed: int,
+    out: Path,
 ) -> dict[str, Any]:
     """The record of a merge."""
     merged = len(plan.merged)
@@ -37,6 +42,7 @@ def merge_record(
         "fingerprint": fingerprint,
         "recipe": recipe.model_dump(mode="json") | ({} if recipe.slices else {"options": options}),
         **({"merges": {n: one.model_dump(mode="json") for n, one in recipe.merges.items()}} if recipe.merges else {}),
+        "models": recorded_models(recipe, out),
         **used(recipe, plan),
         **({"layers": layer_table(recipe)} if recipe.slices else {}),
         "inputs": [_input_record(plan, source) for source in _recorded(plan.inputs.sources)],
@@ -57,6 +63,18 @@ def merge_record(
         "resumed_blocks": resumed,
         "notes": plan.notes,
     }
+
+
+def recorded_models(recipe: Recipe, out: Path) -> dict[str, str]:
+    """Name → fine-tuned model: a path relative to the result, or a Hub id or URL as it is."""
+    given = [model.adapter or model.model for model in recipe.sources]
+    names = short_names(given, recipe.folder)
+    found = {}
+    for reference in given:
+        reference = str(recipe.made.get(reference, reference))
+        path = local_path(reference, recipe.folder)
+        found[names.get(reference, reference)] = os.path.relpath(path, out) if path.exists() else reference
+    return found
 
 
 def _recorded(sources: Sequence[Source]) -> Iterator[Source]:

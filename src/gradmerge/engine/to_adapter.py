@@ -126,7 +126,7 @@ def merge_to_adapter(
         result.lost, result.lost_share = adapter.lost, adapter.lost_share
         result.copied = len(plan.jobs) - len(plan.merged)
         plan.note(adapter.notes())
-        record = merge_record(recipe, plan, fingerprint, sizes, timings, len(finished.units))
+        record = merge_record(recipe, plan, fingerprint, sizes, timings, len(finished.units), at.out)
         record["output"] |= {"format": "adapter", "bytes": result.bytes_written, **adapter.facts()}
         (at.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
         card = merge_card(recipe, plan, at.folder, at.out.name, base, adapter.text())

@@ -194,7 +194,7 @@ def merge_to_folder(
         result.output, result.bytes_written, result.seconds = staging.out, plan.total_written, timings["total"]
         if cluster is not None:
             timings["start"] = cluster.seconds
-        record = merge_record(recipe, plan, fingerprint, sizes, timings, resumed)
+        record = merge_record(recipe, plan, fingerprint, sizes, timings, resumed, staging.out)
         (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
         (staging.folder / CARD).write_text(merge_card(recipe, plan, staging.folder, staging.out.name), "utf-8")
         if staging.upload is None:  # else it is needed until all has been sent

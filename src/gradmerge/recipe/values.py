@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
-
-def _parse_size(value: Any) -> int:
-    size = value
-    if isinstance(value, bool) or not isinstance(value, int):
-        match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
-        if not match or match[1].count(".") > 1 or match[1] == ".":
-            raise ValueError("not a size such as 5GB, 500MB or 2GiB")
-        unit = 1024 if match[3] else 1000
-        size = int(min(float(match[1]), 1e100) * unit ** " KMGT".index(match[2].upper() or " "))
-    if size < 1:
-        raise ValueError("a size must be above 0")
-    return int(size)
-
+from ..text import parse_size
 
 #: Bounds of weights, damping and options other than 0: their products with any curvature and model then fit float64.
 SMALLEST, LARGEST = 1e-30, 1e30
@@ -59,7 +46,7 @@ def number_or(word: str, low: float, high: float | None = None) -> PlainValidato
 
 WeightNumber = Annotated[float, AfterValidator(_check_weight)]
 Number = Annotated[float, AfterValidator(_check_number)]
-Size = Annotated[int, BeforeValidator(_parse_size)]
+Size = Annotated[int, BeforeValidator(parse_size)]
 
 
 class RecipePart(BaseModel):

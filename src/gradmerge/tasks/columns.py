@@ -17,6 +17,8 @@ READS: Mapping[str, tuple[str, ...]] = {
     "image": ("image", "label", "labels"),
     "embedding": ("anchor", "positive", "negative", "score"),
 }
+#: The keys that hold labels.
+LABELS = ("label", "labels", "score")
 KEYS = tuple(dict.fromkeys(key for keys in READS.values() for key in keys))
 
 TEXT = (
@@ -81,14 +83,16 @@ def parse_columns(text: str | None) -> dict[str, str]:
     return result
 
 
-def choose_columns(task: str, rows: Rows, given: Mapping[str, str] | None) -> Fields:
-    """The columns that a task reads."""
-    return _CHOOSERS[task](_Choice(task, rows, given or {}))
+def choose_columns(task: str, rows: Rows, given: Mapping[str, str] | None, *, labeled: bool = True) -> Fields:
+    """The columns that a task reads; without ``labeled`` those of its inputs, and data may lack labels."""
+    choice = _Choice(task, rows, given or {}, labeled)
+    fields = _CHOOSERS[task](choice)
+    return fields if labeled else {role: names for role, names in fields.items() if role not in LABELS}
 
 
 class _Choice:
-    def __init__(self, task: str, rows: Rows, given: Mapping[str, str]) -> None:
-        self.task, self.rows = task, rows
+    def __init__(self, task: str, rows: Rows, given: Mapping[str, str], labeled: bool) -> None:
+        self.task, self.rows, self.labeled = task, rows, labeled
         self.by_name = {name.lower(): name for name in reversed(rows.columns)}
         self.given = {key: self._named(key, value) for key, value in given.items()}
 
@@ -134,6 +138,8 @@ def _classify(choice: _Choice) -> Fields:
         raise InputError("--columns: give either label (one column) or labels (several, joined by +)")
     given_text = [column for role in ("text", "text2") for column in fields.get(role, ())]
     label = fields.get(key) or choice.usual(LABEL, given_text)
+    if label is None and not choice.labeled:
+        label = ()
     label = choice.needed(label, "labels", f"text={(*choice.rows.columns, 'COLUMN')[0]},label=COLUMN")
     if "text" not in fields:
         pair = next((p for p in PAIRS if all(n in choice.by_name and choice.by_name[n] not in label for n in p)), None)
@@ -180,11 +186,20 @@ def _image(choice: _Choice) -> Fields:
     image = choice.needed(image, "images", "image=COLUMN,label=COLUMN")
     key = "labels" if "labels" in choice.given else "label"
     label = choice.given.get(key) or choice.usual(("label", "labels", "fine_label", *LABEL), image)
+    if label is None and not choice.labeled:
+        label = ()
     return {"image": image, key: choice.needed(label, "labels", f"image={image[0]},label=COLUMN")}
 
 
 def _embedding(choice: _Choice) -> Fields:
     fields = dict(choice.given)
+    if not choice.labeled and "anchor" not in fields:
+        names = [name for pair in ANCHORS for name in pair[:1]]
+        fields["anchor"] = choice.needed(
+            choice.usual([*names, *TEXT]) or choice.only_text(()), "a text", "anchor=COLUMN"
+        )
+    if not choice.labeled:
+        return {"text": fields["anchor"]}
     pair = next((p for p in (*ANCHORS, *PAIRS) if all(name in choice.by_name for name in p)), None)
     for key, place in (("anchor", 0), ("positive", 1)):
         found = (choice.by_name[pair[place]],) if pair is not None else None

@@ -28,7 +28,7 @@ MOST_PIXELS = 100_000_000
 
 
 class ImageExamples:
-    """Images with labels."""
+    """Images, with labels if the fields name a column for them."""
 
     def __init__(self, rows: Rows, fields: Fields, model: nn.Module, processor: Any) -> None:
         self.rows, self.column = rows, fields["image"][0]
@@ -37,8 +37,10 @@ class ImageExamples:
         self.channels = int(getattr(config, "num_channels", 3))
         self.size = _size_of(config)
         self.dtype = next(model.parameters()).dtype
-        self.labels = read_labels(rows, fields, config)
-        self.output: ExampleLoss = loss_of(model, self.labels)
+        self.labels = None
+        if {"label", "labels"} & fields.keys():
+            self.labels = read_labels(rows, fields, config)
+            self.output: ExampleLoss = loss_of(model, self.labels)
         self.prepared = self._prepared()
         """The data is the model's input already: floating-point numbers beyond [0, 1]."""
         if self.prepared:
@@ -58,7 +60,8 @@ class ImageExamples:
         return any(float(image.min()) < 0 or float(image.max()) > 1 for image in self.rows.column(self.column))
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        return {"pixel_values": self._pixels(indices).to(self.dtype), "labels": self.labels[list(indices)]}
+        inputs = {"pixel_values": self._pixels(indices).to(self.dtype)}
+        return inputs if self.labels is None else inputs | {"labels": self.labels[list(indices)]}
 
     def _pixels(self, indices: Sequence[int]) -> Tensor:
         if self.prepared:

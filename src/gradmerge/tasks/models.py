@@ -85,23 +85,26 @@ def load_model(
     """
     args = ModelArgs.parse(model_args)
     args.check_device(device)
-    target = device_of(device)
-    located = _locate(reference, task, dtype)
-    info, setup = located.info, located.setup
-    quantized = _is_quantized(located, args, gradients)
-    if located.adapter is not None and args.device_map is not None and not quantized:
+    place = device_of(device)
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: not known{nearest(dtype, DTYPES)}\n  Known are {', '.join(DTYPES)}.")
+    info, config, adapter, setup = _located(reference, task)
+    task, folder, base_folder = info.task, info.folder, info.base_folder
+    check_weights(reference, base_folder, "model")
+    if adapter is not None:
+        check_weights(reference, folder, "adapter_model")
+    quantized = _is_quantized(reference, args, config, adapter is not None, gradients)
+    if adapter is not None and args.device_map is not None and not quantized:
         raise InputError(
             f"{reference}: device_map: an adapter is merged into its base in memory. Write the merged model first "
             "(gradmerge merge), or keep the base quantized (load_in_4bit)."
         )
-    given = args.from_pretrained(
-        located.config, dtype, target, quantized=quantized, bytes_per_parameter=bytes_per_parameter
-    )
+    given = args.from_pretrained(config, dtype, place, quantized=quantized, bytes_per_parameter=bytes_per_parameter)
     with quiet_transformers(), offline():
-        model = _load_weights(located, dtype, given, quantized)
-        if located.adapter is not None:
+        model = _loaded(reference, base_folder, config, task, dtype, info, given, quantized)
+        if adapter is not None:
             apart = adapter_apart or any(type(p).__name__ in ("Params4bit", "Int8Params") for p in model.parameters())
-            model = with_adapter(reference, model, info.folder, info, apart)
+            model = with_adapter(reference, model, folder, info, apart)
     if setup is not None:  # the pooler of BERT and its kin is not used
         info.missing_keys = [key for key in info.missing_keys if not key.startswith("pooler.")]
     if whole:
@@ -116,30 +119,14 @@ def load_model(
     if "device_map" in given:
         info.notes += offloaded(model)
         return model.eval(), info
-    if target.type == "cpu" and dtype == "auto" and any(p.dtype == torch.float16 for p in model.parameters()):
+    if place.type == "cpu" and dtype == "auto" and any(p.dtype == torch.float16 for p in model.parameters()):
         model = model.float()
         info.notes.append(NARROW)
-    return model.to(target).eval(), info
+    return model.to(place).eval(), info
 
 
-@dataclass
-class _Located:
-    """The files of a model, checked, and their configs."""
-
-    reference: str
-    info: LoadingInfo
-    config: Any
-    """Of transformers."""
-    adapter: dict[str, Any] | None
-    """The config of the adapter, if the model is one."""
-    setup: SentenceSetup | None
-    """The modules of a sentence-transformers folder."""
-
-
-def _locate(reference: str, task: str, dtype: str) -> _Located:
-    """Find a model, and check its small files, the headers of its weight files, its task and ``dtype``."""
-    if dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype}: not known{nearest(dtype, DTYPES)}\n  Known are {', '.join(DTYPES)}.")
+def _located(reference: str, task: str) -> tuple[LoadingInfo, Any, dict[str, Any] | None, SentenceSetup | None]:
+    """Where a model lies, its config, the config of its adapter, and the modules of a sentence-transformers folder."""
     folder = folder_of(reference)
     check_small_files(folder)
     adapter = read_adapter_config(folder) if is_adapter(folder) else None
@@ -152,10 +139,7 @@ def _locate(reference: str, task: str, dtype: str) -> _Located:
     check_small_files(base_folder)
     config = config_of(reference, folder, base_folder, adapter)
     task = task_of(reference, config, task, adapter)
-    check_weights(reference, base_folder, "model")
-    if adapter is not None:
-        check_weights(reference, folder, "adapter_model")
-    return _Located(reference, LoadingInfo(folder, base_folder, task), config, adapter, setup)
+    return LoadingInfo(folder, base_folder, task), config, adapter, setup
 
 
 def model_without_weights(reference: str, task: str = "auto", dtype: str = "auto") -> tuple[nn.Module, LoadingInfo]:
@@ -165,8 +149,12 @@ def model_without_weights(reference: str, task: str = "auto", dtype: str = "auto
     """
     import transformers
 
-    located = _locate(reference, task, dtype)
-    config, info = located.config, located.info
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: not known{nearest(dtype, DTYPES)}\n  Known are {', '.join(DTYPES)}.")
+    info, config, adapter, setup = _located(reference, task)
+    check_weights(reference, info.base_folder, "model")
+    if adapter is not None:
+        check_weights(reference, info.folder, "adapter_model")
     stored = getattr(config, "dtype", None) or torch.float32
     computes = stored if dtype == "auto" else getattr(torch, dtype)
     try:
@@ -175,24 +163,25 @@ def model_without_weights(reference: str, task: str = "auto", dtype: str = "auto
             model = kind.from_config(config, dtype=computes, trust_remote_code=False)
     except Exception as error:  # the config does not fit the task, or has impossible values
         raise InputError(f"{reference}: no model of its config for task {info.task}: {first_line(error)}") from error
-    return (model if located.setup is None else EmbeddingModel(model, located.setup, computes)).eval(), info
+    return (model if setup is None else EmbeddingModel(model, setup, computes)).eval(), info
 
 
-def _is_quantized(located: _Located, args: ModelArgs, gradients: bool) -> bool:
+def _is_quantized(reference: str, args: ModelArgs, config: Any, adapter: bool, gradients: bool) -> bool:
     """Whether the model computes with bitsandbytes weights: those it asks for, or stored ones below an adapter."""
-    adapter = located.adapter is not None
-    if args.bits is None:
-        return gradients and adapter and _is_stored_by_bitsandbytes(located.config)
-    if args.bits and gradients and not adapter:
+    if args.bits is not None:
+        quantized = args.bits > 0
+    else:
+        quantized = gradients and adapter and _states_quantisation(config) and _is_bits(config)
+    if quantized and gradients and not adapter:
         raise InputError(
-            f"{located.reference}: model_args: load_in_{args.bits}bit: quantized weights have no gradients. Give the "
-            "folder of a PEFT adapter: curvature of its parameters can be estimated on a quantized base."
+            f"{reference}: model_args: load_in_{args.bits}bit: quantized weights have no gradients. Give the folder of "
+            "a PEFT adapter: curvature of its parameters can be estimated on a quantized base."
         )
-    return args.bits > 0
+    return quantized
 
 
-def _is_stored_by_bitsandbytes(config: Any) -> bool:
-    stated = getattr(config, "quantization_config", None)
+def _is_bits(config: Any) -> bool:
+    stated = config.quantization_config
     method = stated.get("quant_method") if isinstance(stated, dict) else getattr(stated, "quant_method", None)
     return str(getattr(method, "value", method)) == "bitsandbytes"
 
@@ -296,31 +285,38 @@ def class_name(task: str, config: Any) -> str:
     return _AUTO_CLASSES[task][0] if task != "embedding" else _BARE[bool(getattr(config, "is_encoder_decoder", False))]
 
 
-def _load_weights(located: _Located, dtype: str, given: dict[str, Any], quantized: bool) -> nn.Module:
-    """Call ``from_pretrained``, and note in ``located.info`` what the checkpoint lacks."""
+def _loaded(
+    reference: str,
+    folder: Path,
+    config: Any,
+    task: str,
+    dtype: str,
+    info: LoadingInfo,
+    given: dict[str, Any],
+    quantized: bool,
+) -> nn.Module:
     import transformers
 
-    reference, config, info = located.reference, located.config, located.info
-    kind = getattr(transformers, class_name(info.task, config))
+    kind = getattr(transformers, class_name(task, config))
     offload = tempfile.TemporaryDirectory(prefix="gradmerge-offload-") if "device_map" in given else None
     if offload is not None:
         given = given | {"offload_folder": offload.name}
         if dtype == "auto" and not torch.cuda.is_available() and getattr(config, "dtype", None) == torch.float16:
             dtype = "float32"
             info.notes.append(NARROW)
-    _refuse_inflated(reference, info.base_folder, kind, config)
-    folder: Path | None = info.base_folder
-    if not quantized and (state := _dequantised_state(info.base_folder, config, info)) is not None:
+    _refuse_inflated(reference, folder, kind, config)
+    place: Path | None = folder
+    if not quantized and (state := _dequantised_state(folder, config, info)) is not None:
         if "device_map" in given:
             raise InputError(
-                f"{reference}: device_map: the model is stored quantized, and dequantized in memory on one device"
+                f"{reference}: the model is stored quantized and dequantized in memory, without device_map"
             )
         with torch.device("meta"):
             kind = type(kind.from_config(config, trust_remote_code=False))  # which takes weights from memory
-        folder, given = None, given | {"state_dict": state}
+        place, given = None, given | {"state_dict": state}
     try:
         model, loading = kind.from_pretrained(
-            folder,
+            place,
             config=config,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             use_safetensors=True,
@@ -335,7 +331,7 @@ def _load_weights(located: _Located, dtype: str, given: dict[str, Any], quantize
     except Exception as error:  # no such model for the task, a corrupt file, an unknown attention
         stated = ", ".join(_architectures(config)) or "unknown"
         raise InputError(
-            f"{reference}: the model (architecture {stated}) cannot be loaded for task {info.task}: {first_line(error)}"
+            f"{reference}: the model (architecture {stated}) cannot be loaded for task {task}: {first_line(error)}"
         ) from error
     info.missing_keys = sorted(loading["missing_keys"])
     info.other_shapes = {
@@ -375,8 +371,7 @@ def _dequantised_state(folder: Path, config: Any, info: LoadingInfo) -> dict[str
 
     What computes with them needs gradients, which codes do not have.
     """
-    parts: list[Any] = [config, getattr(config, "text_config", None)]
-    stating = [part for part in parts if getattr(part, "quantization_config", None) is not None]
+    stating: list[Any] = [part for part in (config, getattr(config, "text_config", None)) if _states_quantisation(part)]
     if not stating:
         return None
     with open_checkpoint(folder) as stored:
@@ -392,6 +387,10 @@ def _dequantised_state(folder: Path, config: Any, info: LoadingInfo) -> dict[str
     for part in stating:
         del part.quantization_config
     return state
+
+
+def _states_quantisation(config: Any) -> bool:
+    return getattr(config, "quantization_config", None) is not None
 
 
 def _refuse_inflated(reference: str, folder: Path, kind: Any, config: Any) -> None:

@@ -1,0 +1,183 @@
+"""Compare a model with fine-tuned models: representations, and answers where they share a head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..curvature.losses import unwrapped
+from .blocks import Batch, BlockModel, HiddenCache, RowStream, counted_positions, forward, input_of
+
+
+@dataclass
+class Distances:
+    """How far a model is from the fine-tuned model of each task."""
+
+    blocks: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Block → task → ‖h − h_t‖² / ‖h_t‖² of the block's output."""
+    representations: dict[str, float] = field(default_factory=dict)
+    """Task → the same of the last representation."""
+    answers: dict[str, float] = field(default_factory=dict)
+    """Task → KL of the answers from the fine-tuned model's, in nats per row or token. Empty without a shared head."""
+
+    @property
+    def total(self) -> float:
+        """The mean over tasks, of the representations plus the answers."""
+        values = [value + self.answers.get(task, 0.0) for task, value in self.representations.items()]
+        return sum(values) / len(values)
+
+
+@torch.no_grad()
+def measure(
+    model: BlockModel,
+    teachers: Mapping[str, BlockModel],
+    rows: Mapping[str, Sequence[Batch]],
+    cache: HiddenCache,
+    shared_head: bool,
+) -> Distances:
+    """Measure the distances of a model from its teachers, block by block."""
+    found = Distances()
+    streams = {
+        task: (RowStream(model, batches, cache), RowStream(teachers[task], batches, cache))
+        for task, batches in rows.items()
+    }
+    stages = model.structure.stages
+    try:
+        for stage in stages:
+            with model.loaded(stage):
+                for task, (own, other) in streams.items():
+                    with teachers[task].loaded(stage):
+                        for stream in (own, other):
+                            stream.go_through(stage)
+                        if stage == stages[-1]:
+                            _measure_outputs(found, task, own, other, shared_head)
+                    if stage.is_block:
+                        pairs = [(own.hidden(stage, n), other.hidden(stage, n)) for n in range(len(own.batches))]
+                        found.blocks.setdefault(stage.name, {})[task] = _relative(pairs)
+    finally:
+        for pair in streams.values():
+            for stream in pair:
+                stream.close()
+    return found
+
+
+def _relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """‖h − h_t‖² / ‖h_t‖² over all pairs."""
+    apart = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
+    size = sum(float(other.double().square().sum()) for _, other in pairs)
+    return apart / max(size, 1e-300)
+
+
+def _measure_outputs(found: Distances, task: str, own: RowStream, other: RowStream, shared_head: bool) -> None:
+    pairs, divergence, terms = [], 0.0, 0
+    for index, batch in enumerate(own.batches):
+        mine, wanted = (_finished(stream, index, batch, shared_head) for stream in (own, other))
+        pairs.append((mine.counted_representation(), wanted.counted_representation()))
+        if mine.logits is not None:
+            apart = answer_divergence(mine, wanted)
+            divergence, terms = divergence + float(apart.double().sum()), terms + len(apart)
+    found.representations[task] = _relative(pairs)
+    if terms:
+        found.answers[task] = divergence / terms
+
+
+def _finished(stream: RowStream, index: int, batch: Batch, with_head: bool) -> Outputs:
+    module = stream.model.module
+    _, encoder = representation_modules(module)
+    run = partial(stream.finish, index, None if with_head else encoder)
+    return Outputs.of(module, batch, run, with_head)
+
+
+@dataclass
+class Outputs:
+    """What a model returns for a batch: the representation before its head, and its answers."""
+
+    representation: Tensor
+    logits: Tensor | None
+    counted: Tensor | None
+    """Which positions of the representation are not padding."""
+    config: Any = None
+
+    @staticmethod
+    def of(module: nn.Module, batch: Batch, run: Callable[[], Any] | None = None, with_head: bool = True) -> Outputs:
+        """Run a model on a batch, and keep the representation on the way."""
+        kept: list[Tensor] = []
+        head, encoder = representation_modules(module)
+
+        def before_head(child: nn.Module, args: Any, kwargs: Any) -> None:
+            kept.append(input_of(args, kwargs))
+
+        def after_encoder(child: nn.Module, args: Any, result: Any) -> None:
+            kept.append(_first(result))
+
+        handle = None
+        if head is not None:
+            handle = head.register_forward_pre_hook(before_head, with_kwargs=True)
+        elif encoder is not None:
+            handle = encoder.register_forward_hook(after_encoder)
+        try:
+            result = forward(module, batch) if run is None else run()
+        finally:
+            if handle is not None:
+                handle.remove()
+        logits = getattr(result, "logits", None)
+        logits = _first(result) if logits is None else logits
+        representation = kept[-1] if kept else logits
+        counted = counted_positions(module, batch, representation)
+        config = getattr(unwrapped(module), "config", None)
+        return Outputs(representation, logits if with_head and kept else None, counted, config)
+
+    def counted_representation(self) -> Tensor:
+        return self.representation if self.counted is None else self.representation[self.counted]
+
+    def counted_logits(self) -> Tensor:
+        """The answers that count, one per row."""
+        assert self.logits is not None
+        if self.logits.dim() < 3:
+            return self.logits
+        counted = self.counted if self.counted is not None and self.counted.shape == self.logits.shape[:2] else None
+        return self.logits.flatten(0, 1) if counted is None else self.logits[counted]
+
+
+def representation_modules(module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The language-model head whose input is the representation, else the encoder whose output it is."""
+    model: Any = unwrapped(module)
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    if isinstance(head, nn.Module):
+        return head, None
+    encoder = getattr(model, "base_model", None)
+    return None, encoder if isinstance(encoder, nn.Module) and encoder is not model else None
+
+
+def _first(result: Any) -> Tensor:
+    value: Tensor = next(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+    return value
+
+
+def answer_divergence(own: Outputs, teacher: Outputs) -> Tensor:
+    """For every row or token the KL from the teacher's answers to the model's; of a regression the squared error."""
+    logits, wanted = own.counted_logits().float(), teacher.counted_logits().float()
+    problem = getattr(own.config, "problem_type", None)
+    if problem == "regression" or logits.shape[-1] == 1:
+        return (logits - wanted).square().sum(-1)
+    if problem == "multi_label_classification":
+        p = wanted.sigmoid()
+        cross = F.binary_cross_entropy_with_logits(logits, p, reduction="none")
+        return (cross - F.binary_cross_entropy_with_logits(wanted, p, reduction="none")).sum(-1)
+    return F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+
+
+def encoder_prefix(module: nn.Module) -> str:
+    """The path of the encoder in a model with a head for a task, with a dot; empty if there is none."""
+    _, encoder = representation_modules(module)
+    if encoder is None:
+        return ""
+    return next(f"{name}." for name, child in unwrapped(module).named_modules() if child is encoder)

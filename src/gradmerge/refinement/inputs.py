@@ -1,0 +1,189 @@
+"""What calibration and distillation read: a merge, the fine-tuned models as teachers, and unlabeled rows."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..checkpoints.opening import HUB_ID
+from ..checkpoints.published import RECORD
+from ..checkpoints.token_differences import token_difference
+from ..errors import InputError
+from ..storage.smallfile import MAX_TOKENIZER, read_json
+from ..storage.tensorfile import local_path
+from ..tasks.folders import folder_of
+from ..tasks.model_args import BASIC_KEYS, ModelArgs
+from ..tasks.unlabeled import UnlabeledRows, read_unlabeled
+from ..text import listed, nearest
+from .distances import encoder_prefix
+from .streaming import ModelFiles, open_model_files
+
+#: Rows per task, unless the user gives another limit.
+LIMIT = 256
+
+
+@dataclass
+class MergeInputs:
+    """An opened merge with its teachers and rows."""
+
+    merged: ModelFiles
+    teachers: dict[str, ModelFiles]
+    rows: dict[str, UnlabeledRows]
+    shared_head: bool
+    """Whether all tasks share the merge's head. Otherwise each keeps the head of its fine-tuned model."""
+    excluded: Sequence[str] = ()
+    """Patterns over tensor names that the merge's recipe excludes."""
+    notes: list[str] = field(default_factory=list)
+
+    def keeps(self, layer: str) -> bool:
+        """Whether a layer keeps the merge's weights: a head that tasks do not share, or one the recipe excludes."""
+        if not self.shared_head and not layer.startswith(encoder_prefix(self.merged.module)):
+            return True
+        weight = self.merged.names.get(f"{layer}.weight", f"{layer}.weight")
+        return any(fnmatch.fnmatchcase(weight, pattern) for pattern in self.excluded)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record that gradmerge wrote into a model's folder; empty if there is none."""
+    path = folder / RECORD
+    return read_json(path, MAX_TOKENIZER) if path.is_file() else {}
+
+
+def recorded_models(folder: Path) -> dict[str, str]:
+    """Name → path or Hub id of the models that a merge was made of."""
+    stated = read_record(folder).get("models")
+    if not isinstance(stated, dict):
+        return {}
+    found = {}
+    for name, reference in stated.items():
+        if isinstance(reference, str):
+            beside = Path(os.path.normpath(folder / reference))
+            found[str(name)] = reference if HUB_ID.fullmatch(reference) and not beside.exists() else str(beside)
+    return found
+
+
+def find_teachers(merged: str, tasks: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+    """Task → its fine-tuned model: the one given, else the one of that name in the merge's record."""
+    recorded = recorded_models(folder_of(merged))
+    for name in given:
+        if name not in tasks:
+            raise InputError(f"teachers: there is no data for {name!r}{nearest(name, tasks)}")
+    found = {}
+    for task in tasks:
+        reference = given.get(task, recorded.get(task))
+        if reference is None:
+            known = f"The record of {merged} names {', '.join(recorded)}." if recorded else f"{merged} has no record."
+            raise InputError(
+                f"{task}: no fine-tuned model has this name{nearest(task, recorded)}. {known} "
+                "Name it in teachers, such as teachers={'" + task + "': './" + task + "'}"
+            )
+        found[task] = reference
+    return found
+
+
+@contextlib.contextmanager
+def opened_inputs(
+    merged: str,
+    data: Mapping[str, str],
+    teachers: Mapping[str, str],
+    *,
+    task: str = "auto",
+    columns: Mapping[str, str] | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    model_args: Mapping[str, Any] | None = None,
+) -> Iterator[MergeInputs]:
+    """Open the models without their weights, and read the rows. All incompatibilities are in one message."""
+    if not data:
+        raise InputError("data: give rows for at least one task")
+    references = find_teachers(merged, list(data), teachers)
+    args = ModelArgs.parse(model_args, BASIC_KEYS)
+    with contextlib.ExitStack() as stack:
+        opened = open_model_files(merged, task, args.attn_implementation)
+        stack.callback(opened.checkpoint.close)
+        found: dict[str, ModelFiles] = {}
+        for name, reference in references.items():
+            found[name] = open_model_files(reference, opened.info.task, args.attn_implementation)
+            stack.callback(found[name].checkpoint.close)
+        excluded = read_record(opened.info.folder).get("recipe", {}).get("exclude", [])
+        shared = shares_head(opened, found, excluded)
+        check_teachers(opened, found, shared)
+        limit = LIMIT if limit is None else limit
+        rows = {
+            name: read_unlabeled(
+                source,
+                opened.module,
+                merged,
+                opened.info,
+                columns=columns,
+                limit=limit,
+                batch_size=batch_size,
+                max_length=max_length,
+                tokenizer=args.tokenizer,
+            )
+            for name, source in data.items()
+        }
+        for model in found.values():  # decoders that classify look for the last token that is not padding
+            _copy_pad_token(opened.module, model.module)
+        notes = [f"{name}: {note}" for name, one in rows.items() for note in one.notes]
+        if not shared:
+            notes.append("the tasks do not share a head: each keeps the head of its fine-tuned model")
+        yield MergeInputs(opened, found, rows, shared, excluded, notes)
+
+
+def shares_head(merged: ModelFiles, teachers: Mapping[str, ModelFiles], excluded: Sequence[str]) -> bool:
+    """Whether the merge has one head for all tasks: same classes, same shapes, and not excluded from the merge."""
+    prefix = encoder_prefix(merged.module)
+    if merged.info.task in ("causal-lm", "seq2seq", "embedding") or not prefix:
+        return True
+    heads = {name: p.shape for name, p in merged.module.named_parameters() if not name.startswith(prefix)}
+    stored = [merged.names.get(name) for name in heads]
+    if not heads or any(name is None or any(fnmatch.fnmatchcase(name, p) for p in excluded) for name in stored):
+        return False
+    for teacher in teachers.values():
+        other = {name: p.shape for name, p in teacher.module.named_parameters() if not name.startswith(prefix)}
+        if other != heads or _classes(teacher.module) != _classes(merged.module):
+            return False
+    return True
+
+
+def _classes(module: nn.Module) -> Any:
+    return getattr(module.config, "id2label", None)
+
+
+def check_teachers(merged: ModelFiles, teachers: Mapping[str, ModelFiles], shared_head: bool) -> None:
+    """Raise with all differences in names, shapes and vocabulary between the merge and its teachers."""
+    prefix = "" if shared_head else encoder_prefix(merged.module)
+    ours = {name: tuple(p.shape) for name, p in merged.module.named_parameters() if name.startswith(prefix)}
+    wrong: list[str] = [f"{merged.reference}: {n} is not in its files" for n in merged.missing if n.startswith(prefix)]
+    for task, teacher in teachers.items():
+        theirs = {name: tuple(p.shape) for name, p in teacher.module.named_parameters() if name.startswith(prefix)}
+        for name in [*ours, *(name for name in theirs if name not in ours)]:
+            if ours.get(name) != theirs.get(name):
+                here, there = (list(one[name]) if name in one else "missing" for one in (ours, theirs))
+                wrong.append(f"{task}: {name} is {there} in {teacher.reference}, and {here} in {merged.reference}")
+        wrong += [f"{task}: {name} is not in the files of {teacher.reference}" for name in teacher.missing]
+        if (tokens := token_difference(merged.checkpoint, teacher.checkpoint)) is not None:
+            wrong += [f"{task}: {line}" for line in tokens.lines]
+    if wrong:
+        raise InputError(f"the fine-tuned models do not fit the merge {merged.reference}:\n{listed(wrong)}")
+
+
+def _copy_pad_token(source: nn.Module, target: nn.Module) -> None:
+    ours, theirs = (module.config.get_text_config() for module in (source, target))  # type: ignore[operator, union-attr]
+    if getattr(theirs, "pad_token_id", None) is None and getattr(ours, "pad_token_id", None) is not None:
+        theirs.pad_token_id = ours.pad_token_id
+
+
+def model_reference(reference: str, relative_to: Path, out: Path) -> str:
+    """A model as a record in ``out`` names it: a Hub id as it is, a folder relative to ``out``."""
+    path = local_path(reference, relative_to)
+    return os.path.relpath(path, out) if path.exists() else reference

@@ -1,0 +1,120 @@
+"""The output factors G = Σ g gᵀ of a model's linear layers, with labels sampled from the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..curvature.losses import LOSSES, MASKED, ExampleLoss, unwrapped
+from .blocks import CONVOLUTIONS, Batch, forward
+
+
+def output_factors(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    layers: Sequence[str],
+    seed: int = 0,
+    first_row: int = 0,
+    labels: Callable[[int, Tensor], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Layer → Σ g gᵀ over examples and positions, with g the gradient of the layer's output.
+
+    The result does not depend on how rows are batched: every row has random numbers of its own.
+
+    Args:
+        model: The merge, with the head of the task.
+        batches: Rows of the task.
+        layers: The layers to compute G for.
+        seed: Of the sampled labels.
+        first_row: Number of the first row, which decides its random numbers.
+        labels: Row number and logits → labels, instead of sampling them.
+    """
+    found: dict[str, Tensor] = {}
+    row = first_row
+    with contextlib.ExitStack() as stack, torch.enable_grad():
+        for name in layers:
+            hook = _GradientSum(found, name)
+            stack.callback(model.get_submodule(name).register_forward_hook(hook).remove)
+        for batch in batches:
+            loss, logits, wanted = sampled_loss(model, batch, seed, row, labels)
+            loss.backward()
+            row += len(wanted)
+            del logits
+    return found
+
+
+class _GradientSum:
+    """A forward hook that adds up g gᵀ of a layer's output in the backward pass."""
+
+    def __init__(self, found: dict[str, Tensor], name: str) -> None:
+        self.found, self.name = found, name
+
+    def __call__(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.add(layer, gradient))
+            return output
+        leaf = output.detach().requires_grad_()
+        leaf.register_hook(lambda gradient: self.add(layer, gradient))
+        return leaf.clone()  # an operation in place may follow
+
+    def add(self, layer: nn.Module, gradient: Tensor) -> None:
+        if isinstance(layer, CONVOLUTIONS):
+            rows = gradient.movedim(1, -1).reshape(-1, layer.groups, gradient.shape[1] // layer.groups).movedim(1, 0)
+        else:
+            rows = gradient.reshape(1, -1, gradient.shape[-1])
+        rows = rows.float() if gradient.dtype != torch.float64 else rows
+        total = rows.mT @ rows
+        self.found[self.name] = self.found[self.name] + total if self.name in self.found else total
+
+
+def sampled_loss(
+    model: nn.Module,
+    batch: Batch,
+    seed: int,
+    first_row: int,
+    labels: Callable[[int, Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss of a batch with labels drawn from the model; also the logits and the labels."""
+    result = forward(model, batch)
+    logits: Any = getattr(result, "logits", result[0] if isinstance(result, tuple) else result)
+    loss, blank = loss_without_labels(model, batch, logits)
+
+    def uniform(row: int, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed((seed << 32) + first_row + row)
+        return torch.rand(count, generator=generator, dtype=torch.float64)
+
+    wanted = loss.draw(logits.detach(), blank, uniform) if labels is None else labels(first_row, logits)
+    return loss.losses(logits, wanted).sum(), logits, wanted
+
+
+def loss_without_labels(model: nn.Module, batch: Batch, logits: Tensor) -> tuple[ExampleLoss, Tensor]:
+    """The loss of a model, and labels that only say which positions count."""
+    inner = unwrapped(model)
+    config = getattr(inner, "config", None)
+    if logits.dim() > 2:
+        encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        name = type(inner).__name__
+        shifted = not encoder_decoder and name.endswith(("ForCausalLM", "LMHeadModel"))
+        blank = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
+        return LOSSES["next-token" if shifted else "tokens"], _mask_padding(batch, blank, encoder_decoder)
+    problem = getattr(config, "problem_type", None)
+    if problem == "multi_label_classification":
+        return LOSSES["labels"], torch.zeros_like(logits)
+    if problem == "regression" or logits.shape[-1] == 1:
+        return LOSSES["squared"], torch.zeros_like(logits)
+    return LOSSES["classes"], torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+
+
+def _mask_padding(batch: Batch, labels: Tensor, encoder_decoder: bool) -> Tensor:
+    if not isinstance(batch, Mapping):
+        return labels
+    if isinstance(batch.get("labels"), Tensor) and batch["labels"].shape == labels.shape:
+        return torch.where(batch["labels"] == MASKED, MASKED, labels)  # prompts and padding do not count
+    mask = batch.get("decoder_attention_mask" if encoder_decoder else "attention_mask")
+    if mask is None or mask.shape != labels.shape:
+        return labels
+    return torch.where(mask.bool(), labels, MASKED)

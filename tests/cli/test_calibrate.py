@@ -1,0 +1,229 @@
+"""`gradmerge calibrate`: from a merge and its fine-tuned models on disk to a new folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+from gradmerge.refinement.blocks import BlockModel, HiddenCache, examine
+from gradmerge.refinement.calibrate import Settings, calibrate_layers
+
+from ..refinement.calibration_families import FAMILIES, make, rows
+from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_llama_checkpoint, write_jsonl
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def fine_tune(base, folder, seed, head=False):
+    """A copy of a model folder whose weights moved."""
+    folder.mkdir()
+    for path in base.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    state = load_file(base / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    for name, value in state.items():
+        if head or not name.startswith("classifier"):
+            state[name] = value + 0.3 * value.std(correction=0) * torch.randn(value.shape, generator=generator)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A base, two fine-tuned language models, their merge, and unlabeled rows."""
+    place = tmp_path_factory.mktemp("texts")
+    base = tiny_llama_checkpoint(place / "base")
+    for number, name in enumerate(("yelp", "imdb"), 1):
+        fine_tune(base, place / name, number)
+        write_jsonl(place / f"{name}.jsonl", [{"text": text} for text in sentences(60, seed=number)])
+    gm.merge(merge_recipe(place), place / "merged", progress=False)
+    return place
+
+
+def merge_recipe(place, **keys):
+    recipe = {"method": "average", "base": str(place / "base"), "models": [str(place / "yelp"), str(place / "imdb")]}
+    path = place / "recipe.json"
+    path.write_text(json.dumps(recipe | keys))
+    return path
+
+
+def data_of(place, *names):
+    return [word for name in names for word in ("--data", f"{name}={place / name}.jsonl")]
+
+
+def state_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_it_writes_a_model_that_is_closer_to_the_fine_tuned_ones(texts, tmp_path):
+    out = tmp_path / "out"
+    result = invoke("calibrate", texts / "merged", *data_of(texts, "yelp", "imdb"), "--json", "-o", out)
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["improved"] and facts["rows"] == {"yelp": 60, "imdb": 60}
+    assert facts["distances"][facts["chosen"]]["total"] < facts["distances"]["merge"]["total"]
+    before, after = state_of(texts / "merged"), state_of(out)
+    assert {n: (v.shape, v.dtype) for n, v in before.items()} == {n: (v.shape, v.dtype) for n, v in after.items()}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {n for n in before if "norm" not in n and "embed" not in n}
+    AutoModelForCausalLM.from_pretrained(out)
+    assert {"README.md", "gradmerge.json", "report.html", "config.json"} <= {p.name for p in out.iterdir()}
+    record = json.loads((out / "gradmerge.json").read_text())
+    assert record["calibration"]["chosen"] == facts["chosen"]
+    # The models are still there for a later command, relative to the new folder.
+    assert {name: (out / path).resolve() for name, path in record["models"].items()} == {
+        name: texts / name for name in ("yelp", "imdb")
+    }
+
+
+def test_two_runs_write_the_same_bytes_whatever_the_cache(texts, tmp_path):
+    folders = []
+    for number, memory in enumerate(("1GB", "1kB")):
+        out = tmp_path / str(number)
+        words = ["--curvature", "none", "--cache-memory", memory]
+        result = invoke("calibrate", texts / "merged", *data_of(texts, "yelp", "imdb"), *words, "-o", out)
+        assert result.exit_code == 0, result.output
+        folders.append((out / "model.safetensors").read_bytes())
+        assert not list(out.glob("*hidden*"))
+    assert folders[0] == folders[1]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "t5"])
+def test_streaming_gives_what_a_module_in_memory_gives(name, tmp_path):
+    from gradmerge.refinement.streaming import open_model_files
+
+    merged, teachers = make(name)
+    data = {task: [batch] for task, batch in rows(name).items()}
+    merged.save_pretrained(tmp_path / "merged")
+    for task, model in teachers.items():
+        model.save_pretrained(tmp_path / task)
+    files = {task: open_model_files(str(tmp_path / task)) for task in ("merged", *teachers)}
+    cpu = torch.device("cpu")
+    source = files["merged"].source(cpu)
+    structure = examine(files["merged"].module, data["task0"][0], source)
+    assert structure.lists
+    streamed = BlockModel(files["merged"].module, structure, source, HiddenCache(0, tmp_path))
+    guides = {task: BlockModel(files[task].module, structure, files[task].source(cpu)) for task in teachers}
+    calibrate_layers(streamed, guides, data, HiddenCache(0, tmp_path), Settings())
+    whole = BlockModel(merged, examine(merged, data["task0"][0]))
+    calibrate_layers(
+        whole, {t: BlockModel(m, whole.structure) for t, m in teachers.items()}, data, HiddenCache(2**40), Settings()
+    )
+    assert all(parameter.device.type == "meta" for parameter in streamed.module.parameters())
+    for key, value in streamed.changed.items():
+        torch.testing.assert_close(value.get(), merged.get_parameter(key), rtol=1e-5, atol=1e-6)
+
+
+def test_tasks_with_heads_of_their_own_keep_them(texts, tmp_path):
+    place = tmp_path
+    base = tiny_bert_checkpoint(place / "base")
+    for number, (name, labels) in enumerate({"yelp": 2, "imdb": 3}.items(), 1):
+        tiny_bert_checkpoint(place / f"{name}-base", labels=labels, seed=0)
+        fine_tune(place / f"{name}-base", place / name, number, head=True)
+    gm.merge(merge_recipe(place, exclude=["classifier.*"]), place / "merged", progress=False)
+    out = place / "out"
+    words = [*data_of(texts, "yelp", "imdb"), "--curvature", "merge", "--no-check"]
+    result = invoke("calibrate", place / "merged", *words, "-o", out)
+    assert result.exit_code == 0, result.output
+    before, after = state_of(place / "merged"), state_of(out)
+    assert torch.equal(before["classifier.weight"], after["classifier.weight"])
+    query = "bert.encoder.layer.0.attention.self.query.weight"
+    assert not torch.equal(before[query], after[query])
+    assert base.is_dir()
+
+
+def test_lora_adapters_are_teachers_and_an_adapter_becomes_a_full_model(tmp_path):
+    base = tiny_llama_checkpoint(tmp_path / "base")
+    for number, name in enumerate(("code", "chat")):
+        torch.manual_seed(number)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2))
+        for key, parameter in adapted.named_parameters():
+            if "lora_B" in key:
+                parameter.data.normal_(std=0.1)
+        adapted.peft_config["default"].base_model_name_or_path = str(base)
+        adapted.save_pretrained(tmp_path / name)
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in sentences(20, seed=number)])
+    recipe = {"method": "average", "base": str(base), "models": [str(tmp_path / "code"), str(tmp_path / "chat")]}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"output": {"format": "adapter", "rank": 4}}))
+    gm.merge(tmp_path / "recipe.json", tmp_path / "merged", progress=False)
+    assert (tmp_path / "merged" / "adapter_config.json").is_file()
+    out = tmp_path / "out"
+    words = [*data_of(tmp_path, "code", "chat"), "--curvature", "none", "--no-check"]
+    result = invoke("calibrate", tmp_path / "merged", *words, "-o", out)
+    assert result.exit_code == 0, result.output
+    AutoModelForCausalLM.from_pretrained(out)
+    assert state_of(out).keys() == load_file(base / "model.safetensors").keys()
+    assert not (out / "adapter_config.json").exists()
+
+
+def test_a_dry_run_writes_nothing(texts, tmp_path):
+    words = ["--dry-run", "--json", "-o", tmp_path / "out"]
+    result = invoke("calibrate", texts / "merged", *data_of(texts, "yelp", "imdb"), *words)
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    size = sum(value.nbytes for value in state_of(texts / "merged").values())
+    assert facts["fits"] and facts["bytes_written"] == size
+    assert facts["bytes_read"] == 2 * 3 * facts["bytes_written"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"data": ["--data", "amazon={yelp}.jsonl"]}, "amazon"),
+        ({"data": ["--data", "yelp={empty}"]}, "empty"),
+        ({"data": ["--data", "yelp={images}"]}, "images"),
+        ({"data": ["--data", "yelp={yelp}.jsonl", "--teacher", "yelp={wide}"]}, "yelp"),
+        ({"data": ["--data", "yelp={yelp}.jsonl", "--teacher", "imdb={imdb}"]}, "imdb"),
+        ({"merged": "{base}"}, "yelp"),
+        ({"more": ["--curvature", "maybe"]}, "maybe"),
+        ({"more": ["--alpha", "2"]}, "alpha"),
+        ({"more": ["--cache-memory", "lots"]}, "lots"),
+        ({"out": "{yelp}"}, "yelp"),
+        ({"out": "{yelp}/inside"}, "yelp"),
+    ],
+)
+def test_wrong_requests_end_with_status_2_and_write_nothing(texts, tmp_path, changes, named):
+    wide = tmp_path / "wide"
+    tiny_llama_checkpoint(wide, hidden_size=24, intermediate_size=16)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    images = write_jsonl(tmp_path / "images.jsonl", [{"pixels": [[0, 1], [1, 0]]}])
+    known = {"wide": wide, "empty": empty, "images": images, "base": texts / "base"}
+    known |= {name: texts / name for name in ("yelp", "imdb")}
+    merged = str(changes.get("merged", texts / "merged")).format(**known)
+    out = str(changes.get("out", tmp_path / "out")).format(**known)
+    data = [word.format(**known) for word in changes.get("data", ["--data", "yelp={yelp}.jsonl"])]
+    before = set(texts.rglob("*"))
+    result = invoke("calibrate", merged, *data, *changes.get("more", []), "-o", out)
+    assert result.exit_code == 2, result.output
+    assert named in result.output and "Traceback" not in result.output
+    assert set(texts.rglob("*")) == before
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*partial*"))
+
+
+def test_a_record_that_was_moved_with_its_models_still_finds_them(texts, tmp_path):
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    for name in ("merged", "yelp", "imdb"):
+        (place / name).symlink_to(texts / name) if name != "merged" else None
+    (place / "merged").mkdir()
+    for path in (texts / "merged").iterdir():
+        (place / "merged" / path.name).write_bytes(path.read_bytes())
+    from gradmerge.refinement.inputs import recorded_models
+
+    assert {name: Path(path) for name, path in recorded_models(place / "merged").items()} == {
+        name: place / name for name in ("yelp", "imdb")
+    }

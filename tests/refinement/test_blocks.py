@@ -1,0 +1,151 @@
+"""Running a model block by block: which blocks and layers are found, what is cached, and when a model runs whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as t
+from torch import nn
+
+from gradmerge import InputError
+from gradmerge.refinement.blocks import WHOLE, BlockModel, HiddenCache, RowStream, examine, run_whole
+from gradmerge.refinement.calibrate import Settings, calibrate_layers
+
+from .calibration_families import FAMILIES, make, rows, split
+
+
+def go_through(model, batches, cache):
+    """The outputs of a model that runs block by block."""
+    stream = RowStream(model, batches, cache)
+    for stage in model.structure.stages:
+        stream.go_through(stage)
+    found = [[v for v in stream.finish(n).values() if isinstance(v, torch.Tensor)] for n in range(len(batches))]
+    stream.close()
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("limit", [0, 2**40])
+def test_block_by_block_gives_the_outputs_of_the_whole_model(name, limit, tmp_path):
+    model, _ = make(name)
+    batches = split(rows(name)["task0"], 5)
+    structure = examine(model, batches[0])
+    assert structure.lists and not structure.notes
+    cache = HiddenCache(limit, tmp_path)
+    with torch.no_grad():
+        found = go_through(BlockModel(model, structure), batches, cache)
+        for batch, outputs in zip(batches, found, strict=True):
+            whole = [leaf for leaf in run_whole(model, batch) if leaf.is_floating_point()]
+            for one, other in zip(outputs, whole, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert (cache.spilled > 0) is (limit == 0)
+    cache.close()
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_cache_keeps_to_its_limit():
+    cache = HiddenCache(1000)
+    kept = [cache.put(torch.full((100,), float(n))) for n in range(5)]
+    assert cache.peak <= 1000 and cache.spilled == 3 * 400
+    assert [float(one.get()[7]) for one in kept] == [0, 1, 2, 3, 4]
+    kept[0].drop()
+    assert cache.nbytes == 400
+    cache.close()
+
+
+def test_layers_that_read_the_same_input_form_a_group():
+    model, _ = make("llama")
+    structure = examine(model, rows("llama")["task0"])
+    groups = [[name.rpartition(".")[2] for name in group] for group in structure.groups["model.layers.1"]]
+    assert groups == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+
+
+def test_an_encoder_decoder_has_two_lists_of_blocks():
+    model, _ = make("t5")
+    structure = examine(model, rows("t5")["task0"])
+    assert [len(blocks) for blocks in structure.lists] == [2, 2]
+    assert structure.reused == ["lm_head"]  # tied to the embedding
+    decoder = [[n.rpartition(".")[2] for n in group] for group in structure.groups["decoder.block.0"]]
+    assert ["k", "v"] in decoder and ["q", "k", "v"] in decoder
+
+
+@pytest.mark.parametrize("limit", [0, 2**40])
+def test_padding_of_the_encoder_and_of_the_decoder_is_left_out(limit):
+    """More padding changes nothing, also if both sides then have the same length."""
+    merged, teachers = make("t5")
+    data = rows("t5")
+    results = []
+    for encoder, decoder in ((7, 5), (9, 9)):
+        padded = {}
+        for task, batch in data.items():
+            sizes = {"input_ids": encoder, "attention_mask": encoder}
+            padded[task] = {k: F.pad(v, (0, sizes.get(k, decoder) - v.shape[1])) for k, v in batch.items()}
+        structure = examine(merged, padded["task0"])
+        model = BlockModel(copy.deepcopy(merged), structure)
+        guides = {task: BlockModel(one, structure) for task, one in teachers.items()}
+        calibrate_layers(model, guides, {k: [v] for k, v in padded.items()}, HiddenCache(limit), Settings())
+        results.append(model.module.state_dict())
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_model_with_shared_blocks_runs_whole():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "embedding_size": 8, "num_attention_heads": 2, "intermediate_size": 24}
+    config = t.AlbertConfig(**sizes, num_hidden_layers=3, vocab_size=40)
+    model = t.AlbertForSequenceClassification(config).eval()
+    structure = examine(model, rows("bert")["task0"])
+    assert [stage.name for stage in structure.stages] == [WHOLE]
+    assert all("albert_layers" in name for name in structure.reused)
+    solved = [name for group in structure.groups[WHOLE] for name in group]
+    assert "albert.encoder.embedding_hidden_mapping_in" in solved
+
+
+class Residual(nn.Module):
+    """A block that changes its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, hidden):
+        return hidden.add_(self.linear(hidden))
+
+
+class Stack(nn.Module):
+    def __init__(self, block, functional=False):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.functional = functional
+
+    def forward(self, values):
+        hidden = F.linear(values, self.first.weight) if self.functional else self.first(values)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def test_a_block_that_changes_its_input_in_place_runs_whole():
+    structure = examine(Stack(Residual), [torch.randn(2, 6)])
+    assert not structure.lists and structure.notes
+    assert len(structure.groups[WHOLE]) == 4
+
+
+def test_a_weight_that_is_used_without_its_layer_is_an_error_that_names_it():
+    with pytest.raises(InputError) as raised:
+        examine(Stack(lambda: nn.Linear(6, 6), functional=True), [torch.randn(2, 6)])
+    assert str(raised.value).startswith("first:")
+
+
+def test_no_cache_of_keys_and_values_is_passed_to_blocks():
+    model, _ = make("llama")
+    model.config.use_cache = True
+    structure = examine(model, rows("llama")["task0"])
+    stream = RowStream(BlockModel(model, structure), [rows("llama")["task0"]], HiddenCache(2**40))
+    stream.go_through(structure.stages[0])
+    leaves = [leaf for call in stream._calls[0].values() for leaf in call.leaves]
+    assert not any(isinstance(leaf, t.Cache) for leaf in leaves)

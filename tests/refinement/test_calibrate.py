@@ -1,0 +1,250 @@
+"""Calibration: the equation against a slow float64 reference, its special cases, and the choice on held-out rows."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import gradmerge as gm
+from gradmerge import InputError
+from gradmerge.refinement.blocks import BlockModel, HiddenCache, examine
+from gradmerge.refinement.calibrate import (
+    MERGE,
+    InputProducts,
+    Settings,
+    calibrate_layers,
+    count_rows,
+    hold_out,
+    solve,
+)
+from gradmerge.refinement.output_factors import output_factors
+
+from .calibration_families import FAMILIES, make, rows, split
+from .slow_calibration import calibrate_slowly, inputs_of
+
+
+def calibrated(merged, teachers, data, settings=None, **options):
+    structure = examine(merged, next(iter(data.values()))[0])
+    model = BlockModel(copy.deepcopy(merged), structure)
+    guides = {task: BlockModel(one, structure) for task, one in teachers.items()}
+    report = calibrate_layers(model, guides, data, HiddenCache(2**40), settings or Settings(), **options)
+    return model.module, report
+
+
+def same(found, wanted, merged, tolerance=1e-4):
+    """Equal to a relative norm per parameter; the parameters that change do so by far more."""
+    moved = 0
+    for (name, one), other, before in zip(
+        found.named_parameters(), wanted.parameters(), merged.parameters(), strict=True
+    ):
+        error = float((one.double() - other.double()).norm() / other.double().norm().clamp(min=1e-12))
+        assert error < tolerance, f"{name}: {error:.2g}"
+        moved += float((other.double() - before.double()).norm()) > 20 * tolerance * float(other.double().norm())
+    assert moved > 4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("size", [12, 5])
+def test_it_solves_the_equation_of_every_layer_in_forward_order(name, size):
+    merged, teachers = make(name)
+    data = rows(name)
+    found, report = calibrated(merged, teachers, {task: split(batch, size) for task, batch in data.items()})
+    same(found, calibrate_slowly(merged, teachers, data), merged)
+    assert len(report.layers) > 4 and not report.ridges
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_with_output_factors_too(name):
+    merged, teachers = make(name)
+    data = rows(name)
+    structure = examine(merged, data["task0"])
+    layers = [n for groups in structure.groups.values() for group in groups for n in group if n != "lm_head"]
+    factors = {task: output_factors(merged, split(batch, 5), layers) for task, batch in data.items()}
+    scaled = {
+        task: {n: g / g.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] for n, g in found.items()}
+        for task, found in factors.items()
+    }
+    slow = calibrate_slowly(merged, teachers, data, factors=scaled, epsilon=0.1)
+    settings = Settings(epsilon=0.1, tolerance=1e-9)
+    batches = {task: split(batch, 5) for task, batch in data.items()}
+    found, report = calibrated(merged, teachers, batches, settings, factors=factors)
+    same(found, slow, merged)
+    assert 0 < report.most_steps < 60 and not report.residuals
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "convnext"])
+def test_output_factors_are_sums_over_rows_of_plain_gradients(name):
+    """One row at a time, without padding, with the gradients of autograd."""
+    model, _ = make(name)
+    batch = rows(name, count=4)["task0"]
+    structure = examine(model, batch)
+    names = [n for groups in structure.groups.values() for group in groups for n in group if n != "lm_head"]
+    found = output_factors(model, [batch], names)
+    drawn = []
+    for row in range(4):
+        one = {key: value[row : row + 1] for key, value in batch.items()}
+        if "attention_mask" in one:
+            length = int(one["attention_mask"].sum())
+            one |= {key: one[key][:, :length] for key in ("input_ids", "attention_mask")}
+        if "decoder_attention_mask" in one:
+            length = int(one["decoder_attention_mask"].sum())
+            one |= {key: one[key][:, :length] for key in ("decoder_input_ids", "decoder_attention_mask")}
+        drawn.append(output_factors(model, [one], names, first_row=row))
+    for layer in names:
+        slow = sum(one[layer].double() for one in drawn)
+        error = (found[layer].double() - slow).norm() / slow.norm()
+        assert error < 1e-5, layer
+
+
+def products(generator, tasks=3, inputs=7, rows=40):
+    made = []
+    for _ in range(tasks):
+        x, mixed = (torch.randn(rows, inputs, generator=generator).double() for _ in range(2))
+        made.append(InputProducts((x.T @ x)[None], (mixed.T @ x)[None]))
+    return made
+
+
+def test_conjugate_gradients_give_the_dense_solution():
+    generator = torch.Generator().manual_seed(0)
+    given = products(generator)
+    weights = [torch.randn(1, 5, 7, generator=generator).double() for _ in given]
+    anchor = torch.randn(1, 5, 7, generator=generator).double()
+    factors = []
+    for _ in given:
+        g = torch.randn(20, 5, generator=generator).double()
+        factors.append((g.T @ g)[None])
+    settings = Settings(ridge=0.3, epsilon=0.1, tolerance=1e-10)
+    solution = solve(given, weights, anchor, settings, factors)
+    eye_o, eye_i = torch.eye(5).double(), torch.eye(7).double()
+    mean = sum(p.inputs[0] for p in given).diagonal().mean()
+    system, right = 0.3 * mean * torch.kron(eye_o, eye_i), 0.3 * mean * anchor[0]
+    for p, w, g in zip(given, weights, factors, strict=True):
+        system += torch.kron(g[0] + 0.1 * eye_o, p.inputs[0])
+        right += (g[0] + 0.1 * eye_o) @ w[0] @ p.mixed[0]
+    dense = torch.linalg.solve(system, right.reshape(-1)).reshape(5, 7)
+    torch.testing.assert_close(solution.matrix[0], dense, rtol=1e-7, atol=1e-9)
+    assert solution.steps < 40
+
+
+def test_regmean_is_the_case_without_ridge_where_the_inputs_are_those_of_the_fine_tuned_models():
+    generator = torch.Generator().manual_seed(1)
+    x = [torch.randn(30, 6, generator=generator).double() for _ in range(2)]
+    weights = [torch.randn(1, 4, 6, generator=generator).double() for _ in x]
+    given = [InputProducts((one.T @ one)[None], (one.T @ one)[None]) for one in x]
+    found = solve(given, weights, torch.zeros(1, 4, 6).double(), Settings(ridge=0.0)).matrix[0]
+    grams = [one.T @ one for one in x]
+    regmean = sum(w[0] @ g for w, g in zip(weights, grams, strict=True)) @ torch.linalg.inv(sum(grams))
+    torch.testing.assert_close(found, regmean)
+
+
+def test_alpha_0_is_regmean_on_the_inputs_of_the_model_calibrated_so_far():
+    merged, teachers = make("llama")
+    data = rows("llama", count=40)
+    settings = Settings(alpha=0.0, ridge=0.0, scaled=False)
+    found, report = calibrated(merged, teachers, {task: [batch] for task, batch in data.items()}, settings)
+    assert not report.ridges
+    layer = "model.layers.0.self_attn.q_proj"  # its inputs are those of the merge: nothing before it is calibrated
+    grams = {task: inputs_of(copy.deepcopy(merged).double(), layer, batch)[0] for task, batch in data.items()}
+    grams = {task: x.T @ x for task, x in grams.items()}
+    weights = {task: one.get_submodule(layer).weight.double() for task, one in teachers.items()}
+    wanted = sum(weights[task] @ gram for task, gram in grams.items()) @ torch.linalg.inv(sum(grams.values()))
+    torch.testing.assert_close(found.get_submodule(layer).weight.double(), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_fine_tuned_model_that_is_the_merge_changes_nothing():
+    merged, _ = make("llama")
+    data = {"task": split(rows("llama")["task0"], 4)}
+    found, _ = calibrated(merged, {"task": copy.deepcopy(merged)}, data)
+    for one, other in zip(found.parameters(), merged.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_singular_system_gets_a_larger_ridge_which_is_reported():
+    row = torch.ones(1, 1, 4).double()
+    given = [InputProducts(row.mT @ row, row.mT @ row)]
+    solution = solve(given, [torch.ones(1, 2, 4).double()], torch.zeros(1, 2, 4).double(), Settings(ridge=0.0))
+    assert solution.ridge > 0 and bool(solution.matrix.isfinite().all())
+
+
+def test_activations_that_are_not_finite_are_refused_with_block_and_layer():
+    merged, teachers = make("bert")
+    with torch.no_grad():
+        merged.bert.encoder.layer[1].attention.output.LayerNorm.weight[3] = torch.inf
+    with pytest.raises(InputError) as raised:
+        calibrated(merged, teachers, {task: [batch] for task, batch in rows("bert").items()})
+    message = str(raised.value)
+    assert "bert.encoder.layer.1" in message and "intermediate.dense" in message
+
+
+def test_every_tenth_row_is_held_out():
+    batches = split(rows("bert", count=25)["task0"], 7)
+    found = hold_out(batches)
+    assert sum(map(count_rows, found.held_out)) == 2 and sum(map(count_rows, found.fit)) == 23
+    held = torch.cat([batch["input_ids"] for batch in found.held_out])
+    torch.testing.assert_close(held, torch.cat([batch["input_ids"] for batch in batches])[[9, 19]])
+    few = hold_out(split(rows("bert", count=3)["task0"], 2))
+    assert sum(map(count_rows, few.held_out)) == 1 and sum(map(count_rows, few.fit)) == 2
+
+
+def test_a_module_is_calibrated_with_all_rows_and_comes_back_as_a_copy():
+    merged, teachers = make("gpt2", scale=0.5)
+    before = copy.deepcopy(merged.state_dict())
+    data = {task: split(batch, 8) for task, batch in rows("gpt2", count=40).items()}
+    done = gm.calibrate(merged, data, teachers=teachers, curvature="none", progress=False)
+    assert done.improved and done.distances[done.chosen].total < done.distances[MERGE].total
+    direct, _ = calibrated(merged, teachers, data)
+    for name, value in direct.state_dict().items():
+        torch.testing.assert_close(done.model.state_dict()[name], value)
+        torch.testing.assert_close(merged.state_dict()[name], before[name], rtol=0, atol=0)
+    again = gm.calibrate(merged, data, teachers=teachers, curvature="none", progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), done.model.parameters(), strict=True))
+
+
+def test_auto_compares_three_candidates_and_takes_the_closest():
+    merged, teachers = make("gpt2", scale=0.5)
+    data = {task: split(batch, 8) for task, batch in rows("gpt2", count=40).items()}
+    done = gm.calibrate(merged, data, teachers=teachers, progress=False)
+    assert len(done.distances) == 4
+    assert done.chosen == min(done.distances, key=lambda name: done.distances[name].total)
+
+
+def test_the_merge_comes_back_if_nothing_is_closer():
+    merged, teachers = make("bert")
+    data = {task: split(batch, 6) for task, batch in rows("bert", count=6).items()}
+    # A ridge this small fits five rows exactly, and nothing else.
+    done = gm.calibrate(merged, data, teachers=teachers, curvature="none", ridge=1e-9, progress=False)
+    assert not done.improved and done.chosen == MERGE and done.notes
+    assert all(torch.equal(a, b) for a, b in zip(done.model.parameters(), merged.parameters(), strict=True))
+
+
+def test_tasks_with_different_heads_keep_them():
+    merged, teachers = make("bert", scale=0.5)
+    teachers["task1"].classifier = nn.Linear(16, 5)
+    teachers["task1"].config.num_labels = 5
+    data = {task: split(batch, 8) for task, batch in rows("bert", count=40).items()}
+    done = gm.calibrate(merged, data, teachers=teachers, progress=False, check=False, curvature="merge")
+    torch.testing.assert_close(done.model.classifier.weight, merged.classifier.weight, rtol=0, atol=0)
+    assert done.layers == 12 + 1  # two blocks of six layers, and the pooler
+
+
+def test_wrong_requests_are_refused():
+    merged, teachers = make("bert")
+    data = {task: [batch] for task, batch in rows("bert").items()}
+
+    def refused(**changes):
+        given = {"data": data, "teachers": teachers, "progress": False} | changes
+        with pytest.raises(InputError) as raised:
+            gm.calibrate(merged, given.pop("data"), **given)
+        return str(raised.value)
+
+    assert "task1" in refused(teachers={"task0": teachers["task0"]})
+    assert "task0" in refused(data={"task0": [], "task1": data["task1"]})
+    assert "curvature" in refused(curvature="diagonal")
+    assert "alpha" in refused(alpha=1.5)
+    assert "ridge" in refused(ridge=-1.0)
+    assert "check" in refused(check=False)
+    other, _ = make("mpnet")
+    assert "task0" in refused(teachers=teachers | {"task0": other})
