@@ -62,12 +62,6 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         "a batch is a mapping with labels or a tuple that ends with them, not int",
     ),
     ("estimate_curvature", (MODEL, BATCHES, 3), {}, "likelihood is 3, but must be text"),
-    (
-        "estimate_curvature",
-        (MODEL, BATCHES),
-        {"start": 4},
-        "start is 4, but must be a Curvature, a KroneckerCurvature or None",
-    ),
     ("estimate_curvature", (MODEL, "rows.jsonl"), {}, "batches is str, but must be batches in memory, for a module"),
     (
         "estimate_curvature",
@@ -76,7 +70,7 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         "batches is list, but must be the path or name of its data",
     ),
     ("estimate_curvature", ("./a", "b"), {}, "out is None, but must be the folder to write, for a model on disk"),
-    ("estimate_curvature", ("./a", "b"), {"out": "./c", "start": SUMS}, "start is an option for a module, not for"),
+    ("estimate_curvature", ("./a", "b"), {"out": "./c", "output": "labels"}, "output is an option for a module"),
     ("estimate_curvature", (MODEL, BATCHES), {"out": "./c"}, "out is an option for a model on disk, not for a module"),
     ("estimate_curvature", (MODEL, BATCHES), {"limit": 3}, "limit is an option for a model on disk, not for a module"),
     ("estimate_curvature", (MODEL, BATCHES), {"sed": 3}, "there is no option 'sed'; did you mean 'seed'?"),

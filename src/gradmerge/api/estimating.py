@@ -30,7 +30,6 @@ from ..curvature.kronecker import MAX_KRONECKER_DIM, KroneckerCurvature
 from ..curvature.losses import ExampleLoss, TokenLoss
 from ..curvature.reaching import elsewhere
 from ..curvature.totals import LOCATIONS, Keeping
-from ..curvature.trial import Trial
 from ..display import Displayed
 from ..engine.reads import changed, digest_of_state, model_paths, state_of
 from ..errors import GradmergeError, InputError, MachineError
@@ -113,9 +112,7 @@ def estimate_curvature(
     progress: bool | Progress = True,
     max_kronecker_dim: int = MAX_KRONECKER_DIM,
     output: str | ExampleLoss | None = None,
-    start: Curvature | KroneckerCurvature | None = None,
     each_batch: Callable[[Callable[[], Any]], None] | None = None,
-    trial: Trial | None = None,
     kind: str | None = None,
     at_delta: str | Path | None = None,
     precision: str = "float32",
@@ -149,9 +146,7 @@ def estimate_curvature(
             names them.
         output: For a module: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``, where the model and
             its labels do not tell. See :mod:`gradmerge.curvature.losses`.
-        start: For a module: the curvature of the examples before the first of ``batches``, to go on from.
         each_batch: For a module: called after every batch with a function that gives the curvature so far.
-        trial: For many estimates of one module: `gradmerge.curvature.trial.Trial()`, the same one in every call.
         kind: Another name of ``structure``, the one that files and the command line have for it.
         at_delta: On disk: a base, to estimate at MODEL − BASE, for ``fa1``.
         precision, shard_size, force: On disk: as of :meth:`Curvature.save`.
@@ -171,7 +166,7 @@ def estimate_curvature(
     >>> estimate_curvature(module, batches).save("./yelp/curvature")  # doctest: +SKIP
     >>> estimate_curvature("./yelp", "reviews.jsonl", out="./yelp/curvature", limit=1000)  # doctest: +SKIP
     """
-    of_modules: Any = {"output": output, "start": start, "each_batch": each_batch, "trial": trial}
+    of_modules: Any = {"output": output, "each_batch": each_batch}
     of_disk: Any = {"out": out, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
     of_disk |= {"resume": resume, "force": force, "save_every": save_every}
     of_disk["processes"] = processes

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..curvature.batches import Again
-from ..curvature.curvature import Curvature
+from ..curvature.batches import Placed, with_places
 from ..curvature.estimate import estimate_curvature
 from ..curvature.trial import Trial
 from ..errors import InputError
@@ -32,17 +31,13 @@ def squared_gradients(
     the states of random numbers are left as they were. With one ``trial`` for many calls, layers are tried out once.
     """
     model, device = measured.model, measured.device
-    start = None
-    if likelihood == "sampled" and first:
-        nothing = {n: torch.zeros((), device=p.device).expand(p.shape) for n, p in measured.parameters.items()}
-        start = Curvature(nothing, first, likelihood)
     with random_states_kept(device), modes_kept(model), measured.chosen():
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 # With the batch's statistics instead of the running ones, no example has a gradient of its own.
                 module.training = False
-        again = Again(lambda: map(_checked, batches))
-        found = estimate_curvature(model, again, likelihood, seed=seed, device=device, start=start, trial=trial)
+        placed = Placed(lambda: with_places(map(_checked, batches), first))
+        found = estimate_curvature(model, placed, likelihood, seed=seed, device=device, trial=trial)
     return found.sum()
 
 
