@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import gradmerge as gm
 from gradmerge import process_group, processes
-from gradmerge.api import dividing
+from gradmerge.api import saved_sums
 from gradmerge.curvature.batches import Placed
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.curvature.together import Together, parts, without
@@ -216,7 +216,7 @@ def test_a_killed_process_ends_the_others_soon(place: Path, tmp_path: Path, monk
             os.kill(os.getpid(), signal.SIGKILL)
         return estimate_curvature(*arguments, **options)
 
-    monkeypatch.setattr(dividing, "estimate_curvature", killed)
+    monkeypatch.setattr(saved_sums, "estimate_curvature", killed)
     words = ("curvature", "estimate", place / "bert", "--data", place / "rows.jsonl", "-o", tmp_path / "out")
     ended = launch(3, command(*words, "--device", "cpu"), tmp_path / "said", timeout=60)
     assert ended[1].status == -signal.SIGKILL

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import gradmerge as gm
 from gradmerge import process_group
-from gradmerge.api.dividing import estimate_saving
-from gradmerge.api.saved_sums import SavedSums
+from gradmerge.api.saved_sums import SavedSums, estimate_saving
 from gradmerge.curvature.totals import Keeping
 from gradmerge.processes import ALONE
 from gradmerge.storage.staging import Staging

@@ -42,8 +42,7 @@ from ..tasks.data_sources import data_paths
 from ..tasks.model_args import ModelArgs
 from ..text import listed
 from ..urls import place_of
-from .dividing import estimate_saving, share_of, what_all_see
-from .saved_sums import SavedSums
+from .saved_sums import SavedSums, estimate_saving, share_of
 
 #: What can be estimated, and what unfinished work on it is called.
 KINDS = {
@@ -271,7 +270,7 @@ def estimate_to_disk(
                 )
             if likelihood == "exact" and kind != "gram" and isinstance(loaded.output, TokenLoss):
                 next(loaded.output.factors(torch.empty(0)))  # explains why it cannot be done
-            group.agree(what_all_see(loaded))
+            group.agree(loaded.shared_facts())
             notes = _subtract(loaded, at_delta, options) if at_delta is not None else []
             result: Curvature | KroneckerCurvature | Gram
             start = None

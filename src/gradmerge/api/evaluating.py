@@ -13,7 +13,6 @@ from ..processes import ALONE, current
 from ..progress import Progress, shown
 from ..tasks import Generation, LoadedTask, LoadOptions
 from ..tasks.harness import Harness, language_model
-from .dividing import what_all_see
 from .publishing import MeasuredCard
 
 
@@ -85,7 +84,7 @@ def evaluated(
         loaded = None
         if source is not None:
             loaded = tasks.load_task(model, source, **options)
-            group.agree(what_all_see(loaded))
+            group.agree(loaded.shared_facts())
             with shown(progress, "examples") as bar:
                 told = group.shared(bar)
                 told.begin("evaluating", loaded.examples * (1 if generation is None else 2))

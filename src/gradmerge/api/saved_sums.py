@@ -6,14 +6,21 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..curvature.batches import Placed
 from ..curvature.curvature import Curvature, require_finite, write_sums
+from ..curvature.estimate import estimate_curvature
 from ..curvature.files import open_curvature
 from ..curvature.kronecker import KroneckerCurvature
+from ..curvature.together import Together, parts, without
 from ..errors import InputError, MachineError
+from ..processes import Processes
+from ..progress import Progress
 from ..storage.staging import MARK, Staging
+from ..tasks import LoadedTask
 
 #: The file with the sums, and the file that replaces it once it is complete.
 STEM, NEW = "saved-sums", "saved-sums-new"
@@ -101,3 +108,73 @@ def _fit(ranges: list[list[int]], examples: int, total: int) -> bool:
             return False
         end_before = end
     return sum(end - first for first, end in ranges) == examples
+
+
+def share_of(loaded: LoadedTask, group: Processes) -> Placed:
+    """The batches of this process's rows."""
+    mine = group.share(loaded.examples)
+    places = range(mine.start, mine.stop, max(1, loaded.batch_size))
+    return Placed(lambda: zip(places, loaded.batches(start=mine.start, end=mine.stop), strict=True))
+
+
+def estimate_saving(
+    loaded: LoadedTask,
+    likelihood: str,
+    start: tuple[Curvature | KroneckerCurvature, list[list[int]]] | None,
+    saved: SavedSums | None,
+    every: float,
+    progress: Progress,
+    group: Processes,
+    **options: Any,
+) -> Curvature | KroneckerCurvature:
+    """The curvature of all rows, each process taking its share of those that ``start`` does not have.
+
+    ``saved`` and ``start`` are the first process's. It saves the sums of all processes about ``every`` so many seconds.
+    """
+    sums, before = start if start is not None else (None, [])
+    before = group.gather(before)[0]
+    left = without(before, loaded.examples)
+    number = sum(map(len, left))
+    progress.begin("estimating", loaded.examples, loaded.examples - number)
+    mine = parts([(stretch.start, stretch.stop) for stretch in left], group.share(number))
+    done: list[list[int]] = []
+    end, last, attempts = 0, time.monotonic(), 0
+
+    def batches() -> Iterator[tuple[int, Any]]:
+        nonlocal end, attempts
+        attempts += 1
+        if attempts > 1 and saved is not None:
+            saved.remove()  # a formula turned out wrong, maybe already for the rows that are saved
+        done.clear()
+        for stretch in mine:
+            done.append([stretch.start, stretch.start])
+            end = stretch.start
+            for batch in loaded.batches(start=stretch.start, end=stretch.stop):
+                first, end = end, min(end + loaded.batch_size, stretch.stop)
+                yield first, batch
+
+    def each_batch(so_far: Any) -> None:
+        progress.advance(end - done[-1][1])
+        done[-1][1] = end
+
+    def facts() -> list[list[int]]:
+        nonlocal last
+        last = time.monotonic()
+        return done
+
+    def save(so_far: Curvature | KroneckerCurvature, rows: list[list[list[int]]]) -> None:
+        assert saved is not None
+        saved.write(so_far, [*before, *(stretch for one in rows for stretch in one)])
+
+    found: Curvature | KroneckerCurvature = estimate_curvature(
+        loaded.model,
+        Placed(batches),
+        likelihood,
+        output=loaded.output,
+        device=loaded.device,
+        start=sums,
+        each_batch=each_batch,
+        together=Together(group, lambda: time.monotonic() - last >= every, save, facts),
+        **options,
+    )
+    return found

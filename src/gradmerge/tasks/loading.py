@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypedDict, Unpack, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from .._version import __version__
 from ..arguments import check
 from ..curvature.losses import ExampleLoss
 from ..curvature.reaching import spread_device
@@ -129,6 +130,12 @@ class LoadedTask:
     def notes(self) -> list[str]:
         """What a user should know; rows that are too long are counted as batches are made."""
         return self.loading_notes + self.data.notes()
+
+    def shared_facts(self) -> dict[str, Any]:
+        """What must be the same in all processes of a run: otherwise their sums do not add up."""
+        there = [p.detach() for p in self.model.parameters() if p.numel() and p.device.type != "meta"]
+        weights = sum(float(p.flatten()[0]) for p in there)
+        return {"version of gradmerge": __version__, "number of rows": self.examples, "weights": repr(weights)}
 
     def batches(
         self, batch_size: int | None = None, start: int = 0, end: int | None = None
