@@ -8,13 +8,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from .data import Row
 
@@ -47,7 +41,7 @@ def made_up(name: str, train: int = 400, test: int = 120) -> dict[str, list[Row]
 
 def make_encoder(folder: Path, texts: Iterable[str]) -> None:
     """A BERT of two layers with random weights, and a tokenizer of the texts' words."""
-    tokenizer = _tokenizer(texts, start="[CLS]", end="[SEP]")
+    tokenizer = _tokenizer(texts)
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=0, **shape)
@@ -55,27 +49,13 @@ def make_encoder(folder: Path, texts: Iterable[str]) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_seq2seq(folder: Path, texts: Iterable[str]) -> None:
-    """A T5 of one layer on each side with random weights, and a tokenizer of the texts' words."""
-    tokenizer = _tokenizer([*texts, "positive negative"], end="</s>")
-    torch.manual_seed(0)
-    shape = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
-    tokens = {"pad_token_id": 0, "eos_token_id": tokenizer.eos_token_id, "decoder_start_token_id": 0}
-    config = T5Config(
-        vocab_size=len(tokenizer), tie_word_embeddings=False, feed_forward_proj="gated-gelu", **shape, **tokens
-    )
-    T5ForConditionalGeneration(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _tokenizer(texts: Iterable[str], *, end: str, start: str = "") -> PreTrainedTokenizerFast:
+def _tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     words = sorted({word for text in texts for word in text.lower().split()})
-    special = ["[PAD]", "[UNK]", *filter(None, [start]), end]
-    vocabulary = {word: number for number, word in enumerate([*special, *words])}
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.normalizer = normalizers.Lowercase()
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.post_processor = processors.TemplateProcessing(
-        single=f"{start} $A {end}".strip(), special_tokens=[(word, vocabulary[word]) for word in special[2:]]
+        single="[CLS] $A [SEP]", special_tokens=[(word, vocabulary[word]) for word in ("[CLS]", "[SEP]")]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", eos_token=end)
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", eos_token="[SEP]")

@@ -13,7 +13,7 @@ import torch
 from experiments.common.states import norm
 from experiments.sentiment import grid, report
 from experiments.sentiment.data import BASE, SETS, TASKS
-from experiments.sentiment.made_up import made_up, make_encoder, make_seq2seq
+from experiments.sentiment.made_up import made_up
 from experiments.sentiment.merging import RULES, SWEPT, Parts
 from experiments.sentiment.models import kind_of, mean_gradient, prepared, score
 from experiments.sentiment.settings import ALL_DATA, JOINT, pretrained_here
@@ -44,15 +44,20 @@ def test_a_tiny_run_scores_every_model_and_merge_on_every_set(run: tuple[Path, d
     assert report.accuracy(seed["scores"][BASE], BASE) > 80 and report.average(seed["scores"][ALL_DATA]) > 80
 
 
-def test_a_t5_is_pretrained_and_merged(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def t5_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("runs") / "t5"
     tiny = pretrained_here("tiny")
     few = replace(tiny, weights=(0.0, 1.0), epochs={**dict.fromkeys((*SETS, ALL_DATA, JOINT), 1), BASE: 10})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "pretrained_here", lambda scale: few)
-        results = smoke_run(program.main, ["--model", "t5"], tmp_path / "t5")
-    assert results["seq2seq"] and results["pretrained"]["last_loss"] < 0.8 * math.log(
-        results["pretrained"]["vocabulary"]
-    )
+        return out, smoke_run(program.main, ["--model", "t5"], out)
+
+
+def test_a_t5_is_pretrained_and_merged(t5_run: tuple[Path, dict[str, Any]]) -> None:
+    results = t5_run[1]
+    found = results["pretrained"]
+    assert results["seq2seq"] and found["last_loss"] < 0.8 * math.log(found["vocabulary"])
     assert report.accuracy(results["seeds"][0]["scores"][BASE], BASE) > 80
 
 
@@ -72,11 +77,10 @@ def test_merges_are_what_their_formulas_say(run: tuple[Path, dict[str, Any]]) ->
     torch.testing.assert_close(parts.merged("fisher-averaging-mean")[name].double(), slow, rtol=1e-4, atol=1e-6)
 
 
-@pytest.fixture(scope="module", params=[make_encoder, make_seq2seq], ids=["encoder", "encoder-decoder"])
-def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("model")
-    request.param(folder, [*(row["text"] for row in ROWS), "good great bad poor"])
-    return kind_of(folder, 32)
+@pytest.fixture(params=["run", "t5_run"])
+def kind(request: pytest.FixtureRequest) -> Any:
+    out, _ = request.getfixturevalue(request.param)
+    return kind_of(out / "model", 32)
 
 
 def alone(kind: Any, model: Any, row: dict[str, Any], label: int) -> torch.Tensor:
