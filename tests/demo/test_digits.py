@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from gradmerge.demo import digits
-from gradmerge.errors import InputError
 
 from .making import tiny
 
@@ -82,9 +80,3 @@ def test_what_stays_lacks_the_removed_task_and_all_has_everything(tmp_path: Path
     parts = {name: digits.read_array(tmp_path / f"{name}.npz", "x_train") for name in (*digits.CHANGES, "rest", "all")}
     assert np.array_equal(parts["all"], np.concatenate([parts[name] for name in digits.CHANGES]))
     assert np.array_equal(parts["rest"], np.concatenate([parts["upright"], parts["thick"], parts["blurred"]]))
-
-
-def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(InputError, match=r"pip install 'gradmerge\[demo\]'"):
-        digits.load_digits()
