@@ -357,20 +357,10 @@ def test_resume_goes_on_and_refuses_what_is_different(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "whole"]
 
 
-#: Model, data and options, and what the message names.
+#: Model, data and options, and what the message names. Errors of models and data are those of `evaluate`.
 WRONG: dict[str, tuple[list[str], list[str]]] = {
-    "no such model": (["nothing", "labels.jsonl"], ["nothing"]),
     "no such data": (["classify/a", "nothing.jsonl"], ["nothing.jsonl"]),
-    "no labels": (["classify/a", "unlabelled.jsonl"], ["--columns"]),
-    "label out of range": (["classify/a", "range.jsonl"], ["range.jsonl", "row 2", "'label'"]),
-    "empty data": (["classify/a", "empty.jsonl"], ["empty.jsonl"]),
-    "wrong column": (["classify/a", "labels.jsonl", "--columns", "text=txt"], ["'txt'", "'text'"]),
-    "no tokenizer": (["no-tokenizer", "labels.jsonl"], ["no-tokenizer"]),
     "weights that are NaN": (["nan", "labels.jsonl"], ["example 0"]),
-    "no head": (["causal-lm/a", "labels.jsonl", "--task", "classify"], ["score.weight"]),
-    "task of another kind": (["classify/a", "labels.jsonl", "--task", "seq2seq"], ["task seq2seq"]),
-    "unknown task": (["classify/a", "labels.jsonl", "--task", "clasify"], ["--task clasify", "'classify'"]),
-    "text for an image model": (["image/a", "labels.jsonl"], ["labels.jsonl"]),
     "exact for sequences": (["causal-lm/a", "texts.txt", "--likelihood", "exact"], ["--likelihood sampled"]),
     "unknown kind": (["classify/a", "labels.jsonl", "--kind", "grams"], ["kind grams", "'gram'"]),
     "narrow Gram": (["classify/a", "labels.jsonl", "--kind", "gram", "--precision", "log8"], ["float32"]),
@@ -381,19 +371,12 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "a width for a diagonal": (["classify/a", "labels.jsonl", "--max-kronecker-dim", "9"], ["max_kronecker_dim"]),
     "base of another model": (["classify/a", "labels.jsonl", "--at-delta", "causal-lm/a"], ["--at-delta"]),
     "no device": (["classify/a", "labels.jsonl", "--device", "cuda:77"], ["--device cuda:77"]),
-    "too long": (["classify/a", "labels.jsonl", "--max-length", "4000"], ["--max-length 4000"]),
 }
 
 
 @pytest.fixture(scope="module")
 def wrong(place: Path) -> Path:
     """What is wrong, beside what is right."""
-    write_jsonl(place / "unlabelled.jsonl", [{"text": text} for text in sentences(4)])
-    write_jsonl(place / "range.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 7}])
-    (place / "empty.jsonl").write_text("")
-    for path in tiny_bert_checkpoint(place / "no-tokenizer").glob("*"):
-        if path.name.startswith(("tokenizer", "vocab")):
-            path.unlink()
     file = tiny_bert_checkpoint(place / "nan") / "model.safetensors"
     weights = load_file(file)
     weights["bert.encoder.layer.0.output.dense.weight"][0, 0] = torch.nan

@@ -33,12 +33,6 @@ def checkpoint(trained: Run, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained.checkpoint, tmp_path / "checkpoint-6"))
 
 
-def test_import_explains_itself() -> None:
-    text = run("curvature", "import", "--help").output
-    assert "Example" in text
-    assert all(option in text for option in ("--dataset-size", "--batch-size", "--precision", "--json", "--debug"))
-
-
 def test_an_imported_curvature_merges_by_gradient_matching(trained: Run, tmp_path: Path) -> None:
     base = save(fresh("vit"), tmp_path / "base")
     message = run("curvature", "import", trained.checkpoint, "-o", tmp_path / "c", *NUMBERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -30,15 +29,3 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     result = invoke("-o", tmp_path, "--force")
     assert result.exit_code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_help_does_not_load_anything_heavy_and_has_an_example() -> None:
-    code = (
-        "import sys; sys.argv = ['gradmerge', 'demo', '--help']\n"
-        "from gradmerge.cli import main\n"
-        "try: main()\nexcept SystemExit: pass\n"
-        "assert not {'torch', 'numpy', 'transformers', 'sklearn', 'PIL'} & set(sys.modules), 'heavy import'"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "Examples: gradmerge demo" in " ".join(done.stdout.split())

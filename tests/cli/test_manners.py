@@ -239,18 +239,6 @@ def test_a_model_to_run_is_refused_at_once_if_its_path_is_not_utf8(latin: Path, 
 # Errors for machines.
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["merge", "--nonsense"], ["merge", "--threads", "0"], ["evaluate"], ["nonsense"], ["curvature", "nonsense"]],
-)
-def test_wrong_usage_is_told_to_machines_too(words: list[str]) -> None:
-    result = invoke(*words, "--json")
-    told = json.loads(result.stdout)
-    assert result.exit_code == told["status"] == 2
-    assert told["error"].splitlines()[0] in result.stderr.replace("\n", " ") and "Usage:" in result.stderr
-    assert invoke(*words).stdout == ""
-
-
 def caused(error: BaseException, cause: BaseException) -> BaseException:
     error.__cause__ = cause
     return error

