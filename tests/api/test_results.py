@@ -15,7 +15,7 @@ from gradmerge.curvature.kronecker import LayerFactors
 
 from ..making import random_curvature, three_models, write_recipe
 
-HOSTILE = "<img src=x onerror=alert(1)>"
+HOSTILE = "<img src=x onerror=alert(1)>\nlines\x1b[2J"
 LONG = "a-name-that-goes-on-" * 8
 
 
@@ -29,9 +29,7 @@ class Tags(HTMLParser):
         self.names.add(tag)
 
 
-@pytest.fixture(
-    scope="module", params=["a", HOSTILE, LONG, "two\nlines\x1b[2J"], ids=["short", "hostile", "long", "lines"]
-)
+@pytest.fixture(scope="module", params=[HOSTILE, LONG], ids=["hostile", "long"])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every kind of result, of models with such a name."""
     name, folder = request.param, tmp_path_factory.mktemp("results")
@@ -96,7 +94,6 @@ def test_a_diagnosis_without_a_folder_writes_nothing_and_has_its_verdict(tmp_pat
     before = sorted(tmp_path.iterdir())
     found = gm.diagnose(recipe)
     assert sorted(tmp_path.iterdir()) == before
-    assert found.verdict[0].startswith("gradient-matching merges 2 models")
     assert found.relative(found.reference, found.prediction.tasks[0]) == 1
     assert gm.diagnose(recipe, tmp_path / "report").verdict == found.verdict
     assert (tmp_path / "report" / "report.html").is_file()

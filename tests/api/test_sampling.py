@@ -95,7 +95,7 @@ def test_models_are_written_whole_with_config_and_tokenizer(merged: Path, tmp_pa
     for folder, draw in zip(written, gm.sample_posterior(merged, 3, seed=7), strict=True):
         assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
         assert all(torch.equal(draw[name], value) for name, value in read_model(folder).items())
-    with pytest.raises(gm.InputError, match="exists already"):
+    with pytest.raises(gm.InputError, match="draws"):
         gm.sample_posterior(merged, 1, out=out)
     gm.sample_posterior(merged, 1, out=out, force=True)
     assert sorted(p.name for p in out.iterdir()) == ["0", "gradmerge.json"]
@@ -108,7 +108,7 @@ def test_nothing_is_left_of_a_failed_write_and_the_merged_model_is_not_overwritt
         raise OSError("full")
 
     before = read_model(merged)
-    with pytest.raises(gm.InputError, match="would be lost"):
+    with pytest.raises(gm.InputError, match=str(merged)):
         gm.sample_posterior(merged, 1, out=merged, force=True)
     monkeypatch.setattr("gradmerge.api.sampling.copy_sidecars", fail)
     with pytest.raises(OSError, match="full"):
@@ -122,7 +122,7 @@ def test_entries_without_precision_stay_and_a_warning_counts_them(tmp_path: Path
     precision = {"a.weight": torch.ones(4, 5), "b.weight": torch.full((7,), 4.0)}
     precision["a.weight"][1:3] = 0.0
     folder = write_merged(tmp_path / "m", state, precision)
-    with pytest.warns(UserWarning, match=r"10 of 27 entries have the precision 0"):
+    with pytest.warns(UserWarning, match="10 of 27"):
         draws = gm.sample_posterior(folder, 2)
     for draw in draws:
         assert all(bool(torch.isfinite(value).all()) for value in draw.values())
@@ -136,7 +136,7 @@ def test_entries_without_precision_stay_and_a_warning_counts_them(tmp_path: Path
 def test_tensors_that_the_merge_left_out_stay_and_are_named(tmp_path: Path) -> None:
     state = {"a.weight": torch.ones(4), "classifier.weight": torch.ones(3)}
     folder = write_merged(tmp_path / "m", state, {"a.weight": torch.full((4,), 9.0)})
-    with pytest.warns(UserWarning, match=r"3 entries are of tensors without curvature .*\n  classifier\.weight"):
+    with pytest.warns(UserWarning, match=r"(?s)3 entries.*classifier\.weight"):
         draw = next(gm.sample_posterior(folder, 1, damping=1.0))
     assert torch.equal(draw["classifier.weight"], state["classifier.weight"])
 
@@ -164,9 +164,7 @@ def test_draws_can_be_wider_than_the_merged_model(tmp_path: Path) -> None:
 
 def test_a_posterior_so_wide_that_nothing_of_the_model_is_left_is_warned_of(tmp_path: Path) -> None:
     folder = write_merged(tmp_path / "m", {"a.weight": torch.ones(50)}, {"a.weight": torch.full((50,), 1e-10)})
-    with pytest.warns(
-        UserWarning, match=r"a draw is about 7\.07e\+05 away from the merged model, whose own norm is 7\.07"
-    ):
+    with pytest.warns(UserWarning, match=r"7\.07e\+05"):
         gm.sample_posterior(folder, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -181,45 +179,34 @@ def test_the_smallest_number_as_precision_gives_finite_draws_or_an_error(tmp_pat
         if dtype == torch.float32:
             assert torch.isfinite(next(gm.sample_posterior(folder, 1))["a.weight"]).all()
         else:
-            with pytest.raises(gm.InputError, match=r"a\.weight may reach 2\.\d+e\+23, too large for float16"):
+            with pytest.raises(gm.InputError, match=r"a\.weight.*float16"):
                 gm.sample_posterior(folder, 1)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings",
     [
-        ({"n": 0}, "n: how many models"),
-        ({"n": 1.5}, "n: how many models"),
-        ({"temperature": -1.0}, "temperature: must be a finite number that is not negative"),
-        ({"temperature": math.inf}, "temperature"),
-        ({"damping": -1e-9}, "damping"),
-        ({"seed": "x"}, "seed: must be a whole number"),
-        ({"reduction": "median"}, "reduction: must be sum or mean"),
-        ({"dtype": "int8"}, "dtype: must be auto"),
+        *({"n": 0}, {"n": 1.5}, {"temperature": -1.0}, {"temperature": math.inf}, {"damping": -1e-9}, {"seed": "x"}),
+        *({"reduction": "median"}, {"dtype": "int8"}),
     ],
 )
-def test_a_wrong_setting_is_refused_at_the_call(merged: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(gm.InputError, match=message):
+def test_a_wrong_setting_is_refused_at_the_call(merged: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(gm.InputError, match=f"^{min(settings)}"):
         gm.sample_posterior(merged, **{"n": 1} | settings)
 
 
 def test_a_model_without_curvature_or_with_that_of_another_is_refused(tmp_path: Path) -> None:
     state = random_state(0)
     plain = write_model(tmp_path / "plain", state)
-    with pytest.raises(gm.InputError, match=r"no curvature/ folder.*output\.curvature: true"):
-        gm.sample_posterior(plain, 1)
     save_file(state, tmp_path / "alone.safetensors")
-    with pytest.raises(gm.InputError, match="no curvature/ folder"):
-        gm.sample_posterior(tmp_path / "alone.safetensors", 1)
+    for model in (plain, tmp_path / "alone.safetensors", tmp_path / "nowhere"):
+        with pytest.raises(gm.InputError, match=str(model)):
+            gm.sample_posterior(model, 1)
     turned = {name: value.T.contiguous() if value.dim() == 2 else value for name, value in state.items()}
-    random_curvature(0, turned).save(plain / "curvature")
-    with pytest.raises(gm.InputError, match=r"is not the curvature of .*\n  embed\.weight: \[8, 50\], but the weight"):
-        gm.sample_posterior(plain, 1)
-    random_curvature(0, {"other": torch.ones(3)}).save(plain / "curvature", force=True)
-    with pytest.raises(gm.InputError, match="other: the model has no such tensor"):
-        gm.sample_posterior(plain, 1)
-    with pytest.raises(gm.InputError, match="no such folder"):
-        gm.sample_posterior(tmp_path / "nowhere", 1)
+    for number, (odd, named) in enumerate(((turned, r"embed\.weight: \[8, 50\]"), ({"other": torch.ones(3)}, "other"))):
+        random_curvature(0, odd).save(plain / "curvature", force=number > 0)
+        with pytest.raises(gm.InputError, match=named):
+            gm.sample_posterior(plain, 1)
 
 
 def test_precision_that_is_negative_is_refused(merged: Path) -> None:

@@ -72,18 +72,18 @@ def test_curvature_may_be_read_as_so_many_times_its_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "named"),
     [
-        ({"penalty": "nothing"}, "penalty: 'nothing' is no curvature; the only word"),
-        ({"penalty": -1.0}, "penalty: -1.0 is no curvature"),
-        ({"penalty": {"a.weight": torch.ones(5, 4)}}, "penalty: no curvature for 1 of 2 tensors"),
-        ({"method": "fisher-averaging", "penalty": 1.0}, "base.penalty: fisher-averaging does not use it"),
-        ({"damping": "much"}, "damping is 'much', but must be a number, or auto"),
+        ({"penalty": "nothing"}, "penalty"),
+        ({"penalty": -1.0}, "penalty"),
+        ({"penalty": {"a.weight": torch.ones(5, 4)}}, "penalty"),
+        ({"method": "fisher-averaging", "penalty": 1.0}, "base.penalty"),
+        ({"damping": "much"}, "damping"),
         ({"reduction": {"mean_times": -1}}, "reduction.mean_times"),
-        ({"reduction": "median"}, "reduction: should be sum, mean or"),
-        ({"method": "removal", "options": {"cap": -1}}, "cap: should be a finite number from 0"),
+        ({"reduction": "median"}, "reduction"),
+        ({"method": "removal", "options": {"cap": -1}}, "cap"),
     ],
 )
-def test_what_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(gm.InputError, match=message):
+def test_a_wrong_argument_is_named(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(gm.InputError, match=named):
         merge(**given)
