@@ -9,6 +9,7 @@ from ._version import __version__ as __version__
 if TYPE_CHECKING:
     from .api.calibrate import CalibrationResult as CalibrationResult, calibrate as calibrate
     from .api.diagnosing import diagnose as diagnose
+    from .api.distill import DistillationResult as DistillationResult, distill as distill
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
     from .api.evaluating import evaluate as evaluate
     from .api.exploring import Explorer as Explorer, explore as explore
@@ -55,6 +56,7 @@ _NAMES = {
     "api.calibrate": "CalibrationResult calibrate",
     "api.diagnosing": "diagnose",
     "api.estimating": "Estimate estimate_curvature",
+    "api.distill": "DistillationResult distill",
     "api.evaluating": "evaluate",
     "api.exploring": "Explorer explore",
     "api.extracting": "extract_lora",

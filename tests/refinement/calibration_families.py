@@ -59,15 +59,16 @@ def make(name, tasks=2, scale=0.1):
 
 
 def rows(name, tasks=2, count=12, seed=1):
-    """A padded batch of unlabeled rows per task."""
+    """A padded batch of unlabeled rows per task: other words, or brighter images, in every task."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for task in range(tasks):
         if name in ("vit", "convnext"):
             size = 8 if name == "vit" else 16
-            made[f"task{task}"] = {"pixel_values": torch.randn(count, 3, size, size, generator=generator)}
+            made[f"task{task}"] = {"pixel_values": 2 * task + torch.randn(count, 3, size, size, generator=generator)}
             continue
-        batch = {"input_ids": torch.randint(3, 40, (count, 7), generator=generator)}
+        first = 3 + 18 * task
+        batch = {"input_ids": torch.randint(first, first + 18, (count, 7), generator=generator)}
         lengths = torch.randint(2, 8, (count,), generator=generator)
         lengths[0] = 7
         batch["attention_mask"] = (torch.arange(7)[None] < lengths[:, None]).long()

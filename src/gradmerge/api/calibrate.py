@@ -191,8 +191,7 @@ def calibrate(
         return _calibrate_module(merged, data, dict(teachers or {}), request, progress)
     if out is None:
         raise InputError("out is missing: name the folder to write")
-    given = {name: _path(f"teachers[{name!r}]", model) for name, model in (teachers or {}).items()}
-    sources = {name: _path(f"data[{name!r}]", source) for name, source in data.items()}
+    sources, given = data_by_path("data", data), data_by_path("teachers", teachers or {})
     options = complete(loading, calibrate)
     if options["dtype"] not in ("auto", "float32"):
         raise InputError(f"dtype {options['dtype']}: calibration computes in float32")
@@ -206,10 +205,13 @@ def _bytes(size: int | str) -> int:
         raise InputError(f"cache_memory {size}: {error}") from None
 
 
-def _path(what: str, value: Any) -> str:
-    if isinstance(value, str | Path):
-        return str(value)
-    raise InputError(f"{what}: must be a path or a name for a model folder, not {type(value).__name__}")
+def data_by_path(what: str, given: Mapping[str, Any]) -> dict[str, str]:
+    """Task → path or name; raise for anything else, such as a module."""
+    for name, value in given.items():
+        if not isinstance(value, str | Path):
+            kind = type(value).__name__
+            raise InputError(f"{what}[{name!r}]: must be a path or a name for a model folder, not {kind}")
+    return {name: str(value) for name, value in given.items()}
 
 
 @dataclass(frozen=True)
@@ -237,18 +239,13 @@ def _calibrate_module(
     progress: bool | Progress,
 ) -> CalibrationResult:
     begun = time.perf_counter()
-    if set(teachers) != set(data):
-        raise InputError(f"teachers: give a module for every task: {', '.join(data)}")
-    for task, teacher in teachers.items():
-        if not isinstance(teacher, nn.Module):
-            raise InputError(f"teachers[{task!r}]: must be a module, as the merge is one")
+    check_modules(merged, data, teachers)
     device = next(merged.parameters()).device
-    batches = {task: _on_device(task, given, device) for task, given in data.items()}
+    batches = {task: on_device(task, given, device) for task, given in data.items()}
     copies = {task: copy.deepcopy(model).eval().requires_grad_(False) for task, model in teachers.items()}
     model = copy.deepcopy(merged).eval().requires_grad_(False)
-    shared = _same_heads(model, copies)
+    shared = same_heads(model, copies)
     prefix = encoder_prefix(model)
-    _check_modules(model, copies, "" if shared else prefix)
 
     def keep(layer: str) -> bool:
         return not shared and not layer.startswith(prefix)
@@ -282,7 +279,7 @@ def _calibrate_module(
     return _result(done, structure, rows, None, result, time.perf_counter() - begun, [])
 
 
-def _on_device(task: str, given: Any, device: torch.device) -> list[Batch]:
+def on_device(task: str, given: Any, device: torch.device) -> list[Batch]:
     batches = [moved(batch, device) for batch in given]
     if not batches or not sum(map(count_rows, batches)):
         raise InputError(f"data[{task!r}]: there are no rows")
@@ -294,7 +291,7 @@ def _two_rows(batches: Mapping[str, Sequence[Batch]]) -> Batch:
     return take_rows(first, range(min(2, count_rows(first))))
 
 
-def _same_heads(merged: nn.Module, teachers: Mapping[str, nn.Module]) -> bool:
+def same_heads(merged: nn.Module, teachers: Mapping[str, nn.Module]) -> bool:
     """Whether all modules have the same head: the same parameters outside the encoder, and the same classes."""
     prefix = encoder_prefix(merged)
     if not prefix:
@@ -307,7 +304,14 @@ def _same_heads(merged: nn.Module, teachers: Mapping[str, nn.Module]) -> bool:
     return all(head(teacher) == head(merged) for teacher in teachers.values())
 
 
-def _check_modules(merged: nn.Module, teachers: Mapping[str, nn.Module], prefix: str) -> None:
+def check_modules(merged: nn.Module, data: Mapping[str, Any], teachers: Mapping[str, Any]) -> None:
+    """Raise if a task has no teacher, or a teacher other parameters than the merge."""
+    if set(teachers) != set(data):
+        raise InputError(f"teachers: give a module for every task: {', '.join(data)}")
+    for task, teacher in teachers.items():
+        if not isinstance(teacher, nn.Module):
+            raise InputError(f"teachers[{task!r}]: must be a module, as the merge is one")
+    prefix = "" if same_heads(merged, teachers) else encoder_prefix(merged)
     ours = {name: p.shape for name, p in merged.named_parameters() if name.startswith(prefix)}
     for task, teacher in teachers.items():
         theirs = {name: p.shape for name, p in teacher.named_parameters() if name.startswith(prefix)}
@@ -432,7 +436,7 @@ def _calibrate_folder(
     sources = [path for source in data.values() for path in data_paths(source)]
     with Staging(out, "calibration", force=force, reads=[*models, *sources]) as staging:
         before = state_of(models) + state_of(sources, deep=True)
-        with opened_inputs(merged, data, given, **_reading(options)) as inputs:
+        with opened_inputs(merged, data, given, **reading_options(options)) as inputs:
             done, structure, rows, notes = _calibrate_inputs(inputs, request, device, staging.folder, progress)
             if changed_path := changed(before, state_of(models) + state_of(sources, deep=True)):
                 raise MachineError(
@@ -446,7 +450,7 @@ def _calibrate_folder(
     return result
 
 
-def _reading(options: LoadOptions) -> dict[str, Any]:
+def reading_options(options: LoadOptions) -> dict[str, Any]:
     names = ("task", "columns", "limit", "batch_size", "max_length", "model_args")
     return {name: value for name, value in options.items() if name in names}
 
@@ -590,7 +594,7 @@ def dry_run_calibrate(
     free = free_memory(device)
     sources = {name: str(source) for name, source in data.items()}
     given = {name: str(model) for name, model in (teachers or {}).items()}
-    with opened_inputs(str(merged), sources, given, **_reading(options)) as inputs:
+    with opened_inputs(str(merged), sources, given, **reading_options(options)) as inputs:
         module, checkpoint = inputs.merged.module, inputs.merged.checkpoint
         sizes = {name: 4 * p.numel() for name, p in module.named_parameters()}
         blocks = [name for names in block_lists(module) for name in names]

@@ -23,6 +23,7 @@ from . import (
     curvature,
     demo,
     diagnose,
+    distill,
     evaluate,
     extract_lora,
     inspect,
@@ -120,6 +121,9 @@ def _main(
 
 app.command("merge", short_help="Merge models, as a recipe or options say.", epilog=merge.MERGE_EXAMPLE)(merge.merge)
 app.command("calibrate", short_help="Improve a merge on unlabeled rows.", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
+app.command("distill", short_help="Train a merge with the fine-tuned models as teachers.", epilog=distill.EXAMPLE)(
+    distill.distill
+)
 app.command("remove", short_help="Take data out of a model again.", epilog=remove.EXAMPLE)(remove.remove)
 app.command("extract-lora", short_help="Make a LoRA adapter of a fine-tuned model.", epilog=extract_lora.EXAMPLE)(
     extract_lora.extract_lora

@@ -48,7 +48,12 @@ class Distillation:
 
     @property
     def improved(self) -> bool:
+        """Whether some step was better than the model before."""
         return self.best_step > 0
+
+    def losses_at(self, step: int) -> dict[str, float]:
+        """Task → loss on held-out rows at a step."""
+        return dict(self.losses)[step]
 
 
 def default_steps(rows: Mapping[str, TaskRows]) -> int:
@@ -106,7 +111,7 @@ def distill_model(
     warmup = max(1, round(WARMUP_SHARE * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1, (k + 1) / warmup) * (1 - k / steps))
     order = {task: _endless(one.fit, seed + number) for number, (task, one) in enumerate(rows.items())}
-    best: dict[str, Tensor] | None = None
+    best = _copied(trained)
     lowest = _evaluate(done, 0, model, teachers, rows, match)
     every = max(1, steps // EVALUATIONS)
     progress.begin("distilling", steps)
@@ -125,10 +130,8 @@ def distill_model(
             value = _evaluate(done, step, model, teachers, rows, match)
             if value < lowest:
                 lowest, done.best_step = value, step
-                best = {name: p.detach().cpu().clone() for name, p in trained.items()}
+                best = _copied(trained)
     with torch.no_grad():
-        if best is None:
-            return done
         for name, parameter in trained.items():
             parameter.copy_(best[name])
     return done
@@ -155,6 +158,10 @@ def task_loss(model: nn.Module, teacher: nn.Module, batch: Batch, match: str) ->
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Bfloat16 on a GPU, float32 elsewhere."""
     return torch.autocast(device.type, torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _copied(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: p.detach().cpu().clone() for name, p in parameters.items()}
 
 
 def _endless(batches: Sequence[Batch], seed: int) -> Iterator[Batch]:

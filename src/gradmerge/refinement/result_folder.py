@@ -30,19 +30,22 @@ from .streaming import CHUNK, ModelFiles
 SHARD_SIZE = 5_000_000_000
 
 
-def write_weights(staging: Staging, checkpoint: Checkpoint, changed: Mapping[str, Any]) -> dict[str, int]:
+def write_weights(
+    staging: Staging, checkpoint: Checkpoint, changed: Mapping[str, Any], stem: str = "model"
+) -> dict[str, int]:
     """Write all tensors of a checkpoint, some of them changed; returns the bytes of each file.
 
     Args:
         staging: The folder to write into.
         checkpoint: Gives names, types and all other tensors.
         changed: Tensor of the checkpoint → new value, or what has it as ``get()``.
+        stem: How the files are called.
     """
     tensors = {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
-    folders = stems(checkpoint)
+    folders = stems(checkpoint) if stem == "model" else {"": stem}
     for module in checkpoint.modules:
         (staging.folder / module).mkdir(exist_ok=True)
-    writer = TensorWriter(staging.folder, "model", tensors, SHARD_SIZE, {"format": "pt"}, folders)
+    writer = TensorWriter(staging.folder, stem, tensors, SHARD_SIZE, {"format": "pt"}, folders)
     staging.require_space(writer.nbytes)
     buffers = Buffers()
     try:
@@ -62,7 +65,8 @@ def write_weights(staging: Staging, checkpoint: Checkpoint, changed: Mapping[str
         writer.finish()
     finally:
         writer.close()
-    copy_sidecars(checkpoint, staging.folder, "auto")
+    if stem == "model":
+        copy_sidecars(checkpoint, staging.folder, "auto")
     return dict(writer.sizes)
 
 

@@ -227,7 +227,7 @@ def write_weights(folder: Path, start: Start, changed: Collection[str]) -> dict[
         raise MachineError(f"{folder}: writing failed: {error.strerror}") from error
     copy_sidecars(start.stored, folder, "auto")
     if start.adapter:
-        _copy_adapter_config(home, folder)
+        copy_adapter_config(home, folder)
     return sizes
 
 
@@ -265,7 +265,7 @@ def _overwrite(path: Path, values: Mapping[str, Tensor], reference: str) -> None
             out.write(bytes_of(value.reshape(-1)))
 
 
-def _copy_adapter_config(home: Path, folder: Path) -> None:
+def copy_adapter_config(home: Path, folder: Path) -> None:
     """The adapter's config; a base that it names from its own folder is named from the new one."""
     config = read_adapter_config(home)
     stated = config.get("base_model_name_or_path")

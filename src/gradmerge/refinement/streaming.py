@@ -11,17 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints import Checkpoint
-from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.model import TORCH_TYPES, Buffers
 from ..checkpoints.opening import open_checkpoint
 from ..checkpoints.quantised import quantisation
 from ..curvature.stored_names import names_of_parameters, stored_sources
 from ..errors import InputError
 from ..quiet import quiet_transformers
-from ..tasks.adapters import base_of
-from ..tasks.folders import check_small_files, folder_of, offline
-from ..tasks.models import LoadingInfo, class_name, config_of, task_of
-from ..tasks.sentence_model import read_setup
+from ..tasks.folders import offline
+from ..tasks.models import LoadingInfo, class_name, locate
 from ..text import first_line, listed
 
 #: Elements that are read at a time.
@@ -50,30 +47,22 @@ def open_model_files(reference: str, task: str = "auto", attn_implementation: st
 
     No remote code is run, and only safetensors are read.
     """
-    folder = folder_of(reference)
-    check_small_files(folder)
-    adapter = read_adapter_config(folder) if is_adapter(folder) else None
+    info, config, adapter, setup = locate(reference, task)
     prefix = ""
-    base_folder = folder if adapter is None else base_of(reference, folder, adapter)
-    if task == "embedding" or (task == "auto" and adapter is None and (folder / "modules.json").is_file()):
-        setup = read_setup(reference, folder)
-        task, base_folder = "embedding", setup.transformer
-        place = setup.transformer.relative_to(folder).as_posix()
+    if setup is not None:
+        place = setup.transformer.relative_to(info.folder).as_posix()
         prefix = "" if place == "." else f"{place}/"
-    check_small_files(base_folder)
-    config = config_of(reference, folder, base_folder, adapter)
-    task = task_of(reference, config, task, adapter)
-    checkpoint = open_checkpoint(folder, dequantize=True)
+    checkpoint = open_checkpoint(info.folder, dequantize=True)
     try:
         if adapter is None and (found := quantisation(checkpoint)):
             raise InputError(f"{reference}: {found}. Give the unquantized model.")
-        module = module_without_weights(reference, task, config, attn_implementation)
+        module = module_without_weights(reference, info.task, config, attn_implementation)
         names, missing = _tensor_names(module, checkpoint, prefix)
         _check_shapes(reference, module, checkpoint, names)
     except BaseException:
         checkpoint.close()
         raise
-    return ModelFiles(reference, module, checkpoint, LoadingInfo(folder, base_folder, task), names, missing)
+    return ModelFiles(reference, module, checkpoint, info, names, missing)
 
 
 def module_without_weights(reference: str, task: str, config: Any, attn_implementation: str | None = None) -> nn.Module:

@@ -88,7 +88,7 @@ def load_model(
     place = device_of(device)
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: not known{nearest(dtype, DTYPES)}\n  Known are {', '.join(DTYPES)}.")
-    info, config, adapter, setup = _located(reference, task)
+    info, config, adapter, setup = locate(reference, task)
     task, folder, base_folder = info.task, info.folder, info.base_folder
     check_weights(reference, base_folder, "model")
     if adapter is not None:
@@ -125,7 +125,7 @@ def load_model(
     return model.to(place).eval(), info
 
 
-def _located(reference: str, task: str) -> tuple[LoadingInfo, Any, dict[str, Any] | None, SentenceSetup | None]:
+def locate(reference: str, task: str) -> tuple[LoadingInfo, Any, dict[str, Any] | None, SentenceSetup | None]:
     """Where a model lies, its config, the config of its adapter, and the modules of a sentence-transformers folder."""
     folder = folder_of(reference)
     check_small_files(folder)
@@ -151,7 +151,7 @@ def model_without_weights(reference: str, task: str = "auto", dtype: str = "auto
 
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: not known{nearest(dtype, DTYPES)}\n  Known are {', '.join(DTYPES)}.")
-    info, config, adapter, setup = _located(reference, task)
+    info, config, adapter, setup = locate(reference, task)
     check_weights(reference, info.base_folder, "model")
     if adapter is not None:
         check_weights(reference, info.folder, "adapter_model")

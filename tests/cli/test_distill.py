@@ -1,0 +1,109 @@
+"""`gradmerge distill`: from a merge and its fine-tuned models on disk to a new folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import gradmerge as gm
+
+from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_llama_checkpoint, write_jsonl
+from .test_calibrate import data_of, fine_tune, invoke, merge_recipe, state_of
+
+STEPS = ("--steps", 20, "--lr", 0.003, "--batch-size", 10)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """A base, two fine-tuned language models, their merge, and unlabeled rows."""
+    place = tmp_path_factory.mktemp("chats")
+    base = tiny_llama_checkpoint(place / "base")
+    for number, name in enumerate(("yelp", "imdb"), 1):
+        fine_tune(base, place / name, number)
+        write_jsonl(place / f"{name}.jsonl", [{"text": text} for text in sentences(60, seed=number)])
+    gm.merge(merge_recipe(place), place / "merged", progress=False)
+    return place
+
+
+def test_it_writes_the_best_model_with_record_card_and_report(chats, tmp_path):
+    out = tmp_path / "out"
+    result = invoke("distill", chats / "merged", *data_of(chats, "yelp", "imdb"), *STEPS, "--json", "-o", out)
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["improved"] and facts["match"] == "answers" and facts["steps"] == 20
+    before, after = state_of(chats / "merged"), state_of(out)
+    assert {n: (v.shape, v.dtype) for n, v in before.items()} == {n: (v.shape, v.dtype) for n, v in after.items()}
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    AutoModelForCausalLM.from_pretrained(out)
+    assert {"README.md", "gradmerge.json", "report.html", "config.json"} <= {p.name for p in out.iterdir()}
+    record = json.loads((out / "gradmerge.json").read_text())
+    assert (out / record["models"]["yelp"]).resolve() == chats / "yelp"
+
+
+def test_a_calibrated_model_knows_the_teachers_of_its_merge(chats, tmp_path):
+    data = data_of(chats, "yelp", "imdb")
+    first = invoke("calibrate", chats / "merged", *data, "--curvature", "none", "-o", tmp_path / "calibrated")
+    second = invoke("distill", tmp_path / "calibrated", *data, *STEPS, "-o", tmp_path / "distilled")
+    assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
+
+
+def test_of_an_adapter_only_the_adapter_is_trained_and_written(tmp_path):
+    base = tiny_llama_checkpoint(tmp_path / "base")
+    for number, name in enumerate(("code", "chat")):
+        torch.manual_seed(number)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2))
+        for key, parameter in adapted.named_parameters():
+            if "lora_B" in key:
+                parameter.data.normal_(std=0.3)
+        adapted.peft_config["default"].base_model_name_or_path = str(base)
+        adapted.save_pretrained(tmp_path / name)
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in sentences(40, seed=number)])
+    recipe = {"method": "average", "base": str(base), "models": [str(tmp_path / "code"), str(tmp_path / "chat")]}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"output": {"format": "adapter", "rank": 4}}))
+    gm.merge(tmp_path / "recipe.json", tmp_path / "merged", progress=False)
+    out = tmp_path / "out"
+    result = invoke("distill", tmp_path / "merged", *data_of(tmp_path, "code", "chat"), *STEPS, "--json", "-o", out)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["improved"]
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "merged", out))
+    assert before.keys() == after.keys() and any(not torch.equal(before[k], after[k]) for k in before)
+    assert not (out / "model.safetensors").exists()
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
+
+
+def test_heads_of_the_tasks_stay_as_they_are(chats, tmp_path):
+    tiny_bert_checkpoint(tmp_path / "base")
+    for number, (name, labels) in enumerate({"yelp": 2, "imdb": 3}.items(), 1):
+        tiny_bert_checkpoint(tmp_path / f"{name}-base", labels=labels, seed=0)
+        fine_tune(tmp_path / f"{name}-base", tmp_path / name, number, head=True)
+    gm.merge(merge_recipe(tmp_path, exclude=["classifier.*"]), tmp_path / "merged", progress=False)
+    out, data = tmp_path / "out", data_of(chats, "yelp", "imdb")
+    result = invoke("distill", tmp_path / "merged", *data, *STEPS, "--json", "-o", out)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["match"] == "representations"
+    before, after = state_of(tmp_path / "merged"), state_of(out)
+    assert torch.equal(before["classifier.weight"], after["classifier.weight"])
+    refused = invoke("distill", tmp_path / "merged", *data, "--match", "answers", "-o", tmp_path / "other")
+    assert refused.exit_code == 2 and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--data", "amazon={yelp}.jsonl"], "amazon"),
+        (["--data", "yelp={yelp}.jsonl", "--match", "labels"], "labels"),
+        (["--data", "yelp={yelp}.jsonl", "--lr", "0"], "lr"),
+        (["--data", "yelp={yelp}.jsonl", "--dtype", "float16"], "float16"),
+    ],
+)
+def test_wrong_requests_end_with_status_2_and_write_nothing(chats, tmp_path, words, named):
+    words = [word.format(yelp=chats / "yelp") for word in words]
+    result = invoke("distill", chats / "merged", *words, "-o", tmp_path / "out")
+    assert result.exit_code == 2, result.output
+    assert named in result.output and list(tmp_path.iterdir()) == []

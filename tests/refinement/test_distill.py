@@ -1,0 +1,120 @@
+"""Distillation: its loss against plain computations, and what is kept of a training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import gradmerge as gm
+from gradmerge import InputError
+from gradmerge.refinement.calibrate import hold_out
+from gradmerge.refinement.distill import default_steps, task_loss
+
+from .calibration_families import make, rows, split
+
+
+def last_hidden(model, row):
+    """The representation of one row without padding, in float64."""
+    row = {k: v[:, : int(row["attention_mask"].sum())] if "attention_mask" in row else v for k, v in row.items()}
+    encoder = model.base_model
+    with torch.no_grad():
+        return encoder(**row).last_hidden_state[0], model(**row).logits[0]
+
+
+def single_rows(batch):
+    return [{k: v[n : n + 1] for k, v in batch.items()} for n in range(len(next(iter(batch.values()))))]
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit"])
+def test_the_loss_is_that_of_single_rows_without_padding(name):
+    merged, teachers = make(name)
+    merged, teacher = merged.double(), teachers["task0"].double()
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in rows(name)["task0"].items()}
+    apart = size = divergence = count = 0.0
+    for row in single_rows(batch):
+        (h, z), (h_t, z_t) = last_hidden(merged, row), last_hidden(teacher, row)
+        apart, size = apart + float((h - h_t).square().sum()), size + float(h_t.square().sum())
+        p, q = z_t.float().log_softmax(-1), z.float().log_softmax(-1)
+        divergence += float((p.exp() * (p - q)).sum())
+        count += len(z) if z.dim() > 1 else 1
+    with torch.no_grad():
+        assert float(task_loss(merged, teacher, batch, "representations")) == pytest.approx(apart / size, rel=1e-4)
+        assert float(task_loss(merged, teacher, batch, "answers")) == pytest.approx(divergence / count, rel=1e-3)
+        both = float(task_loss(merged, teacher, batch, "both"))
+    assert both == pytest.approx(apart / size + divergence / count, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "match"), [("gpt2", "answers"), ("vit", "representations"), ("bert", "both")])
+def test_a_module_comes_back_closer_to_the_fine_tuned_models_on_held_out_rows(name, match):
+    merged, teachers = make(name, scale=0.5)
+    before = copy.deepcopy(merged)
+    merged.requires_grad_(True)
+    data = {task: split(batch, 8) for task, batch in rows(name, count=40).items()}
+    options = {"teachers": teachers, "match": match, "steps": 30, "lr": 3e-3, "progress": False}
+    done = gm.distill(merged, data, **options)
+    assert done.improved and done.distillation.match == match
+    first, best = (done.distillation.losses_at(step) for step in (0, done.distillation.best_step))
+    assert sum(best.values()) < 0.9 * sum(first.values())
+    with torch.no_grad():  # what is kept is what was measured
+        for task in data:
+            held = hold_out(data[task]).held_out
+            losses = [float(task_loss(done.model, teachers[task], one, match)) for one in held]
+            sizes = [len(next(iter(one.values()))) for one in held]
+            mean = sum(a * b for a, b in zip(losses, sizes, strict=True)) / sum(sizes)
+            assert mean == pytest.approx(best[task], rel=1e-4)
+    assert all(torch.equal(a, b) for a, b in zip(merged.parameters(), before.parameters(), strict=True))
+    again = gm.distill(merged, data, **options)
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), done.model.parameters(), strict=True))
+
+
+def test_the_model_comes_back_if_no_step_is_better():
+    merged, teachers = make("vit")
+    merged.requires_grad_(True)
+    data = {task: [batch] for task, batch in rows("vit").items()}
+    done = gm.distill(merged, data, teachers=teachers, steps=3, lr=10.0, progress=False)
+    assert not done.improved
+    assert all(torch.equal(a, b) for a, b in zip(done.model.parameters(), merged.parameters(), strict=True))
+
+
+def test_frozen_parameters_stay_as_they_are():
+    merged, teachers = make("bert", scale=0.5)
+    merged.bert.pooler.requires_grad_(True)
+    merged.bert.encoder.layer[1].requires_grad_(True)
+    data = {task: [batch] for task, batch in rows("bert", count=40).items()}
+    done = gm.distill(merged, data, teachers=teachers, steps=20, lr=3e-3, progress=False)
+    assert done.improved
+    changed = {
+        name
+        for (name, one), other in zip(done.model.named_parameters(), merged.parameters(), strict=True)
+        if not torch.equal(one, other)
+    }
+    assert changed and all(name.startswith("bert.encoder.layer.1.") for name in changed)
+
+
+def test_the_number_of_steps_grows_with_the_root_of_the_rows():
+    few, many = ({"task": hold_out([{"x": torch.zeros(rows, 1)}])} for rows in (72, 1136))
+    assert default_steps(many) == pytest.approx(4 * default_steps(few), rel=0.02)
+
+
+def test_wrong_requests_are_refused():
+    merged, teachers = make("bert")
+    merged.requires_grad_(True)
+    data = {task: [batch] for task, batch in rows("bert").items()}
+
+    def refused(**changes):
+        given = {"teachers": teachers, "progress": False} | changes
+        with pytest.raises(InputError) as raised:
+            gm.distill(given.pop("merged", merged), data, **given)
+        return str(raised.value)
+
+    assert "match" in refused(match="labels")
+    assert "steps" in refused(steps=0)
+    assert "lr" in refused(lr=-1.0)
+    assert "task1" in refused(teachers={"task0": teachers["task0"]})
+    assert "gradients" in refused(merged=copy.deepcopy(merged).requires_grad_(False))
+    other = copy.deepcopy(teachers["task1"])
+    other.classifier = nn.Linear(16, 5)
+    assert "head" in refused(teachers=teachers | {"task1": other}, match="answers")
