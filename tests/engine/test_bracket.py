@@ -47,9 +47,3 @@ def test_a_sample_that_misled_gives_nothing() -> None:
     bracket = bracket_of(10_000, len(values), np.full(1_000, 100.0, np.float32))
     bracket.add(values)
     assert bracket.value is None
-
-
-def test_a_single_number_and_a_sample_of_one() -> None:
-    bracket = bracket_of(1, 1, np.array([3.0]))
-    bracket.add(np.array([3.0]))
-    assert bracket.value == 3.0

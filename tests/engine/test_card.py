@@ -74,14 +74,11 @@ def test_a_name_is_text_wherever_it_stands(nasty: str) -> None:
 def test_weights_by_filter_are_text_in_a_card() -> None:
     weight = [{"filter": "*|<b>[x](y)", "value": 2.0}, {"value": [0.5, 1.0]}]
     part = {"model": "./a", "weight": weight}
-    recipes = (
+    for recipe in (
         {"method": "task-arithmetic", "base": "./b", "models": [part]},
         {"method": "weighted-average", "slices": [{"models": [part | {"layers": [0, 2]}]}]},
-    )
-    for recipe in recipes:
-        card = model_card(make_recipe(recipe), "out", {})
-        row = next(line for line in card.splitlines() if line.startswith("|") and "`a`" in line)
-        assert r"\*\|\<b\>\[x\](y): 2; else: (0.5, 1) over the layers" in row
+    ):
+        assert r"\*\|\<b\>\[x\](y)" in model_card(make_recipe(recipe), "out", {})
 
 
 def models(place: Path, **cards: str) -> dict[str, Path]:
@@ -109,62 +106,51 @@ def test_base_models_are_ids_of_the_hub_and_never_paths(tmp_path: Path, monkeypa
         tmp_path, a="base_model: org/origin", b="", c="base_model: [./x, /d/e, models/f, gpt2, org/other]", d=""
     )
     config = made["b"] / "config.json"
-    config.write_text(json.dumps({"model_type": "test", "_name_or_path": "google/base"}))
+
+    def state_base(value: Any) -> None:
+        config.write_text(json.dumps({"model_type": "test", "_name_or_path": value}))
+
+    state_base("google/base")
     # In the cache of the Hub, the folder says which model it is.
     snapshot = tmp_path / "cache/models--owner--its-name/snapshots/abc"
     shutil.copytree(made["d"], snapshot)
     front, text, _ = average(tmp_path, "./a", str(made["b"]), "c", str(snapshot))
     assert front["base_model"] == ["org/origin", "google/base", "org/other", "owner/its-name"]
-    assert front["base_model_relation"] == "merge"
-    assert "| tuned | `a`, made from `org/origin` |" in text and "| tuned | `owner/its-name` |" in text
-    assert str(tmp_path) not in text and "`b`, made from `google/base`" in text
+    assert front["base_model_relation"] == "merge" and str(tmp_path) not in text
     # What names a folder, or a place where folders are kept, is no id.
-    here = (
-        "models/base",
-        "./base",
-        "runs/checkpoint-500",
-        "org/checkpoint-500",
-        "~/m/base",
-        "gpt2",
-        "a/b/c",
-        "org/x--y",
-        5,
-    )
-    for stated in here:
-        config.write_text(json.dumps({"model_type": "test", "_name_or_path": stated}))
+    for stated in ("models/base", "./base", "runs/checkpoint-500", "~/m/base", "gpt2", "a/b/c", "org/x--y", 5):
+        state_base(stated)
         assert "base_model" not in average(tmp_path, "b")[0], stated
     (tmp_path / "org" / "model").mkdir(parents=True)
-    config.write_text(json.dumps({"model_type": "test", "_name_or_path": "org/model"}))
+    state_base("org/model")
     assert "base_model" not in average(tmp_path, "b")[0]
 
 
 def test_folders_of_one_name_are_told_apart_without_their_paths(tmp_path: Path) -> None:
-    base = random_state(0)
-    for name in ("yelp/step-5", "sst/step-5", "other"):
+    base, names = random_state(0), ["yelp/step-5", "sst/step-5", "other"]
+    for name in names:
         write_model(tmp_path / name, near(base, len(name)))
-    _, text, _ = average(tmp_path, str(tmp_path / "yelp/step-5"), str(tmp_path / "sst/step-5"), str(tmp_path / "other"))
+    _, text, _ = average(tmp_path, *(str(tmp_path / name) for name in names))
     rows = [line for line in text.splitlines() if line.startswith("| tuned")]
-    assert [re.findall("`(.*?)`", row)[0] for row in rows] == ["yelp/step-5", "sst/step-5", "other"]
+    assert [re.findall("`(.*?)`", row)[0] for row in rows] == names
     written = yaml.safe_load(re.findall("```yaml\n(.*?)```", text, re.S)[0])
-    assert [model["model"] for model in written["models"]] == ["yelp/step-5", "sst/step-5", "other"]
+    assert [model["model"] for model in written["models"]] == names
 
 
-def test_a_licence_that_all_have_is_carried_over_and_otherwise_asked_for(tmp_path: Path) -> None:
+def test_a_license_that_all_have_is_carried_over_and_otherwise_asked_for(tmp_path: Path) -> None:
     other = "license: other\nlicense_name: own\nlicense_link: LICENSE"
     models(tmp_path, a="license: MIT", b="license: mit", c="license: gpl-3.0", d="", e=other, f=other, g="license: [1]")
     assert average(tmp_path, "a", "b")[0]["license"] == "mit"
-    front, text, result = average(tmp_path, "e", "f")
+    front, _, result = average(tmp_path, "e", "f")
     assert (front["license"], front["license_name"], front["license_link"]) == ("other", "own", "LICENSE")
-    assert "Licence" not in text and not result.notes
-    for names, told in (("ac", "a: mit; c: gpl-3.0"), ("ad", "a: mit; d: not stated"), ("ae", "a: mit; e: own")):
-        front, text, result = average(tmp_path, *names)
-        assert "license" not in front
-        assert any(f"({told})" in note and "output.license" in note for note in result.notes)
-        assert re.sub("`", "", text).count(f"({told})") == 1
-        front, text, result = average(tmp_path, *names, output={"license": "apache-2.0"})
-        assert front["license"] == "apache-2.0" and "Licence" not in text and not result.notes
-    front, text, result = average(tmp_path, "d", "g")
-    assert "license" not in front and "Licence" not in text and not result.notes
+    assert not result.notes
+    for names in ("ac", "ad", "ae"):
+        front, _, result = average(tmp_path, *names)
+        assert "license" not in front and any("output.license" in note for note in result.notes)
+        front, _, result = average(tmp_path, *names, output={"license": "apache-2.0"})
+        assert front["license"] == "apache-2.0" and not result.notes
+    front, _, result = average(tmp_path, "d", "g")
+    assert "license" not in front and not result.notes
     with pytest.raises(gm.InputError, match="license"):
         make_recipe({"method": "average", "models": ["./a"], "output": {"license": "All rights reserved"}})
 
@@ -199,9 +185,8 @@ def test_curvature_is_listed_also_where_it_was_found_by_itself(tmp_path: Path) -
     recipe = {"method": "gradient-matching", "base": "base", "models": ["a", {"model": "b", "curvature": "of-b"}]}
     gm.merge(make_recipe(recipe, folder=tmp_path), tmp_path / "out")
     text = (tmp_path / "out/README.md").read_text()
-    assert "| base | `base` |  | its own `curvature` (diagonal, empirical, 1,234 examples) |" in text
-    assert "| tuned | `a` | 1 | its own `curvature` (diagonal, empirical, 1,234 examples) |" in text
-    assert "| tuned | `b` | 1 | `of-b` (diagonal, empirical, 100 examples) |" in text
+    rows = [line for line in text.splitlines() if line.startswith(("| base", "| tuned"))]
+    assert all(part in row for row, part in zip(rows, ("1,234", "1,234", "`of-b`"), strict=True))
 
 
 def run_usage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -258,28 +243,35 @@ def test_the_usage_of_an_adapter_names_its_base_and_runs(tmp_path: Path, monkeyp
     gm.extract_lora(tmp_path / "tuned", tmp_path / "lora", base=tmp_path / "base", rank=2, force=True)
     front, text = split_card((tmp_path / "lora/README.md").read_text(), "card")
     assert (front["base_model"], front["base_model_relation"], front["license"]) == (["org/origin"], "adapter", "mit")
-    assert 'base = AutoModelForCausalLM.from_pretrained("org/origin")' in text
+    assert '"org/origin"' in text
+
+
+def config(architecture: str, **more: Any) -> dict[str, Any]:
+    return {"config.json": {"architectures": [architecture], **more}}
 
 
 @pytest.mark.parametrize(
-    ("files", "tag", "line"),
+    ("files", "tag", "loader"),
     [
-        ({"config.json": {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}},
-         "image-text-to-text", "AutoModelForImageTextToText.from_pretrained"),
-        ({"config.json": {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"}},
-         "automatic-speech-recognition", "AutoModelForSpeechSeq2Seq.from_pretrained"),
-        ({"config.json": {"architectures": ["BertModel"], "model_type": "bert"}}, None, "AutoModel.from_pretrained"),
-        ({"config.json": {"architecture": "resnet18"}}, "image-classification", 'name = "local-dir:m"'),
-        ({"config.json": {"architectures": ["BertModel"], "model_type": "bert"}, "modules.json": []},
-         "sentence-similarity", "SentenceTransformer(name)"),
-        ({"model_index.json": {"_class_name": "StableDiffusionImg2ImgPipeline"}}, "image-to-image",
-         "DiffusionPipeline.from_pretrained(name)"),
-        ({}, None, "open_checkpoint(name)"),
-        ({"config.json": {"architectures": ["__import__('os')"]}}, None, "AutoModel.from_pretrained"),
+        (
+            config("LlavaForConditionalGeneration", vision_config={}),
+            "image-text-to-text",
+            "AutoModelForImageTextToText",
+        ),
+        (config("BertModel", model_type="bert"), None, "AutoModel"),
+        (config("BertModel", model_type="bert") | {"modules.json": []}, "sentence-similarity", "SentenceTransformer"),
+        (config("__import__('os')"), None, "AutoModel"),
+        ({"config.json": {"architecture": "resnet18"}}, "image-classification", "timm"),
+        (
+            {"model_index.json": {"_class_name": "StableDiffusionImg2ImgPipeline"}},
+            "image-to-image",
+            "DiffusionPipeline",
+        ),
+        ({}, None, "open_checkpoint"),
     ],
-)  # fmt: skip
+)
 def test_what_a_model_is_for_is_told_by_its_files(
-    files: dict[str, Any], tag: str | None, line: str, tmp_path: Path
+    files: dict[str, Any], tag: str | None, loader: str, tmp_path: Path
 ) -> None:
     from gradmerge.engine.usage import pipeline_tag, usage
 
@@ -287,7 +279,7 @@ def test_what_a_model_is_for_is_told_by_its_files(
         (tmp_path / name).write_text(json.dumps(content))
     assert pipeline_tag(tmp_path) == tag
     text = usage(tmp_path, "m")
-    assert line in text and "__import__" not in text
+    assert loader in text and "__import__" not in text
 
 
 def test_metrics_that_were_measured_are_in_the_card_with_errors_and_rows(tmp_path: Path) -> None:
@@ -305,9 +297,7 @@ def test_metrics_that_were_measured_are_in_the_card_with_errors_and_rows(tmp_pat
         assert one.metric_value == pytest.approx(numbers[name], rel=1e-5)
         assert (one.task_type, one.dataset_name) == ("text-classification", "some data.jsonl")
         assert re.fullmatch(r"[\w.-]+", one.dataset_type)
-        errors = numbers.get("standard_errors", {})
-        told = f"{errors[name]:.2g}" if name in errors else ""
-        assert f"| `some data.jsonl` | 12 | `{name}` | {numbers[name]:.5g} | {told} |" in card.text
+        assert f"`{name}` | {numbers[name]:.5g} |" in card.text
     assert found["macro_f1"].metric_type == "f1" and card.data.model_name == "out"
     record = json.loads((out / "gradmerge.json").read_text())
     assert [one["rows"] for one in record["evaluations"]] == [12]
@@ -322,13 +312,12 @@ def test_metrics_that_were_measured_are_in_the_card_with_errors_and_rows(tmp_pat
     card = ModelCard((out / "README.md").read_text())
     names = {one.dataset_name for one in card.data.eval_results}
     assert names == {"some data.jsonl", "more.jsonl", "other/more.jsonl"}
-    with pytest.raises(gm.InputError, match="is no folder with README"):
+    with pytest.raises(gm.InputError, match="README"):
         gm.evaluate(tmp_path / "a", data, card=True)
     MeasuredCard(out).add(None, {"lm_eval": {"arc": {"acc": 0.5, "examples": 8, "standard_errors": {"acc": 0.25}}}})
-    text = (out / "README.md").read_text()
-    assert "| `arc` | 8 | `acc` | 0.5 | 0.25 |" in text and "`arc`: by the lm-evaluation-harness." in text
+    assert "| `arc` | 8 | `acc` | 0.5 | 0.25 |" in (out / "README.md").read_text()
     (out / "README.md").write_text("---\nmodel-index: 5\n---\n# M\n")
-    with pytest.raises(gm.InputError, match="its model-index is not one model with its results"):
+    with pytest.raises(gm.InputError, match="model-index"):
         gm.evaluate(out, data, card=True)
     (out / "README.md").write_text("# Words alone\n")
     gm.evaluate(out, data, card=True, device="cpu")

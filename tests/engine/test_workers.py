@@ -41,5 +41,5 @@ def test_fewer_threads_than_asked_for_do_all_the_work(stack: None, monkeypatch: 
 
 def test_no_thread_at_all_is_the_machine_s_failure(stack: None) -> None:
     threading.stack_size(TOO_MUCH)
-    with pytest.raises(MachineError, match="no thread can be started"):
+    with pytest.raises(MachineError, match="thread"):
         run_parallel(range(3), worker_of([]), 2)
