@@ -31,7 +31,7 @@ from gradmerge.engine.ray_crew import Crew
 from gradmerge.engine.reads import state_of
 from gradmerge.engine.selection import Guess
 from gradmerge.engine.to_folder import MergeResult, files_read, fingerprint_of, merge_to_folder
-from gradmerge.errors import GradmergeError, InputError, MachineError
+from gradmerge.errors import InputError, MachineError
 from gradmerge.progress import NoProgress
 from gradmerge.recipe import make_recipe
 from gradmerge.rules import METHODS
@@ -132,13 +132,12 @@ def test_every_method_gives_the_bytes_of_a_local_merge(
     same(cluster, recipe_of(method, place, output=output), tmp_path, 1 + (number // 3) % 2)
 
 
-@pytest.mark.parametrize("method", ["ties", "sparse-finetuning", "breadcrumbs"])
 @pytest.mark.parametrize("scope", ["model", "tensor"])
 def test_thresholds_are_found_by_counts_that_add_up(
-    method: str, scope: str, cluster: RayCluster, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scope: str, cluster: RayCluster, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(statistics, "TENSOR_RUN", 1)  # workers look at samples of these small tensors too
-    same(cluster, recipe_of(method, place, options={"density": 0.3, "scope": scope}), tmp_path, 2)
+    same(cluster, recipe_of("breadcrumbs", place, options={"density": 0.3, "scope": scope}), tmp_path, 2)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -258,45 +257,43 @@ def order_of(recipe: dict[str, Any], staging: Path, **changed: Any) -> on_worker
     return replace(order, **changed)
 
 
-def test_a_worker_says_which_path_it_does_not_have_as_the_driver_has_it(
+def test_a_worker_names_the_path_that_differs_from_the_drivers(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_worker, "SEEN_WITHIN", 0.0)
-    recipe = recipe_of("average", place)
     staged = tmp_path / "out.gradmerge-partial"
     staged.mkdir()
-    fine = order_of(recipe, staged)
+    fine = order_of(recipe_of("average", place), staged)
 
     def said(order: on_worker.Order) -> str:
         opened, status, message = on_worker.opened(order, here=True)
-        assert opened is None and status == 2 and "same paths as the driver" in message
+        assert opened is None and status == 2
         return message
 
-    assert f"{staged}: is not there as the merge has made it" in said(fine)
+    assert str(staged) in said(fine)
     (staged / MARK).write_text(json.dumps({"kind": "merge", "run": "of another"}))
-    assert f"{staged}: is not there as the merge has made it" in said(fine)
+    assert str(staged) in said(fine)
     (staged / MARK).write_text(json.dumps({"kind": "merge", "run": "mine"}))
     opened, status, _ = on_worker.opened(fine, here=True)
     assert opened is not None and status == 0
     opened.close()
 
     path, size, *rest = fine.state[0]
-    other = replace(fine, state=[[path, size + 1, *rest], *fine.state[1:]])
-    assert f"{path}: is another file than the driver's" in said(other)
-    assert f"{place / 'gone'}: is not there" in said(replace(fine, state=[*fine.state, [f"{place / 'gone'}", 1, 1]]))
+    assert path in said(replace(fine, state=[[path, size + 1, *rest], *fine.state[1:]]))
+    assert f"{place / 'gone'}" in said(replace(fine, state=[*fine.state, [f"{place / 'gone'}", 1, 1]]))
     away = replace(fine, recipe=fine.recipe | {"base": {"model": str(place / "elsewhere")}})
     assert str(place / "elsewhere") in said(away)
-    assert "read differently" in said(replace(fine, recipe=fine.recipe | {"exclude": ["embed.*"]}))
+    said(replace(fine, recipe=fine.recipe | {"exclude": ["embed.*"]}))
 
 
 def test_a_worker_with_other_versions_or_without_gradmerge_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = ray_crew._worker_class()()
     name, pid, status, message = worker.open({}, {"gradmerge": gm.__version__, "torch": "1.0"}, "")
     assert (pid, status) == (os.getpid(), 2) and platform.node() in name
-    assert message == f"has torch {torch.__version__}, and the driver 1.0. Install the same everywhere."
+    assert torch.__version__ in message and "1.0" in message
     monkeypatch.setitem(sys.modules, "gradmerge.engine.on_worker", None)
     *_, status, message = worker.open({}, {}, "")
-    assert status == 2 and "gradmerge cannot be imported" in message
+    assert status == 2 and "gradmerge" in message
 
 
 def test_a_cluster_without_room_is_not_waited_for(
@@ -305,46 +302,35 @@ def test_a_cluster_without_room_is_not_waited_for(
     import ray
 
     recipe, cores = recipe_of("average", place), int(ray.cluster_resources()["CPU"])
-    full = f"has {cores} cores on 1 nodes, room for {cores} workers of 1 threads, and not for {cores + 1}"
-    with pytest.raises(InputError, match=full):
+    with pytest.raises(InputError, match=f"{cores} workers"):
         gm.merge(recipe, tmp_path / "out", engine="ray", workers=cores + 1, progress=False)
     monkeypatch.setattr(ray_crew, "PATIENCE", 0.1)
-    none = f"no worker has started within 0 s: {cores - 2} of the cluster's {cores} cores are free"
-    with pytest.raises(MachineError, match=none):
+    with pytest.raises(MachineError, match=f"{cores - 2} of the cluster's {cores} cores"):
         gm.merge(recipe, tmp_path / "out", engine="ray", workers=1, threads=cores, progress=False)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "message"),
+    ("how", "field"),
     [
-        ({"engine": "dask"}, InputError, "engine 'dask': known are local and ray"),
-        ({"workers": 2}, InputError, "--workers goes with --engine ray"),
-        ({"ray_address": "auto"}, InputError, "--ray-address goes with --engine ray"),
-        ({"engine": "ray", "workers": 0}, InputError, "workers 0: at least one"),
-        ({"engine": "ray", "device": "cuda"}, InputError, "compute on the cpu"),
+        ({"engine": "dask"}, "dask"),
+        ({"workers": 2}, "workers"),
+        ({"ray_address": "auto"}, "ray-address"),
+        ({"engine": "ray", "workers": 0}, "workers"),
+        ({"engine": "ray", "device": "cuda"}, "cpu"),
+        ({"engine": "ray", "output": {"format": "adapter"}}, "adapter"),
+        ({"engine": "ray", "ray": None}, r"gradmerge\[ray\]"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    how: dict[str, Any], kind: type[GradmergeError], message: str, place: Path, tmp_path: Path
+def test_invalid_combinations_are_refused(
+    how: dict[str, Any], field: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(kind, match=message):
-        gm.merge(recipe_of("average", place), tmp_path / "out", progress=False, **how)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_adapter_is_not_written_on_ray(place: Path, tmp_path: Path) -> None:
-    recipe = recipe_of("average", place, output={"format": "adapter"})
-    with pytest.raises(InputError, match="an adapter is written by --engine local alone"):
-        gm.merge(recipe, tmp_path / "out", engine="ray", progress=False)
-
-
-def test_a_missing_ray_is_said_with_how_to_install_it(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InputError, match=r"Ray is not installed .* pip install 'gradmerge\[ray\]'"):
-        gm.merge(recipe_of("average", place), tmp_path / "out", engine="ray", progress=False)
+    how = dict(how)
+    if "ray" in how:  # not installed
+        monkeypatch.setitem(sys.modules, "ray", how.pop("ray"))
+    recipe = recipe_of("average", place, output=how.pop("output", {}))
+    with pytest.raises(InputError, match=field):
+        gm.merge(recipe, tmp_path / "out", progress=False, **how)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -396,6 +382,7 @@ def test_the_command_joins_a_cluster_and_sigterm_ends_its_workers_and_leaves_wha
     for name, state in (("base", base), ("a", near(base, 1))):
         write_model(tmp_path / name, state)
     free = ray.available_resources()["CPU"]
+    recipe = {"method": "task-arithmetic", "base": str(tmp_path / "base"), "models": [{"model": str(tmp_path / "a")}]}
     words = ["merge", "--method", "task-arithmetic", "--base", str(tmp_path / "base"), "--model", str(tmp_path / "a")]
     out = tmp_path / "ray" / "out"
     address = ray.get_runtime_context().gcs_address
@@ -417,14 +404,9 @@ def test_the_command_joins_a_cluster_and_sigterm_ends_its_workers_and_leaves_wha
         assert time.monotonic() < deadline, "the worker stays"
         time.sleep(0.1)
     assert not out.exists() and partial.exists()
-    gm.merge(local := recipe(tmp_path), out, resume=True, progress=False)
-    gm.merge(local, tmp_path / "local" / "out", progress=False)
+    gm.merge(recipe, out, resume=True, progress=False)
+    gm.merge(recipe, tmp_path / "local" / "out", progress=False)
     assert weight_bytes(out) == weight_bytes(tmp_path / "local" / "out")
-
-
-def recipe(folder: Path) -> dict[str, Any]:
-    """As the command line makes it."""
-    return {"method": "task-arithmetic", "base": str(folder / "base"), "models": [{"model": str(folder / "a")}]}
 
 
 class Kill(Stop):
@@ -458,8 +440,8 @@ def test_an_address_where_no_cluster_answers_is_said_at_once(place: Path, tmp_pa
     """Last but one, since it needs a process that is not connected to Ray."""
     crew = Crew(None, None, "127.0.0.1:1")
     crew._own = True
-    with pytest.raises(MachineError, match=r"127.0.0.1:1: no Ray cluster answers there .*ray start --head"):
+    with pytest.raises(MachineError, match=r"127\.0\.0\.1:1"):
         crew._start()
     for wrong in ("ray://10.0.0.1:10001", "10.0.0.1", ":6379", "host:port"):
-        with pytest.raises(InputError, match="give HOST:PORT of the head node"):
+        with pytest.raises(InputError, match="HOST:PORT"):
             Crew(None, None, wrong)._start()
