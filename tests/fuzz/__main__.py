@@ -28,7 +28,7 @@ import torch
 
 from gradmerge._version import __version__
 
-from .inputs import counts_of, run_inputs
+from .inputs import CHUNK, Chunk, cases_of, counts_of, run_inputs
 from .kills import run_kills
 from .kinds import KINDS
 from .trial import GOOD, MOST_MEMORY, MOST_SECONDS, OUTCOMES, run_case
@@ -102,22 +102,18 @@ def print_kills(kills: dict[str, Any]) -> None:
         print(f"{name:20}" + "".join(f"{count:>13}" for count in row.values()))
 
 
-def show_case(case: str, seed: int, root: Path) -> int:
-    name, _, number = case.rpartition(":")
+def show_case(which: str, seed: int, root: Path) -> int:
+    name, _, number = which.rpartition(":")
     if name not in KINDS:
         print(f"{name}: no such kind; known are {', '.join(KINDS)}", file=sys.stderr)
         return 2
     kind = KINDS[name](root / name)
-    put = kind.place.put
-
-    def shown(file: str, content: bytes) -> None:
-        print(f"{file!r}: {len(content)} bytes: {content[:2000]!r}")
-        put(file, content)
-
-    kind.place.put = shown  # type: ignore[assignment]
-    result = run_case(kind, int(number), seed)
-    if words := getattr(kind, "words", None):
-        print("gradmerge", *map(ascii, words))
+    first = int(number) // CHUNK * CHUNK
+    case = cases_of(kind, Chunk(name, first, CHUNK), seed)[int(number) - first]
+    for file, content in [*case.files.items(), *(case.left or {}).items()]:
+        print(f"{str(file)!r}: {len(content)} bytes: {content[:2000]!r}")
+    print(ascii(case.how))
+    result = run_case(kind, case, int(number))
     print(f"{result.outcome} {result.message}\n{result.trace}")
     return 0 if result.outcome in GOOD else 1
 

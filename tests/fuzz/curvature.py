@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
@@ -20,41 +19,39 @@ from gradmerge.curvature.summary import pieces, summarize
 from gradmerge.engine.journal import NAME as JOURNAL
 from tests.making import random_curvature, random_state, weight_bytes
 
+from .data import models_kept
 from .models import SHAPES, Merging, recipe, write_models
-from .mutate import (
-    WRONG,
-    mutate_bytes,
-    mutate_file,
-    mutate_json_file,
-    mutate_numbers,
-    mutate_torch,
-    split,
-    with_length,
-)
-from .trial import Broken, Kind, command, files_in
+from .mutate import Draw, edited, json_file, metadata, tensor_file, tensor_values, torch_file
+from .trial import Broken, Case, Kind, command, files_in
+
+CURVATURE = [tensor_file, tensor_file, metadata, tensor_values]
 
 
 class CurvatureFiles(Merging):
     """A curvature file of any precision: its bytes, its header, its metadata, its numbers."""
 
     name, share = "curvature", 10.0
+    precisions = ("float32", "bfloat16", "log8")
 
     def make(self) -> None:
         write_models(curvature=True)
-        self.saved: dict[str, bytes] = {}
-        for precision in ("float32", "bfloat16", "log8"):
+        for precision in self.precisions:
             random_curvature(0, random_state(0, SHAPES)).save(Path(precision), precision=precision)
-            self.saved[precision] = (Path(precision) / "curvature.safetensors").read_bytes()
 
-    def run(self, rng: random.Random | None) -> None:
-        precision = rng.choice(list(self.saved)) if rng else "log8"
-        if rng is not None:
-            change = rng.choice([mutate_file, mutate_file, mutate_metadata, mutate_numbers])
-            self.place.put(f"{precision}/curvature.safetensors", change(self.saved[precision], rng))
-        way = rng.randrange(20) if rng else 2
-        if way == 0:
-            command("curvature", "show", precision, *(["--json"] if rng and rng.random() < 0.5 else []))
-        elif way == 1:
+    def case(self, draw: Draw) -> Case:
+        precision = draw(st.sampled_from(self.precisions))
+        name = f"{precision}/curvature.safetensors"
+        how = {
+            "precision": precision,
+            "way": draw(st.sampled_from(["sums"] * 18 + ["load", "show"])),
+            "method": draw(st.sampled_from(["gradient-matching", "fisher-averaging"])),
+        }
+        return Case({name: draw(draw(st.sampled_from(CURVATURE))(self.place.original(name)))}, how=how)
+
+    def read(self, precision: str = "log8", way: str = "sums", method: str = "gradient-matching") -> None:
+        if way == "show":
+            command("curvature", "show", precision, "--json")
+        elif way == "load":
             gm.Curvature.load(precision)
         else:
             with open_curvature(precision) as file:
@@ -62,30 +59,7 @@ class CurvatureFiles(Merging):
                     if not group.total >= 0:
                         raise Broken(f"a sum of {group.total}")
         models: list[Any] = [{"model": "a", "curvature": precision}, "b"]
-        method = rng.choice(["gradient-matching", "fisher-averaging"]) if rng else "gradient-matching"
-        self.merge_recipe(recipe(method=method, models=models, missing="zero"))
-
-
-def mutate_metadata(raw: bytes, rng: random.Random) -> bytes:
-    header, data = split(raw)
-    values = [w for w in WRONG if isinstance(w, str)] + [
-        "0",
-        "-1",
-        "1e9",
-        "9" * 18,
-        "9" * 19,
-        "١",
-        "3.5",
-        "gram",
-        "diagonal",
-        "log8",
-        "[",
-        '["a"]',
-        "5",
-    ]
-    key = rng.choice([*header["__metadata__"], "kind", "fan_in_fan_out"])
-    header["__metadata__"][key] = rng.choice(values)
-    return with_length(json.dumps(header).encode("utf-8", "surrogatepass"), data)
+        self.merge(recipe(method=method, models=models, missing="zero"))
 
 
 class Grams(Merging):
@@ -98,12 +72,20 @@ class Grams(Merging):
         header = {"format": "gradmerge-curvature/1", "examples": "3", "kind": "gram", "fan_in_fan_out": "[]"}
         save_file({"a.weight": torch.eye(3), "b.weight": torch.eye(4)}, "gram.safetensors", metadata=header)
 
-    def run(self, rng: random.Random | None) -> None:
-        if rng is not None:
-            change = rng.choice([mutate_file, mutate_file, mutate_metadata, mutate_numbers])
-            self.place.put("gram.safetensors", change(self.place.original("gram.safetensors"), rng))
-        models = [{"model": "a", "curvature": "gram.safetensors"}, {"model": "b", "curvature": "gram.safetensors"}]
-        self.merge_recipe(recipe(method="regmean", models=models))
+    def case(self, draw: Draw) -> Case:
+        raw = self.place.original("gram.safetensors")
+        return Case({"gram.safetensors": draw(draw(st.sampled_from(CURVATURE))(raw))})
+
+    def read(self) -> None:
+        models = [{"model": name, "curvature": "gram.safetensors"} for name in "ab"]
+        self.merge(recipe(method="regmean", models=models))
+
+
+def check_alone(place: Any, outcome: str) -> None:
+    """`out` is all that is there, if it should be there at all."""
+    left = sorted(path.name for path in place.out.parent.iterdir())
+    if left != (["out"] if outcome == "worked" else []):
+        raise Broken(f"left behind: {', '.join(left) or 'nothing'}")
 
 
 class Reports(Kind):
@@ -116,20 +98,19 @@ class Reports(Kind):
         recipe_text = json.dumps(recipe(method="gradient-matching", models=["a", {"model": "b", "weight": 0.5}]))
         Path("recipe.yml").write_text(recipe_text)
 
-    def run(self, rng: random.Random | None) -> None:
-        if rng is not None:
-            name = f"{rng.choice(['a', 'base', 'b'])}/curvature/curvature.safetensors"
-            change = rng.choice([mutate_file, mutate_metadata, mutate_numbers, mutate_numbers])
-            self.place.put(name, change(self.place.original(name), rng))
-        if rng is None or rng.random() < 0.5:
+    def case(self, draw: Draw) -> Case:
+        name = f"{draw(st.sampled_from(['a', 'base', 'b']))}/curvature/curvature.safetensors"
+        raw = draw(draw(st.sampled_from(CURVATURE))(self.place.original(name)))
+        return Case({name: raw}, how={"preview": draw(st.booleans())})
+
+    def read(self, preview: bool = True) -> None:
+        if preview:
             gm.preview("recipe.yml", self.place.out, weights=["0:1:0.5"], threads=1)
         else:
             gm.diagnose("recipe.yml", self.place.out, threads=1)
 
     def check(self, outcome: str) -> None:
-        left = sorted(path.name for path in self.place.out.parent.iterdir())
-        if left != (["out"] if outcome == "worked" else []):
-            raise Broken(f"left behind: {', '.join(left) or 'nothing'}")
+        check_alone(self.place, outcome)
         for path in self.place.out.glob("*.json"):
             json.loads(path.read_text("utf-8"))
 
@@ -171,23 +152,17 @@ class TrainerCheckpoints(Kind):
         optimizer.step()
         return dict(optimizer.state_dict())
 
-    def run(self, rng: random.Random | None) -> None:
-        kind = rng.randrange(10) if rng else 10
-        if rng is not None and kind <= 8:
-            state = self.states[rng.choice(list(self.states))]
-            file = io.BytesIO()
-            zipped = rng.random() < 0.7
-            torch.save(state, file, _use_new_zipfile_serialization=zipped)
-            self.place.put("optimizer.pt", mutate_torch(state, file.getvalue(), rng, zipped))
-        elif rng is not None:
-            self.place.put(rng.choice(["adapter_config.json", "optimizer.bin"]), b"x")
-        curvature = gm.import_curvature(".", 24, 8, model=self.model)
-        curvature.save(self.place.out, precision=rng.choice(["float32", "log8", "bfloat16"]) if rng else "float32")
+    def case(self, draw: Draw) -> Case:
+        files = {"optimizer.pt": draw(torch_file(draw(st.sampled_from(list(self.states.values())))))}
+        if draw(st.integers(0, 9)) == 0:
+            files = {draw(st.sampled_from(["adapter_config.json", "optimizer.bin"])): b"x"}
+        return Case(files, how={"precision": draw(st.sampled_from(["float32", "log8", "bfloat16"]))})
+
+    def read(self, precision: str = "float32") -> None:
+        gm.import_curvature(".", 24, 8, model=self.model).save(self.place.out, precision=precision)
 
     def check(self, outcome: str) -> None:
-        left = sorted(path.name for path in self.place.out.parent.iterdir())
-        if left != (["out"] if outcome == "worked" else []):
-            raise Broken(f"left behind: {', '.join(left) or 'nothing'}")
+        check_alone(self.place, outcome)
         if outcome == "worked":
             gm.Curvature.load(self.place.out)
 
@@ -209,15 +184,18 @@ class Unfinished(Merging):
         self.left = files_in(self.place.out.parent)
         self.journal = next(path for path in self.left if path.name == JOURNAL)
 
-    def run(self, rng: random.Random | None) -> None:
-        left = dict(self.left)
-        if rng is not None:
-            change = mutate_bytes if rng.random() < 0.5 else mutate_lines
-            left[self.journal] = change(left[self.journal], rng)
-            if rng.random() < 0.05:
-                name = rng.choice([p for p in left if p.suffix == ".safetensors"])
-                left[name] = left[name][: rng.randrange(len(left[name]))]
-        self.place.prepare(left)
+    def valid(self) -> Case:
+        return Case(left=self.left)
+
+    def case(self, draw: Draw) -> Case:
+        journal = self.left[self.journal]
+        left = self.left | {self.journal: draw(draw(st.sampled_from([edited, journal_lines]))(journal))}
+        if draw(st.integers(0, 19)) == 0:
+            name = draw(st.sampled_from([path for path in left if path.suffix == ".safetensors"]))
+            left[name] = left[name][: draw(st.integers(0, len(left[name]) - 1))]
+        return Case(left=left)
+
+    def read(self) -> None:
         gm.merge(self.given, self.place.out, threads=1, block=8, resume=True)
 
     def check(self, outcome: str) -> None:
@@ -242,12 +220,13 @@ class _Stop:
             raise KeyboardInterrupt
 
 
-def mutate_lines(raw: bytes, rng: random.Random) -> bytes:
+@st.composite
+def journal_lines(draw: Draw, raw: bytes) -> bytes:
     """Lines of JSON, all but the first with a checksum, of which one is changed."""
     lines = raw.splitlines()
-    number = rng.randrange(len(lines))
+    number = draw(st.integers(0, len(lines) - 1))
     text, space, checksum = lines[number].rpartition(b" ") if number else (lines[0], b"", b"")
-    lines[number] = mutate_json_file(text, rng).replace(b"\n", b"") + space + checksum
+    lines[number] = draw(json_file(text)).replace(b"\n", b"") + space + checksum
     return b"\n".join(lines) + b"\n"
 
 
@@ -262,11 +241,13 @@ class Records(Merging):
         self.whole = files_in(self.place.out.parent)
         self.record = next(path for path in self.whole if path.name == "gradmerge.json")
 
-    def run(self, rng: random.Random | None) -> None:
-        left = dict(self.whole)
-        if rng is not None:
-            left[self.record] = mutate_json_file(left[self.record], rng)
-        self.place.prepare(left)
+    def valid(self) -> Case:
+        return Case(left=self.whole)
+
+    def case(self, draw: Draw) -> Case:
+        return Case(left=self.whole | {self.record: draw(json_file(self.whole[self.record]))})
+
+    def read(self) -> None:
         if not gm.merge(recipe(), self.place.out, threads=1, resume=True).already_done:
             raise Broken("a folder that was there was written over")
 
@@ -292,18 +273,18 @@ class UnfinishedEstimate(Kind):
         self.place.clear_out()
 
     def _measure(self, **settings: Any) -> None:
-        from .data import models_kept
-
         with models_kept():
             estimate_curvature("bert", "data.jsonl", out=self.place.out, batch_size=2, device="cpu", **settings)
 
-    def run(self, rng: random.Random | None) -> None:
-        left = dict(self.left)
-        if rng is not None:
-            name = rng.choice(list(left))
-            changes = [mutate_file, mutate_metadata] if name.suffix == ".safetensors" else [mutate_json_file]
-            left[name] = rng.choice(changes)(left[name], rng)
-        self.place.prepare(left)
+    def valid(self) -> Case:
+        return Case(left=self.left)
+
+    def case(self, draw: Draw) -> Case:
+        name = draw(st.sampled_from(sorted(self.left)))
+        change = draw(st.sampled_from([tensor_file, metadata] if name.suffix == ".safetensors" else [json_file]))
+        return Case(left=self.left | {name: draw(change(self.left[name]))})
+
+    def read(self) -> None:
         self._measure(resume=True)
 
     def check(self, outcome: str) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 import gradmerge as gm
 from gradmerge.tasks import loading
 
-from .mutate import mutate_bytes, mutate_file, mutate_json, mutate_json_file, mutate_text, mutate_zip, packed
-from .trial import Kind
+from .mutate import Draw, archive, edited, json_file, json_of, tensor_file
+from .trial import Case, Kind
 
 _kept: dict[tuple[str, str], Any] = {}
 
@@ -67,19 +69,21 @@ class Data(Kind):
     def content(self) -> bytes:
         raise NotImplementedError
 
-    def mutated(self, raw: bytes, rng: random.Random) -> bytes:
-        return mutate_text(raw, rng)
+    def mutated(self, raw: bytes) -> SearchStrategy[bytes]:
+        return edited(raw)
 
-    def run(self, rng: random.Random | None) -> None:
-        if rng is not None:
-            raw = self.mutated(self.content(), rng)
-            self.place.put(self.source, raw)
-        limit = rng.choice([None, None, 1, 3]) if rng else None
+    def case(self, draw: Draw) -> Case:
+        return Case(
+            {self.source: draw(self.mutated(self.content()))},
+            how={"limit": draw(st.sampled_from([None, None, 1, 3])), "source": draw(self.sources())},
+        )
+
+    def sources(self) -> SearchStrategy[str]:
+        return st.just(self.source)
+
+    def read(self, limit: int | None = None, source: str = "") -> None:
         with models_kept():
-            gm.evaluate(self.model, self.read(rng), limit=limit, batch_size=2, device="cpu")
-
-    def read(self, rng: random.Random | None) -> str:
-        return self.source
+            gm.evaluate(self.model, source or self.source, limit=limit, batch_size=2, device="cpu")
 
     def check(self, outcome: str) -> None:
         pass
@@ -87,17 +91,14 @@ class Data(Kind):
 
 class Jsonl(Data):
     name, source, share = "data-jsonl", "data.jsonl", 5.0
+    rows: list[dict[str, Any]] = ROWS
 
     def content(self) -> bytes:
-        return b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+        return b"".join(json.dumps(row).encode() + b"\n" for row in self.rows)
 
-    def mutated(self, raw: bytes, rng: random.Random) -> bytes:
-        if rng.random() < 0.5:
-            return mutate_text(raw, rng)
-        number = rng.randrange(len(ROWS))
-        lines = raw.splitlines(keepends=True)
-        lines[number] = mutate_json(ROWS[number], rng) + b"\n"
-        return b"".join(lines)
+    def mutated(self, raw: bytes) -> SearchStrategy[bytes]:
+        one_row = st.sampled_from(self.rows).flatmap(json_of)
+        return edited(raw) | one_row.map(lambda row: row + b"\n" + raw)
 
 
 class Messages(Jsonl):
@@ -108,13 +109,6 @@ class Messages(Jsonl):
         {"text": "a good film"},
         {"text": "paris is blue", "prompt": "what is paris ?", "completion": "blue"},
     ]
-
-    def content(self) -> bytes:
-        return b"".join(json.dumps(row).encode() + b"\n" for row in self.rows)
-
-    def mutated(self, raw: bytes, rng: random.Random) -> bytes:
-        row = rng.choice(self.rows)
-        return mutate_text(raw, rng) if rng.random() < 0.5 else mutate_json(row, rng) + b"\n" + raw
 
 
 class Csv(Data):
@@ -135,71 +129,63 @@ class Parquet(Data):
     name, source = "data-parquet", "data.parquet"
 
     def content(self) -> bytes:
+        return self.table({key: [row[key] for row in ROWS] for key in ROWS[0]})
+
+    def table(self, columns: dict[str, list[Any]]) -> bytes:
         import pyarrow
         import pyarrow.parquet
 
         file = io.BytesIO()
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file)
+        pyarrow.parquet.write_table(pyarrow.table(columns), file)
         return file.getvalue()
 
-    def mutated(self, raw: bytes, rng: random.Random) -> bytes:
-        if rng.random() < 0.8:
-            return mutate_bytes(raw, rng)
-        import pyarrow
-        import pyarrow.parquet
-
-        columns: Any = rng.choice(
-            [{"text": [None, "a"]}, {"text": [b"\xff", b"a"]}, {"text": [[1], [2]]}, {"text": [{"a": 1}, None]}, {}]
-        )
-        file = io.BytesIO()
-        pyarrow.parquet.write_table(
-            pyarrow.table(columns | {"label": rng.choice([[0, 1], [1.5, None], ["x", "y"]])}), file
-        )
-        return file.getvalue()
+    def mutated(self, raw: bytes) -> SearchStrategy[bytes]:
+        texts = [[None, "a"], [b"\xff", b"a"], [[1], [2]], [{"a": 1}, None]]
+        labels = st.sampled_from([[0, 1], [1.5, None], ["x", "y"]])
+        columns = st.fixed_dictionaries({"label": labels}, optional={"text": st.sampled_from(texts)})
+        return st.one_of([edited(raw)] * 4 + [columns.map(self.table)])
 
 
 class Gz(Jsonl):
     name, source, share = "data-gz", "data.jsonl.gz", 2.0
 
     def content(self) -> bytes:
-        return packed(super().content())
+        return gzip.compress(super().content(), mtime=0)
 
-    def mutated(self, raw: bytes, rng: random.Random) -> bytes:
-        import gzip
-
-        return mutate_bytes(raw, rng) if rng.random() < 0.6 else packed(super().mutated(gzip.decompress(raw), rng))
+    def mutated(self, raw: bytes) -> SearchStrategy[bytes]:
+        inside = super().mutated(gzip.decompress(raw))
+        return edited(raw) | inside.map(lambda text: gzip.compress(text, mtime=0))
 
 
 class Npz(Data):
     name, source, model = "data-npz", "data.npz", "vit"
 
     def content(self) -> bytes:
-        return _npz({"x": np.arange(4 * 8 * 8 * 3, dtype=np.uint8).reshape(4, 8, 8, 3), "y": np.array([0, 1, 2, 0])})
+        return npz({"x": np.arange(4 * 8 * 8 * 3, dtype=np.uint8).reshape(4, 8, 8, 3), "y": np.array([0, 1, 2, 0])})
 
-    def mutated(self, raw: bytes, rng: random.Random) -> bytes:
-        if rng.random() < 0.7:
-            return mutate_zip(raw, rng)
-        x = rng.choice(
-            [
-                *[np.zeros((4, 8, 8)), np.full((4, 8, 8, 3), np.nan), np.zeros((0, 8, 8, 3)), np.zeros((4, 0, 0, 3))],
-                *[np.array(3), np.full((4, 8, 8, 2), 300), np.zeros((4, 8, 8, 3), np.complex64), np.array(["a"] * 4)],
-                np.zeros((4, 1, 1, 4), bool),
-            ]
+    def mutated(self, raw: bytes) -> SearchStrategy[bytes]:
+        x = [
+            *[np.zeros((4, 8, 8)), np.full((4, 8, 8, 3), np.nan), np.zeros((0, 8, 8, 3)), np.zeros((4, 0, 0, 3))],
+            *[np.array(3), np.full((4, 8, 8, 2), 300), np.zeros((4, 8, 8, 3), np.complex64), np.array(["a"] * 4)],
+            np.zeros((4, 1, 1, 4), bool),
+        ]
+        y = [
+            *[np.array([0, 1, 2, 9]), np.array([-1, 0, 0, 0]), np.array([0.5] * 4), np.array(["a"] * 4)],
+            *[np.array([[0]] * 4), np.array(2), np.array([np.nan] * 4), np.array([2**62] * 4), np.zeros((4, 3))],
+            np.array([0, 1, 2, 0], np.uint64),
+        ]
+        arrays = st.builds(
+            lambda one, of_x, other, of_y: npz({one: of_x, other: of_y}),
+            *(st.sampled_from(["x", "X", "x_test", "z"]), st.sampled_from(x)),
+            *(st.sampled_from(["y", "Y", "y_test"]), st.sampled_from(y)),
         )
-        y = rng.choice(
-            [
-                *[np.array([0, 1, 2, 9]), np.array([-1, 0, 0, 0]), np.array([0.5] * 4), np.array(["a"] * 4)],
-                *[np.array([[0]] * 4), np.array(2), np.array([np.nan] * 4), np.array([2**62] * 4), np.zeros((4, 3))],
-                np.array([0, 1, 2, 0], np.uint64),
-            ]
-        )
-        return _npz({rng.choice(["x", "X", "x_test", "z"]): x, rng.choice(["y", "Y", "y_test"]): y})
+        return archive(raw) | archive(raw) | arrays
 
-    def read(self, rng: random.Random | None) -> str:
-        return rng.choice([self.source] * 5 + [f"{self.source}:test", f"{self.source}:"]) if rng else self.source
+    def sources(self) -> SearchStrategy[str]:
+        return st.sampled_from([self.source] * 5 + [f"{self.source}:test", f"{self.source}:"])
 
 
-def _npz(arrays: dict[str, Any]) -> bytes:
+def npz(arrays: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
@@ -227,25 +213,26 @@ class Images(Data):
             Path(f"images/{number}").mkdir(parents=True)
             Path(f"images/{number}/one.png").write_bytes(self.images["PNG"])
 
-    def run(self, rng: random.Random | None) -> None:
-        if rng is not None:
-            raw = self.images[rng.choice(self.formats)]
-            name = rng.choice(
-                ["one.png", "one.png", "two.jpg", "x.gif", "\udcff.png", "y.tif", ".hidden.png", "z.webp"]
-            )
-            self.place.put(f"images/{rng.randrange(3)}/{name}", mutate_bytes(raw, rng) if rng.random() < 0.9 else b"")
+    def case(self, draw: Draw) -> Case:
+        raw = self.images[draw(st.sampled_from(self.formats))]
+        names = ["one.png", "one.png", "two.jpg", "x.gif", "\udcff.png", "y.tif", ".hidden.png", "z.webp"]
+        place = f"images/{draw(st.integers(0, 2))}/{draw(st.sampled_from(names))}"
+        return Case({place: draw(edited(raw))})
+
+    def read(self) -> None:  # type: ignore[override]
         with models_kept():
             gm.evaluate("vit", "images", batch_size=2, device="cpu")
 
 
-def mutate_config(raw: bytes, rng: random.Random) -> bytes:
+@st.composite
+def config_file(draw: Draw, raw: bytes) -> bytes:
     """A config that transformers builds a model from: often with one size that is another."""
     value = json.loads(raw)
     sizes = [key for key, number in value.items() if isinstance(number, int)]
-    if rng.random() < 0.6 or not sizes:
-        return mutate_json_file(raw, rng)
-    value[rng.choice(sizes)] = rng.choice([0, -1, 3, 100, 10**4, 10**6, 2**31, 10**30, 0.5, "3", None, [3]])
-    return json.dumps(value).encode()
+    if not sizes or draw(st.booleans()):
+        return bytes(draw(json_file(raw)))
+    odd = [0, -1, 3, 100, 10**4, 10**6, 2**31, 10**30, 0.5, "3", None, [3]]
+    return json.dumps(value | {draw(st.sampled_from(sizes)): draw(st.sampled_from(odd))}).encode()
 
 
 class Loaded(Kind):
@@ -259,16 +246,16 @@ class Loaded(Kind):
         tiny_bert_checkpoint(Path("bert"), num_hidden_layers=1)
         tiny_vit_checkpoint(Path("vit"), num_hidden_layers=1)
         Path("data.jsonl").write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in ROWS[:2]))
-        Path("data.npz").write_bytes(_npz({"x": np.zeros((2, 8, 8, 3), np.uint8), "y": np.array([0, 1])}))
+        Path("data.npz").write_bytes(npz({"x": np.zeros((2, 8, 8, 3), np.uint8), "y": np.array([0, 1])}))
 
-    def run(self, rng: random.Random | None) -> None:
-        model = rng.choice(["bert", "vit"]) if rng else "bert"
-        if rng is not None:
-            found = sorted(p for p in Path(model).iterdir() if p.suffix in (".json", ".safetensors", ".txt"))
-            path = rng.choice(found)
-            raw = self.place.original(str(path))
-            change: Any = {".json": mutate_config, ".safetensors": mutate_file, ".txt": mutate_text}[path.suffix]
-            self.place.put(str(path), change(raw, rng))
+    def case(self, draw: Draw) -> Case:
+        model = draw(st.sampled_from(["bert", "vit"]))
+        found = sorted(p for p in Path(model).iterdir() if p.suffix in (".json", ".safetensors", ".txt"))
+        path = draw(st.sampled_from(found))
+        change: Any = {".json": config_file, ".safetensors": tensor_file, ".txt": edited}[path.suffix]
+        return Case({str(path): draw(change(self.place.original(str(path))))}, how={"model": model})
+
+    def read(self, model: str = "bert") -> None:
         gm.evaluate(model, "data.jsonl" if model == "bert" else "data.npz", device="cpu")
 
     def check(self, outcome: str) -> None:
@@ -300,9 +287,10 @@ class ImportConfig(Kind):
         optimizer.step()
         torch.save(optimizer.state_dict(), "optimizer.pt")
 
-    def run(self, rng: random.Random | None) -> None:
-        if rng is not None:
-            self.place.put("config.json", mutate_config(self.place.original("config.json"), rng))
+    def case(self, draw: Draw) -> Case:
+        return Case({"config.json": draw(config_file(self.place.original("config.json")))})
+
+    def read(self) -> None:
         gm.import_curvature(".", dataset_size=10, batch_size=2)
 
     def check(self, outcome: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -10,15 +11,16 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import transformers  # noqa: F401 - some cases need it, and importing it takes longer than a case may
 
 from .kinds import KINDS
-from .trial import CRASH, GOOD, HANG, OUTCOMES, Kind, Result, run_case
+from .mutate import generate
+from .trial import CRASH, GOOD, HANG, OUTCOMES, Case, Kind, Result, run_case
 
 #: Seconds after which a process that does not answer is killed: it hangs where no signal is heard.
 PATIENCE = 120.0
@@ -31,21 +33,33 @@ MOST_KEPT = 30
 _context = multiprocessing.get_context("fork")
 
 
+class Chunk(NamedTuple):
+    """Cases of a kind that are generated together: those with numbers from ``first`` on, of which ``done`` are run."""
+
+    kind: str
+    first: int
+    size: int
+    done: int = 0
+
+
+def cases_of(kind: Kind, chunk: Chunk, seed: int) -> list[Case]:
+    with contextlib.chdir(kind.place.inputs):
+        return generate(kind.cases(), chunk.size, f"{seed}/{chunk.kind}/{chunk.first}")
+
+
 class Worker:
-    """A process, the cases that it was given, and the one that it is at."""
+    """A process and the cases that it was given."""
 
     def __init__(self, root: Path, seed: int) -> None:
-        self.at = _context.Value("i", -2, lock=False)
-        self.since = _context.Value("d", 0.0, lock=False)
+        self.chunk: Chunk | None = None
+        self.since = 0.0
         self.connection, other = _context.Pipe()
         self.process = _context.Process(target=self._work, args=(other, root, seed), daemon=True)
         self.process.start()
         other.close()
-        self.chunk: tuple[str, int, int] | None = None
 
-    def give(self, chunk: tuple[str, int, int] | None) -> None:
-        self.chunk = chunk
-        self.at.value, self.since.value = -2, time.monotonic()
+    def give(self, chunk: Chunk | None) -> None:
+        self.chunk, self.since = chunk, time.monotonic()
         self.connection.send(chunk)
 
     def _work(self, connection: Connection, root: Path, seed: int) -> None:
@@ -61,20 +75,14 @@ class Worker:
             os.dup2(null, stream)
         kinds: dict[str, Kind] = {}
         while (chunk := connection.recv()) is not None:
-            name, start, stop = chunk
-            if name not in kinds:
-                kinds[name] = KINDS[name](root / str(os.getpid()) / name)
-                connection.send(_valid(kinds[name], seed))
-            for number in range(start, stop):
-                self.at.value, self.since.value = number, time.monotonic()
-                connection.send(run_case(kinds[name], number, seed))
+            if chunk.kind not in kinds:
+                kinds[chunk.kind] = KINDS[chunk.kind](root / str(os.getpid()) / chunk.kind)
+                run_case(kinds[chunk.kind])  # what comes with the first case of a process is not a case's doing
+                connection.send(run_case(kinds[chunk.kind]))
+            cases = cases_of(kinds[chunk.kind], chunk, seed)
+            for place in range(chunk.done, len(cases)):
+                connection.send(run_case(kinds[chunk.kind], cases[place], chunk.first + place))
             connection.send(None)
-
-
-def _valid(kind: Kind, seed: int) -> Result:
-    """The inputs as they are: were they refused, so would be every case, and nothing be tried."""
-    run_case(kind, -1, seed)  # what comes with the first case of a process is not a case's doing
-    return run_case(kind, -1, seed)
 
 
 def run_inputs(
@@ -82,24 +90,18 @@ def run_inputs(
 ) -> dict[str, dict[str, Any]]:
     """Counts by kind."""
     chunks = _chunks(names, total, seed)
-    results: dict[str, dict[str, Any]] = {
-        n: dict.fromkeys(["cases", *OUTCOMES, "slowest s", "slowest", "most MB"], 0) for n in names
-    }
+    results = {n: dict.fromkeys(["cases", *OUTCOMES, "slowest s", "slowest", "most MB"], 0) for n in names}
     workers: list[Worker] = []
     last = time.monotonic()
-    done = 0
 
     def hand_out(worker: Worker) -> None:
-        chunk = next(chunks, None)
-        worker.give(chunk)
-        if chunk is None:
+        worker.give(chunks.pop() if chunks else None)
+        if worker.chunk is None:
             workers.remove(worker)
             worker.process.join()
 
     def count(result: Result) -> None:
-        nonlocal done, last
-        row = results[result.kind]
-        done += 1
+        row: dict[str, Any] = results[result.kind]
         row["cases"] += 1
         row[result.outcome] += 1
         if result.seconds > row["slowest s"]:
@@ -107,9 +109,6 @@ def run_inputs(
         row["most MB"] = max(row["most MB"], result.memory // 1_000_000)
         if result.outcome not in GOOD:
             keep(result, failures, sum(row[o] for o in OUTCOMES if o not in GOOD))
-        if time.monotonic() - last > 30:
-            last = time.monotonic()
-            print(f"{done} of {total} inputs", flush=True)
 
     for _ in range(processes if total else 0):
         workers.append(Worker(root, seed))
@@ -117,43 +116,46 @@ def run_inputs(
     while workers:
         ready = wait([worker.connection for worker in workers], timeout=5)
         for worker in list(workers):
-            assert worker.chunk is not None
-            name, start, stop = worker.chunk
+            chunk, result = worker.chunk, None
+            assert chunk is not None
+            ended = ""
             if worker.connection in ready:
                 try:
                     result = worker.connection.recv()
                 except EOFError:
-                    result = CRASH
-            elif time.monotonic() - worker.since.value > PATIENCE:
+                    ended = CRASH
+            elif time.monotonic() - worker.since > PATIENCE:
                 worker.process.kill()
-                result = HANG
+                ended = HANG
             else:
                 continue
-            if result is None:
-                hand_out(worker)
-            elif isinstance(result, Result) and result.number < 0:
-                if result.outcome != GOOD[0]:
-                    raise SystemExit(f"{name}: the valid inputs do not work: {result.message}\n{result.trace}")
-            elif isinstance(result, Result):
-                count(result)
-            else:
+            worker.since = time.monotonic()
+            if ended:
                 worker.process.join()
-                at = max(worker.at.value, start)
-                count(Result(name, at, result, f"exit code {worker.process.exitcode}"))
+                number = chunk.first + chunk.done
+                count(Result(chunk.kind, number, ended, f"exit code {worker.process.exitcode}"))
                 workers[workers.index(worker)] = fresh = Worker(root, seed)
-                fresh.give((name, at + 1, stop))
+                fresh.give(chunk._replace(done=chunk.done + 1))
+            elif result is None:
+                hand_out(worker)
+            elif result.number >= 0:
+                worker.chunk = chunk._replace(done=result.number - chunk.first + 1)
+                count(result)
+            elif result.outcome != GOOD[0]:  # were the valid inputs refused, nothing would be tried
+                raise SystemExit(f"{chunk.kind}: the valid inputs do not work: {result.message}\n{result.trace}")
+        if time.monotonic() - last > 30:
+            last = time.monotonic()
+            print(f"{sum(row['cases'] for row in results.values())} of {total} inputs", flush=True)
     return results
 
 
-def _chunks(names: list[str], total: int, seed: int) -> Iterator[tuple[str, int, int]]:
-    """Numbers of cases by kind, in proportion to the shares, in some order."""
+def _chunks(names: list[str], total: int, seed: int) -> list[Chunk]:
+    """Cases by kind, in proportion to the shares, in some order."""
     whole = sum(KINDS[name].share for name in names)
-    chunks = []
-    for name in names:
-        cases = max(1, round(total * KINDS[name].share / whole))
-        chunks += [(name, start, min(start + CHUNK, cases)) for start in range(0, cases, CHUNK)]
+    counts = {name: max(1, round(total * KINDS[name].share / whole)) for name in names}
+    chunks = [Chunk(n, i, min(CHUNK, count - i)) for n, count in counts.items() for i in range(0, count, CHUNK)]
     random.Random(seed).shuffle(chunks)
-    return iter(chunks)
+    return chunks
 
 
 def keep(result: Result, failures: Path, so_far: int) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import random
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from hypothesis import strategies as st
 from safetensors.torch import save
 
 import gradmerge as gm
@@ -21,16 +20,19 @@ from gradmerge.safe_yaml import parse_yaml
 from tests.making import near, random_curvature, random_state, write_model
 
 from .mutate import (
+    PATHS,
     WRONG,
-    mutate_file,
-    mutate_json_file,
-    mutate_numbers,
-    mutate_text,
-    mutate_torch,
-    mutate_value,
-    mutate_yaml,
+    Draw,
+    edited,
+    edited_value,
+    json_file,
+    saved,
+    tensor_file,
+    tensor_values,
+    torch_file,
+    yaml_of,
 )
-from .trial import MACHINE, WORKED, Broken, Kind, command
+from .trial import MACHINE, WORKED, Broken, Case, Kind, command
 
 SHAPES = {"embed.weight": (6, 4), "a.weight": (4, 3), "a.bias": (4,), "norm.weight": (4,), "b.weight": (2, 4)}
 CONFIG: dict[str, Any] = {
@@ -94,31 +96,33 @@ def recipe(**changes: Any) -> dict[str, Any]:
 
 
 def read_all(reference: str, **settings: Any) -> None:
-    """Open a checkpoint and read every tensor."""
+    """Open a checkpoint and read every tensor; those of safetensors are bytes of its files."""
     with open_checkpoint(reference, **settings) as checkpoint:
+        files = [path.read_bytes() for path in checkpoint.files()]
         for name, info in checkpoint.tensors.items():
             if info.numel > 1_000_000:
                 raise Broken(f"{name}: more elements than the file has bytes")
             values = checkpoint.read(name, 0, info.numel, Buffers())
             if values.numel() != info.numel:
-                raise Broken(f"{name}: {values.numel()} elements, where {info.numel} are told of")
+                raise Broken(f"{name}: {values.numel()} elements instead of {info.numel}")
+            if not settings and not any(values.view(torch.uint8).numpy().tobytes() in content for content in files):
+                raise Broken(f"{name}: bytes that are in no file")
 
 
 class Merging(Kind):
     """A kind whose cases end in a merge of `base`, `a` and `b`."""
 
-    methods = METHODS[:4]
+    stays_inside = True
+    changes = st.sampled_from(METHODS[:4]).flatmap(
+        lambda method: st.sampled_from(
+            [method] * 8 + [method | {"output": out} for out in ({"dtype": "bfloat16"}, {"shard_size": "100"})]
+        )
+    )
 
     def make(self) -> None:
         write_models()
 
-    def merge(self, rng: random.Random | None, **settings: Any) -> None:
-        changes = dict(rng.choice(self.methods)) if rng else dict(self.methods[0])
-        if rng and rng.random() < 0.2:
-            changes["output"] = rng.choice([{"dtype": "bfloat16"}, {"shard_size": "100"}, {"dtype": "float64"}])
-        self.merge_recipe(recipe(**changes), **settings)
-
-    def merge_recipe(self, given: dict[str, Any], **settings: Any) -> None:
+    def merge(self, given: dict[str, Any], **settings: Any) -> None:
         gm.merge(given, self.place.out, threads=1, **settings)
 
 
@@ -128,12 +132,14 @@ class Weights(Merging):
     name, share = "safetensors", 14.0
     file = "a/model.safetensors"
 
-    def run(self, rng: random.Random | None) -> None:
-        if rng is not None:
-            change = mutate_numbers if rng.random() < 0.1 else mutate_file
-            self.place.put(self.file, change(self.place.original(self.file), rng))
+    def case(self, draw: Draw) -> Case:
+        raw = self.place.original(self.file)
+        change = draw(st.sampled_from([tensor_file] * 9 + [tensor_values]))
+        return Case({self.file: draw(change(raw))}, how={"changes": draw(self.changes)})
+
+    def read(self, changes: dict[str, Any] = METHODS[0]) -> None:
         read_all(self.file.partition("/")[0])
-        self.merge(rng)
+        self.merge(recipe(**changes))
 
 
 class BaseWeights(Weights):
@@ -141,9 +147,7 @@ class BaseWeights(Weights):
 
     name, share = "safetensors-base", 5.0
     file = "base/model.safetensors"
-
-    def merge(self, rng: random.Random | None, **settings: Any) -> None:
-        self.merge_recipe(recipe(include=["b.weight"] if rng and rng.random() < 0.5 else ["*"], models=["a"]))
+    changes = st.sampled_from([{"models": ["a"], "include": include} for include in (["*"], ["b.weight"])])
 
 
 class Index(Merging):
@@ -154,40 +158,39 @@ class Index(Merging):
     def make(self) -> None:
         write_models(shards=2)
 
-    def run(self, rng: random.Random | None) -> None:
-        if rng is not None:
-            name = f"{rng.choice(['a', 'base'])}/model.safetensors.index.json"
-            self.place.put(name, mutate_json_file(self.place.original(name), rng))
+    def case(self, draw: Draw) -> Case:
+        name = f"{draw(st.sampled_from(['a', 'base']))}/model.safetensors.index.json"
+        return Case({name: draw(json_file(self.place.original(name)))}, how={"changes": draw(self.changes)})
+
+    def read(self, changes: dict[str, Any] = METHODS[0]) -> None:
         read_all("a")
-        self.merge(rng)
+        self.merge(recipe(**changes))
 
 
 class Config(Merging):
     """`config.json` of the base or a model."""
 
     name, share = "config", 7.0
+    files = ("config.json",)
+    commands = st.sampled_from([None] * 20 + [[], ["--json"], ["--tensors"]])
 
-    def run(self, rng: random.Random | None) -> None:
-        if rng is not None:
-            name = f"{rng.choice(['a', 'base', 'base'])}/config.json"
-            self.place.put(name, mutate_json_file(self.place.original(name), rng))
-            if rng.random() < 0.1:
-                command("inspect", "base", "a", "b", *rng.choice([[], ["--json"], ["--tensors"]]))
-                return
-        self.merge(rng)
+    def case(self, draw: Draw) -> Case:
+        name = f"{draw(st.sampled_from(['a', 'base', 'base']))}/{draw(st.sampled_from(self.files))}"
+        how = {"changes": draw(self.changes), "inspect": draw(self.commands)}
+        return Case({name: draw(json_file(self.place.original(name)))}, how=how)
+
+    def read(self, changes: dict[str, Any] = METHODS[0], inspect: list[str] | None = None) -> None:
+        if inspect is None:
+            self.merge(recipe(**changes))
+        else:
+            command("inspect", "base", "a", "b", *inspect)
 
 
-class SideFiles(Merging):
+class SideFiles(Config):
     """Tokenizers and the other small files, which a merge compares and copies."""
 
     name, share = "side-files", 4.0
-
-    def run(self, rng: random.Random | None) -> None:
-        if rng is not None:
-            file = rng.choice(["tokenizer.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-            name = f"{rng.choice(['a', 'base'])}/{file}"
-            self.place.put(name, mutate_json_file(self.place.original(name), rng))
-        self.merge(rng)
+    files = ("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")  # type: ignore[assignment]
 
 
 ADAPTER: dict[str, Any] = {
@@ -214,6 +217,7 @@ class Adapters(Merging):
     """A LoRA adapter, or one with DoRA and trained rows: its config or its weights. It comes out merged, or as one."""
 
     name, share = "adapter", 9.0
+    stays_inside = False  # an adapter names its base
 
     def make(self) -> None:
         write_models()
@@ -233,19 +237,17 @@ class Adapters(Merging):
         more = {"use_dora": True, "trainable_token_indices": {"b": [1]}, "modules_to_save": None}
         Path("dora/adapter_config.json").write_text(json.dumps(ADAPTER | more))
 
-    def run(self, rng: random.Random | None) -> None:
-        folder = "dora" if rng is not None and rng.random() < 0.4 else "adapter"
-        if rng is not None and rng.random() < 0.6:
-            name = f"{folder}/adapter_config.json"
-            self.place.put(name, mutate_json_file(self.place.original(name), rng))
-        elif rng is not None:
-            name = f"{folder}/adapter_model.safetensors"
-            self.place.put(name, mutate_file(self.place.original(name), rng))
-        if rng is not None and rng.random() < 0.3:
-            read_all(folder)
-        out = {"output": {"format": "adapter"}} if rng is not None and rng.random() < 0.3 else {}
-        models = [folder] if out else [folder, "a"]
-        self.merge_recipe(recipe(method="task-arithmetic", models=models, **out))
+    def case(self, draw: Draw) -> Case:
+        folder = draw(st.sampled_from(["adapter", "dora"]))
+        file = draw(st.sampled_from(["adapter_config.json", "adapter_model.safetensors"]))
+        name = f"{folder}/{file}"
+        change = json_file if file.endswith(".json") else tensor_file
+        how = {"folder": folder, "format": draw(st.sampled_from(["model", "model", "adapter"]))}
+        return Case({name: draw(change(self.place.original(name)))}, how=how)
+
+    def read(self, folder: str = "adapter", format: str = "model") -> None:
+        models = [folder] if format == "adapter" else [folder, "a"]
+        self.merge(recipe(method="task-arithmetic", models=models, output={"format": format}))
 
 
 class Pickles(Merging):
@@ -257,29 +259,26 @@ class Pickles(Merging):
         write_models()
         self.state = random_state(0, SHAPES)
         self.state["a.weight"] = torch.ones(3, 4).t()  # not one run of the file
-        self.saved: dict[bool, bytes] = {}
-        for zipped in (True, False):
-            file = io.BytesIO()
-            torch.save(self.state, file, _use_new_zipfile_serialization=zipped)
-            self.saved[zipped] = file.getvalue()
         Path("p").mkdir()
-        Path("p/pytorch_model.bin").write_bytes(self.saved[True])
+        Path("p/pytorch_model.bin").write_bytes(saved(self.state))
         Path("p/config.json").write_text(json.dumps(CONFIG))
 
-    def run(self, rng: random.Random | None) -> None:
-        if rng is not None:
-            zipped = rng.random() < 0.6
-            value = self.state if rng.random() < 0.5 else {"state_dict": self.state}
-            self.place.put("p/pytorch_model.bin", mutate_torch(value, self.saved[zipped], rng, zipped))
+    def case(self, draw: Draw) -> Case:
+        value = draw(st.sampled_from([self.state, {"state_dict": self.state}]))
+        return Case(
+            {"p/pytorch_model.bin": draw(torch_file(value))}, how={"base": draw(st.sampled_from(["p", "base"]))}
+        )
+
+    def read(self, base: str = "base") -> None:
         read_all("p", allow_pickle=True)
-        given = recipe(base="p", models=["p"]) if rng and rng.random() < 0.5 else recipe(models=["p"])
-        self.merge_recipe(given, allow_pickle=True)
+        self.merge(recipe(base=base, models=["p"]), allow_pickle=True)
 
 
 class PickleIndex(Merging):
     """The index of a pickled model in several files."""
 
     name, share = "pickle-index", 2.0
+    file = "p/pytorch_model.bin.index.json"
 
     def make(self) -> None:
         write_models()
@@ -291,12 +290,12 @@ class PickleIndex(Merging):
         for name, state in parts.items():
             torch.save(state, Path("p") / name)
         places = {tensor: name for name, state in parts.items() for tensor in state}
-        Path("p/pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        Path(self.file).write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
-    def run(self, rng: random.Random | None) -> None:
-        name = "p/pytorch_model.bin.index.json"
-        if rng is not None:
-            self.place.put(name, mutate_json_file(self.place.original(name), rng))
+    def case(self, draw: Draw) -> Case:
+        return Case({self.file: draw(json_file(self.place.original(self.file)))})
+
+    def read(self) -> None:
         read_all("p", allow_pickle=True)
 
 
@@ -318,19 +317,21 @@ class Recipes(Merging):
     """A recipe file."""
 
     name, share = "recipe", 9.0
+    stays_inside = False  # a recipe names any path
 
     def make(self) -> None:
         write_models(curvature=True)
         Path("recipe.yml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))
 
-    def run(self, rng: random.Random | None) -> None:
-        if rng is not None:
-            value = RECIPE | rng.choice([{}, rng.choice(METHODS)])
-            self.place.put("recipe.yml", mutate_yaml(value, rng))
-            if rng.random() < 0.05:
-                command("merge", "recipe.yml", "--dry-run")
-                return
-        gm.merge("recipe.yml", self.place.out, threads=1)
+    def case(self, draw: Draw) -> Case:
+        value = RECIPE | draw(st.sampled_from([{}, *METHODS]))
+        return Case({"recipe.yml": draw(yaml_of(value))}, how={"dry_run": draw(st.integers(0, 19)) == 0})
+
+    def read(self, dry_run: bool = False) -> None:
+        if dry_run:
+            command("merge", "recipe.yml", "--dry-run")
+        else:
+            gm.merge("recipe.yml", self.place.out, threads=1)
 
 
 class Mappings(Kind):
@@ -341,12 +342,14 @@ class Mappings(Kind):
     def make(self) -> None:
         pass
 
-    def run(self, rng: random.Random | None) -> None:
-        value = json.loads(json.dumps(RECIPE))
-        if rng is not None:
-            mutate_value(value, rng)
-            if rng.random() < 0.3:
-                parse_yaml(mutate_text(yaml.safe_dump(value).encode("utf-8", "replace"), rng), "here")
+    def case(self, draw: Draw) -> Case:
+        value = draw(edited_value(RECIPE))
+        text = draw(st.none() | edited(yaml.safe_dump(value).encode("utf-8", "replace")))
+        return Case(how={"value": value, "text": text})
+
+    def read(self, value: Any = RECIPE, text: bytes | None = None) -> None:
+        if text is not None:
+            parse_yaml(text, "here")
         make_recipe(value)
 
 
@@ -361,35 +364,30 @@ class Names(Merging):
     """Folders with strange names, in all places where a name is read or shown."""
 
     name, share = "names", 3.0
+    stays_inside = False
+    ways = ("model", "base", "merge", "inspect", "weight", "inspect alone")
 
-    def run(self, rng: random.Random | None) -> None:
-        name = self._name(rng) if rng else "x"
-        Path(name).mkdir()
-        for file in ("config.json", "model.safetensors"):
-            self.place.put(f"{name}/{file}", self.place.original(f"a/{file}"))
-        self._use(name, rng)
-
-    def _use(self, name: str, rng: random.Random | None) -> None:
-        way = rng.randrange(6) if rng else 0
-        prefix = "./" if rng and rng.random() < 0.5 else ""
-        if way == 0:
-            self.merge_recipe(recipe(models=[prefix + name, "b"]))
-        elif way == 1:
-            self.merge_recipe(recipe(base=prefix + name))
-        elif way == 2:
-            command("merge", "-m", "average", "--base", "base", "--model", prefix + name, "-o", str(self.place.out))
-        elif way == 3:
-            command("inspect", "--", prefix + name, "base", "--json")
-        elif way == 4:
-            command("merge", "-m", "task-arithmetic", "--base", "base", f"--model={prefix}{name}=0.5", "--dry-run")
-        else:
-            command("inspect", "--", prefix + name)
-
-    def _name(self, rng: random.Random) -> str:
-        name = "".join(rng.choice(NAMES) for _ in range(rng.choice([1, 1, 2, 3])))
+    def case(self, draw: Draw) -> Case:
+        name = "".join(draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3)))
         while len(os.fsencode(name)) > 240:
             name = name[:-1]
-        return name + "x" if name in ("~", "...", "a", "b", "base") else name
+        name += "x" if name in ("~", "...", "a", "b", "base") else ""
+        files = {f"{name}/{file}": self.place.original(f"a/{file}") for file in ("config.json", "model.safetensors")}
+        return Case(
+            files, how={"named": draw(st.sampled_from(["", "./"])) + name, "way": draw(st.sampled_from(self.ways))}
+        )
+
+    def read(self, named: str = "a", way: str = "model") -> None:
+        if way == "model":
+            self.merge(recipe(models=[named, "b"]))
+        elif way == "base":
+            self.merge(recipe(base=named))
+        elif way == "merge":
+            command("merge", "-m", "average", "--base", "base", "--model", named, "-o", str(self.place.out))
+        elif way == "weight":
+            command("merge", "-m", "task-arithmetic", "--base", "base", f"--model={named}=0.5", "--dry-run")
+        else:
+            command("inspect", *(["base", "--json"] if way == "inspect" else []), "--", named)
 
 
 WORDS = [
@@ -439,31 +437,27 @@ class CommandLine(Kind):
         Path("recipe.yml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))
         Path("data.jsonl").write_text('{"text": "a", "label": 0}\n')
 
-    def run(self, rng: random.Random | None) -> None:
-        words = list(rng.choice(LINES)) if rng else LINES[0]
-        for _ in range(rng.choice([1, 1, 2, 3]) if rng else 0):
-            assert rng is not None
-            place, kind = rng.randrange(1, len(words) + 1), rng.randrange(4)
-            if kind == 0:
-                words.insert(place, rng.choice(WORDS))
-            elif kind == 1 and place < len(words):
-                words[place] = rng.choice(WORDS)
-            elif kind == 2 and place < len(words) and len(words) > 2:
-                del words[place]
-            elif place < len(words):
-                words[place] = self._changed(words[place], rng)
-        if words[0] not in ONLY_READ and words[1:2] != ["show"]:
-            words += ["-o", str(self.place.out)]
-        self.words = words
-        command(*words)
+    def case(self, draw: Draw) -> Case:
+        words = list(draw(st.sampled_from(LINES)))
+        for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
+            place = draw(st.integers(1, len(words)))
+            own = words[place : place + 1]
+            changes: list[list[str]] = [[], [draw(st.sampled_from(WORDS))], [draw(st.sampled_from(WORDS)), *own]]
+            words[place : place + 1] = draw(st.sampled_from([*changes, *([self.changed(draw, word)] for word in own)]))
+        return Case(how={"words": words})
 
-    def _changed(self, word: str, rng: random.Random) -> str:
-        value = rng.choice([w for w in WRONG if isinstance(w, str | int | float)])
-        if "=" in word and rng.random() < 0.7:
-            return word.partition("=")[0] + "=" + str(value)
-        changed = os.fsdecode(mutate_text(os.fsencode(word), rng)[:500].replace(b"\x00", b""))
+    def changed(self, draw: Draw, word: str) -> str:
+        if "=" in word and draw(st.booleans()):
+            return word.partition("=")[0] + "=" + str(draw(st.sampled_from([*PATHS, *WRONG])))
+        changed = os.fsdecode(draw(edited(os.fsencode(word)))[:500].replace(b"\x00", b""))
         # No option that writes, and no path that leads elsewhere.
         return changed if not changed.startswith(("-", "/", "~", "..")) else "x" + changed
+
+    def read(self, words: list[str] = LINES[0]) -> None:
+        self.words = list(words)
+        if words[0] not in ONLY_READ and words[1:2] != ["show"]:
+            self.words += ["-o", str(self.place.out)]
+        command(*self.words)
 
     def check(self, outcome: str) -> None:
         if self.words[0] in ("merge", "remove"):

@@ -6,12 +6,14 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import gradmerge as gm
 
 from . import trial
+from .inputs import Chunk, cases_of
 from .kills import Merge, kill_once
 from .kinds import KINDS
 from .models import Mappings, Merging, recipe
@@ -24,27 +26,24 @@ def test_the_valid_inputs_of_every_kind_work_and_its_first_cases_end_well_or_in_
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     kind = KINDS[name](tmp_path / name)
-    run_case(kind, -1, 0)  # what comes with the first case of a process, such as files of libraries, is not its doing
-    valid = run_case(kind, -1, 0)
+    run_case(kind)  # what comes with the first case of a process, such as files of libraries, is not its doing
+    valid = run_case(kind)
     assert valid.outcome == WORKED, valid.trace or valid.message
-    for number in range(2):
-        result = run_case(kind, number, 0)
+    for case in cases_of(kind, Chunk(name, 0, 10), 0):
+        result = run_case(kind, case)
         assert result.outcome in GOOD, result.trace
-    assert run_case(kind, -1, 0).outcome == WORKED, "a case has left something behind"
+    assert run_case(kind).outcome == WORKED, "a case has left something behind"
 
 
 def test_a_case_is_the_same_every_time_and_wherever_it_runs(tmp_path: Path) -> None:
-    contents = []
-    for place in ("here", "elsewhere"):
-        kind = KINDS["recipe"](tmp_path / place)
-        put = kind.place.put
-        kind.place.put = lambda name, raw, put=put: (contents.append(raw), put(name, raw))[1]  # type: ignore[method-assign,misc]
-        run_case(kind, 5, 3)
-    assert len(contents) == 2 and contents[0] == contents[1]
+    one, other = (cases_of(KINDS["recipe"](tmp_path / name), Chunk("recipe", 50, 20), 3) for name in ("here", "there"))
+    assert one == other and len(one) > 10
 
 
 class Wrong(Mappings):
     """A kind whose case does what no case should."""
+
+    stays_inside = True
 
     def __init__(self, place: Path, does: str) -> None:
         self.does = does
@@ -53,7 +52,7 @@ class Wrong(Mappings):
     def make(self) -> None:
         Path("precious").write_text("mine")
 
-    def run(self, rng: random.Random | None) -> None:
+    def read(self, **how: Any) -> None:
         if self.does == "raise":
             raise KeyError("x")
         if self.does == "refuse":
@@ -66,6 +65,8 @@ class Wrong(Mappings):
             self.place.out.mkdir()
         if self.does == "leave a file open":
             os.open("precious", os.O_RDONLY)
+        if self.does == "look elsewhere":
+            (self.place.root / "secret.safetensors").read_bytes()
         if self.does == "sleep":
             time.sleep(5)
 
@@ -75,6 +76,7 @@ class Wrong(Mappings):
     [
         *[("raise", OTHER), ("refuse", REFUSED), ("sleep", HANG)],
         *[(does, BROKEN) for does in ("change an input", "lose an input", "leave half a model", "leave a file open")],
+        ("look elsewhere", BROKEN),
     ],
 )
 def test_what_no_case_should_do_is_noticed(
@@ -82,7 +84,7 @@ def test_what_no_case_should_do_is_noticed(
 ) -> None:
     monkeypatch.setattr(trial, "MOST_SECONDS", 0.2 if does == "sleep" else 20.0)
     kind: Kind = Wrong(tmp_path / "place", does)
-    assert run_case(kind, 0, 0).outcome == outcome
+    assert run_case(kind).outcome == outcome
     assert (kind.place.inputs / "precious").read_text() == "mine"
     assert not any(kind.place.out.parent.iterdir())
 
@@ -91,11 +93,11 @@ def test_a_result_with_a_shard_cut_short_is_noticed(tmp_path: Path, monkeypatch:
     class Cut(Merging):
         name = "cut"
 
-        def run(self, rng: random.Random | None) -> None:
-            self.merge_recipe(recipe())
+        def read(self, **how: Any) -> None:
+            self.merge(recipe())
             os.truncate(self.place.out / "model.safetensors", 300)
 
-    assert run_case(Cut(tmp_path / "cut"), 0, 0).outcome == BROKEN
+    assert run_case(Cut(tmp_path / "cut")).outcome == BROKEN
 
 
 def test_a_killed_merge_is_held_to_its_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

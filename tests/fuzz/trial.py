@@ -1,4 +1,4 @@
-"""What every case is held to: a result or a refusal, in time and little memory, whole outputs, untouched inputs."""
+"""What every case must fulfil: a result or a refusal, in time and little memory, whole outputs, unchanged inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gc
 import io
 import json
 import os
-import random
 import shutil
 import signal
 import sys
@@ -16,13 +15,17 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
+from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from gradmerge.errors import GradmergeError, InputError, MachineError
+
+from .mutate import Draw
 
 #: Seconds and bytes that one case may take; the slowest takes a tenth.
 MOST_SECONDS = 20.0
@@ -38,6 +41,8 @@ OUTCOMES = (*GOOD, OTHER, BROKEN, HANG, MEMORY, CRASH)
 
 #: Commands that were run in this process.
 _commands = 0
+#: Paths that a case opens, while they are watched.
+_opened: list[str] | None = None
 
 
 class Broken(Exception):
@@ -72,7 +77,7 @@ class Place:
     def put(self, name: str, content: bytes) -> None:
         """Change an input for one case."""
         self.changed[Path(name)] = content
-        (self.inputs / name).write_bytes(content)
+        write_files(self.inputs, {Path(name): content})
 
     def prepare(self, files: dict[Path, bytes]) -> None:
         """Lay files, by their names beside `out`, where an earlier run would have left them."""
@@ -157,6 +162,17 @@ def _names_in(path: Path) -> set[str]:
         return set(entries)
 
 
+@dataclass
+class Case:
+    """What differs from the valid inputs, and how they are read."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    left: dict[Path, bytes] | None = None
+    """Files beside `out`, as an earlier run would have left them."""
+    how: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `Kind.read`."""
+
+
 class Kind:
     """One kind of input: its valid form, how it is mutated, and what reads it.
 
@@ -166,9 +182,12 @@ class Kind:
     name: ClassVar[str]
     share: ClassVar[float] = 1.0
     """Of all cases, relative to the shares of the other kinds."""
+    stays_inside: ClassVar[bool] = False
+    """Whether no input may make it open files elsewhere."""
 
     def __init__(self, place: Path) -> None:
         self.place = Place(place)
+        (self.place.root / "secret.safetensors").write_bytes(b"not to be opened")
         with contextlib.chdir(self.place.inputs):
             self.make()
         self.place.seal()
@@ -177,8 +196,15 @@ class Kind:
         """Write the valid inputs into the working directory."""
         raise NotImplementedError
 
-    def run(self, rng: random.Random | None) -> None:
-        """Mutate and read; without ``rng``, read the valid inputs, which must work."""
+    def case(self, draw: Draw) -> Case:
+        """A mutated input."""
+        raise NotImplementedError
+
+    def valid(self) -> Case:
+        return Case()
+
+    def read(self, **how: Any) -> None:
+        """Read the inputs; with the default arguments, the valid ones must work."""
         raise NotImplementedError
 
     def check(self, outcome: str) -> None:
@@ -190,6 +216,9 @@ class Kind:
                 raise Broken("there is a result of a merge that failed")
         if partial.exists() and outcome != MACHINE and not self.place.prepared:
             raise Broken("unfinished work was left under OUT.gradmerge-partial")
+
+    def cases(self) -> st.SearchStrategy[Case]:
+        return st.composite(lambda draw: self.case(draw))()
 
 
 @dataclass
@@ -208,20 +237,27 @@ class Result:
     """The mutated inputs of a failure."""
 
 
-def run_case(kind: Kind, number: int, seed: int) -> Result:
-    """One case, named by kind and number; the same for the same seed."""
+def run_case(kind: Kind, case: Case | None = None, number: int = -1) -> Result:
+    """One case, or the valid inputs."""
     result = Result(kind.name, number, WORKED)
-    rng = None if number < 0 else random.Random(f"{seed}/{kind.name}/{number}")
+    case = case if case is not None else kind.valid()
+    for name, content in case.files.items():
+        kind.place.put(name, content)
+    if case.left is not None:
+        kind.place.prepare(case.left)
     before, held = open_descriptors(), _memory("VmRSS")
     _forget_peak()
     begun, commands = time.monotonic(), _commands
     try:
-        with contextlib.chdir(kind.place.inputs), warnings.catch_warnings():
+        with contextlib.chdir(kind.place.inputs), warnings.catch_warnings(), watched() as opened:
             warnings.simplefilter("ignore")
-            result.outcome, result.message = _ended(kind, rng)
-            result.memory = max(0, _memory("VmHWM") - held)
+            result.outcome, result.message = _ended(kind, case.how)
+        result.memory = max(0, _memory("VmHWM") - held)
+        with contextlib.chdir(kind.place.inputs):
             kind.place.check_inputs()
             kind.check(result.outcome)
+        if kind.stays_inside and (outside := outside_of(kind.place.root, opened)):
+            raise Broken(f"opened files elsewhere: {', '.join(outside)}")
         if result.memory > MOST_MEMORY:
             result.outcome, result.message = MEMORY, f"{result.memory / 1e6:.0f} MB"
         # A command's files are closed by the end of its process.
@@ -233,9 +269,9 @@ def run_case(kind: Kind, number: int, seed: int) -> Result:
         result.outcome, result.message, result.trace = HANG, f"over {MOST_SECONDS:g} s", traceback.format_exc()
     except MemoryError:
         result.outcome, result.message, result.trace = MEMORY, "MemoryError", traceback.format_exc()
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         result.outcome, result.trace = OTHER, traceback.format_exc()
         result.message = f"{type(error).__name__}: {error}"[:300]
     result.seconds = time.monotonic() - begun
@@ -246,10 +282,40 @@ def run_case(kind: Kind, number: int, seed: int) -> Result:
     return result
 
 
-def _ended(kind: Kind, rng: random.Random | None) -> tuple[str, str]:
+def _listen(event: str, arguments: tuple[Any, ...]) -> None:
+    if _opened is not None and event in ("open", "os.listdir", "os.scandir"):
+        _opened.append(os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes) else str(arguments[0]))
+
+
+@cache
+def _add_hook() -> None:
+    sys.addaudithook(_listen)  # for the life of the process; it does nothing outside of `watched`
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[str]]:
+    """The paths that are opened inside."""
+    global _opened
+    _add_hook()
+    _opened = opened = []
+    try:
+        yield opened
+    finally:
+        _opened = None
+
+
+def outside_of(root: Path, paths: list[str]) -> list[str]:
+    """Paths that are neither inputs nor outputs of a case, nor part of Python or the system."""
+    here = root.resolve() / "in"
+    known = (str(here), str(here.with_name("out")), "/proc/", "/sys/")
+    far = [path for path in paths if not path.isdigit() and not os.path.realpath(here / path).startswith(known)]
+    return [path for path in far if not path.endswith((".py", ".pyc", ".so")) and "/lib/python" not in path]
+
+
+def _ended(kind: Kind, how: dict[str, Any]) -> tuple[str, str]:
     with time_limit(MOST_SECONDS):
         try:
-            kind.run(rng)
+            kind.read(**how)
         except GradmergeError as error:
             message = str(error)
             if not message or len(message) > LONGEST_MESSAGE:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +47,24 @@ def test_an_archive_whose_end_is_damaged_is_refused(place: int, tmp_path: Path) 
     path.write_bytes(raw)
     with pytest.raises(gm.InputError):
         gm.merge({"method": "average", "models": [str(path)]}, tmp_path / "out", allow_pickle=True)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_global_with_a_long_name_is_refused_at_once(zipped: bool, tmp_path: Path) -> None:
+    """torch words its own refusal in a time that grows with the square of the name: here, half a minute."""
+    path = tmp_path / "model.bin"
+    torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=zipped)
+    raw = path.read_bytes()
+    long = b"torch._utils\n_rebuild_tensor_v2" + b"x" * 100_000
+    if zipped:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            parts = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, content in parts.items():
+                archive.writestr(name, content.replace(b"torch._utils\n_rebuild_tensor_v2", long))
+    else:
+        path.write_bytes(raw.replace(b"torch._utils\n_rebuild_tensor_v2", long))
+    begun = time.perf_counter()
+    with pytest.raises(gm.InputError, match=r"model\.bin"):
+        gm.merge({"method": "average", "models": [str(path)]}, tmp_path / "out", allow_pickle=True)
+    assert time.perf_counter() - begun < 5

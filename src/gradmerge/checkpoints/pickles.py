@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
+import io
 import os
+import pickletools
 import threading
 import zipfile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +26,8 @@ SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "params")
 #: Bytes read from all maps before one is made anew: until then pages that were read count as memory of this process.
 REMAPPED_AFTER = 1 << 27
+#: Characters of a global's name. The time that torch takes to word its refusal of one grows with the square of this.
+MAX_GLOBAL = 1000
 #: A read of fewer bytes than this counts as a huge page, which the operating system may map for it.
 SMALL, HUGE_PAGE = 1 << 17, 1 << 21
 
@@ -44,6 +49,7 @@ class PickleFile(PositionalFile):
         self._opened = os.fstat(self._fd)
         try:
             sizes = _stored_sizes(path)
+            _check_globals(path)
             tensors = _load(path, mapped=bool(sizes))
             for name, tensor in tensors.items():
                 _check(path, name, tensor, sizes)
@@ -125,6 +131,25 @@ def _stored_sizes(path: Path) -> set[int]:
     require_unpackable(path, sum(record.file_size for record in records))
     stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
     return {record.file_size for record in records} if stored and is_text(str(path)) else set()
+
+
+def _check_globals(path: Path) -> None:
+    """Refuse a pickle with a global whose name is longer than any real one."""
+    with contextlib.ExitStack() as stack:
+        file: IO[bytes] = stack.enter_context(path.open("rb"))
+        if zipfile.is_zipfile(path):
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            names = [name for name in archive.namelist() if name.endswith("data.pkl")]
+        else:
+            names = [""]
+        for name in names:
+            pickled = io.BytesIO(archive.read(name)) if name else file
+            # In the older form, four or five pickles come before the data.
+            with contextlib.suppress(ValueError):
+                for _ in range(5):
+                    for opcode, argument, _position in pickletools.genops(pickled):
+                        if opcode.name == "GLOBAL" and len(argument) > MAX_GLOBAL:
+                            raise InputError(f"{path}: cannot be read as a PyTorch checkpoint (a name is too long)")
 
 
 def _load(path: Path, *, mapped: bool) -> dict[str, Tensor]:
