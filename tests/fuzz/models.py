@@ -392,7 +392,7 @@ class Names(Merging):
 
 WORDS = [
     *["--method", "-m", "--base", "--model", "--curvature", "--set", "--threads", "--device", "--resume"],
-    *["--dry-run", "--allow-pickle", "--json", "--quiet", "--exclude", "--tensors", "--examples"],
+    *["--dry-run", "--allow-pickle", "--json", "--quiet", "--exclude", "--tensors", "--dataset-size"],
     *["--limit", "--data", "--weights", "--methods", "--suggest", "--objective", "--force", "--", "-h"],
     *["--version", "base", "a", "b", "a=0.5", "b=nan", "a=-1", "a=1e400", "a==1", "=", "a=", "=0.5", "average"],
     *["ties", "slerp", "gradient-matching", "removal", "recipe.yml", "density=0.5", "damping=1e-8", "damping=.nan"],

@@ -148,7 +148,7 @@ def _check_globals(path: Path) -> None:
             with contextlib.suppress(ValueError):
                 for _ in range(5):
                     for opcode, argument, _position in pickletools.genops(pickled):
-                        if opcode.name == "GLOBAL" and len(argument) > MAX_GLOBAL:
+                        if opcode.name == "GLOBAL" and len(str(argument)) > MAX_GLOBAL:
                             raise InputError(f"{path}: cannot be read as a PyTorch checkpoint (a name is too long)")
 
 
