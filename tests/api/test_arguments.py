@@ -82,6 +82,8 @@ TOLD_BY_FIELDS = {
     "Control",
     "Flip",
     "Outcome",
+    "CalibrationResult",
+    "DistillationResult",
     "Setting",
     "Superseded",
     "Checkpoint",

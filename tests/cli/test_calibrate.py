@@ -227,3 +227,24 @@ def test_a_record_that_was_moved_with_its_models_still_finds_them(texts, tmp_pat
     assert {name: Path(path) for name, path in recorded_models(place / "merged").items()} == {
         name: place / name for name in ("yelp", "imdb")
     }
+
+
+def test_a_merge_of_encoders_is_evaluated_with_the_head_of_a_task(texts, tmp_path):
+    tiny_bert_checkpoint(tmp_path / "base")
+    for number, (name, labels) in enumerate({"yelp": 2, "imdb": 3}.items(), 1):
+        tiny_bert_checkpoint(tmp_path / f"{name}-base", labels=labels, seed=0)
+        fine_tune(tmp_path / f"{name}-base", tmp_path / name, number, head=True)
+    gm.merge(merge_recipe(tmp_path, exclude=["classifier.*"]), tmp_path / "merged", progress=False)
+    rows = [{"text": text, "label": number % 3} for number, text in enumerate(sentences(30))]
+    source = write_jsonl(tmp_path / "labeled.jsonl", rows)
+    words = ["--head", tmp_path / "imdb", "--json"]
+    result = invoke("evaluate", tmp_path / "merged", "--data", source, *words)
+    assert result.exit_code == 0, result.output
+    # By hand: the encoder of the merge and the classifier of imdb in one folder.
+    both = state_of(tmp_path / "merged") | {n: v for n, v in state_of(tmp_path / "imdb").items() if "classifier" in n}
+    save_file(both, tmp_path / "imdb" / "model.safetensors", metadata={"format": "pt"})
+    by_hand = gm.evaluate(tmp_path / "imdb", source, progress=False)
+    found = json.loads(result.stdout)
+    assert found["loss_per_example"] == pytest.approx(by_hand["loss_per_example"])
+    refused = invoke("evaluate", tmp_path / "merged", "--data", source, "--head", texts / "yelp")
+    assert refused.exit_code == 2

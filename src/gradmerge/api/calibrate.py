@@ -34,7 +34,7 @@ from ..refinement.calibrate import (
     hold_out,
     take_rows,
 )
-from ..refinement.distances import Distances, encoder_prefix, representation_modules
+from ..refinement.distances import Distances
 from ..refinement.inputs import MergeInputs, find_teachers, model_reference, opened_inputs, recorded_models
 from ..refinement.output_factors import output_factors
 from ..refinement.result_folder import write_card, write_record, write_weights
@@ -44,6 +44,7 @@ from ..report.page import write_report
 from ..storage.staging import Staging
 from ..tasks import LoadOptions, complete
 from ..tasks.data_sources import data_paths
+from ..tasks.encoder import encoder_prefix, representation_modules
 from ..tasks.models import device_of
 from ..text import count, parse_size
 from .dry_run import PROCESS, JobSize, free_disk, free_memory

@@ -21,6 +21,7 @@ def evaluate(
     model: str | Path,
     source: str | Path | None = None,
     *,
+    head: str | Path | None = None,
     generation: Generation | None = None,
     lm_eval: Sequence[str] | str | None = None,
     lm_eval_tasks: str | Path | None = None,
@@ -34,6 +35,8 @@ def evaluate(
     Args:
         model: A folder, a Hub id (`org/name@revision`) or a PEFT adapter folder.
         source: A file or folder of data, or `org/name:split` of the Hub, as in `gradmerge evaluate --data`.
+        head: Another model, whose head replaces that of the model: for a merge of encoders whose tasks have heads of
+            their own.
         generation: Have the model write an answer to every row of the data too, and how answers are scored.
         lm_eval: Tasks of the lm-evaluation-harness, a list or `"arc_easy,hellaswag"`; with or without data.
         lm_eval_tasks: A folder with task files of the harness.
@@ -54,7 +57,8 @@ def evaluate(
     0.412
     """
     options = tasks.complete(loading, evaluate, None)
-    return evaluated(model, source, generation, lm_eval, lm_eval_tasks, options, progress, card, processes)[0]
+    head = None if head is None else str(head)
+    return evaluated(model, source, generation, lm_eval, lm_eval_tasks, options, progress, card, processes, head)[0]
 
 
 def evaluated(
@@ -67,6 +71,7 @@ def evaluated(
     progress: bool | Progress,
     card: bool,
     processes: bool = False,
+    head: str | None = None,
 ) -> tuple[dict[str, Any], LoadedTask | None]:
     """The numbers of a model, and what it was evaluated on if that is data."""
     group = current() if processes else ALONE
@@ -78,12 +83,14 @@ def evaluated(
             raise InputError("--lm-eval-tasks: goes with --lm-eval TASK, which names tasks of the folder")
         if source is None and lm_eval is None:
             raise InputError("nothing to evaluate on: give --data SRC, or --lm-eval TASK")
+        if head is not None and source is None:
+            raise InputError("head: is for an evaluation on data")
         limit, batch_size = options["limit"], options["batch_size"]
         harness = None if lm_eval is None or not group.first else Harness(lm_eval, lm_eval_tasks, limit, batch_size)
         found: dict[str, Any] = {}
         loaded = None
         if source is not None:
-            loaded = tasks.load_task(model, source, **options)
+            loaded = tasks.load_task(model, source, head=head, **options)
             group.agree(loaded.shared_facts())
             with shown(progress, "examples") as bar:
                 told = group.shared(bar)

@@ -38,6 +38,9 @@ def evaluate(
     *,
     model: Model,
     data: Annotated[str | None, *get_args(Data)[1:]] = None,
+    head: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Evaluate with the head of this model instead of MODEL's own.")
+    ] = None,
     card: Annotated[
         bool, typer.Option("--card", help="Also put the numbers into the model card of a folder that gradmerge wrote.")
     ] = False,
@@ -57,7 +60,7 @@ def evaluate(
     given = loading.as_keywords()
     with progress(printing.silent, "examples") as shown:
         generation, asked = writing.as_generation(), (harness.lm_eval, harness.lm_eval_tasks)
-        found, loaded = evaluated(model, data, generation, *asked, given, shown, card, processes=True)
+        found, loaded = evaluated(model, data, generation, *asked, given, shown, card, processes=True, head=head)
     notes = list(loaded.notes) if loaded is not None else []
     if harness.lm_eval is not None and announced() is not None:
         notes.append("--lm-eval ran in the first process alone")

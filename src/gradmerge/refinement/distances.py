@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..curvature.losses import unwrapped
+from ..tasks.encoder import representation_modules
 from .blocks import Batch, BlockModel, HiddenCache, RowStream, counted_positions, forward, input_of
 
 
@@ -146,17 +147,6 @@ class Outputs:
         return self.logits.flatten(0, 1) if counted is None else self.logits[counted]
 
 
-def representation_modules(module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """The language-model head whose input is the representation, else the encoder whose output it is."""
-    model: Any = unwrapped(module)
-    find_head = getattr(model, "get_output_embeddings", None)
-    head = find_head() if callable(find_head) else None
-    if isinstance(head, nn.Module):
-        return head, None
-    encoder = getattr(model, "base_model", None)
-    return None, encoder if isinstance(encoder, nn.Module) and encoder is not model else None
-
-
 def _first(result: Any) -> Tensor:
     value: Tensor = next(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
     return value
@@ -173,11 +163,3 @@ def answer_divergence(own: Outputs, teacher: Outputs) -> Tensor:
         cross = F.binary_cross_entropy_with_logits(logits, p, reduction="none")
         return (cross - F.binary_cross_entropy_with_logits(wanted, p, reduction="none")).sum(-1)
     return F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-
-
-def encoder_prefix(module: nn.Module) -> str:
-    """The path of the encoder in a model with a head for a task, with a dot; empty if there is none."""
-    _, encoder = representation_modules(module)
-    if encoder is None:
-        return ""
-    return next(f"{name}." for name, child in unwrapped(module).named_modules() if child is encoder)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from ..curvature.losses import unwrapped
 from ..errors import InputError
 from ..progress import NoProgress, Progress
+from ..tasks.encoder import encoder_prefix
 from .blocks import Batch
 from .calibrate import TaskRows, count_rows
-from .distances import Outputs, answer_divergence, encoder_prefix
+from .distances import Outputs, answer_divergence
 
 MATCHES = ("representations", "answers", "both")
 #: The task type → what is matched by default.

@@ -18,11 +18,11 @@ from ..checkpoints.token_differences import token_difference
 from ..errors import InputError
 from ..storage.smallfile import MAX_TOKENIZER, read_json
 from ..storage.tensorfile import local_path
+from ..tasks.encoder import encoder_prefix
 from ..tasks.folders import folder_of
 from ..tasks.model_args import BASIC_KEYS, ModelArgs
 from ..tasks.unlabeled import UnlabeledRows, read_unlabeled
 from ..text import listed, nearest
-from .distances import encoder_prefix
 from .streaming import ModelFiles, open_model_files
 
 #: Rows per task, unless the user gives another limit.

@@ -157,13 +157,14 @@ def load_task(
     *,
     gradients: bool = False,
     bytes_per_parameter: int = 0,
+    head: str | None = None,
     **loading: Unpack[LoadOptions],
 ) -> LoadedTask:
     """Load a model and data for it.
 
     ``model_reference`` is a folder, a Hub id (`org/name@revision`) or a PEFT adapter folder; ``source`` a .jsonl, .csv,
     .parquet or .txt file (each also .gz), an .npz, a folder of images by class, or `org/name:split` of the Hub.
-    ``gradients`` and ``bytes_per_parameter`` are as of :func:`load_model`; the other
+    ``gradients``, ``bytes_per_parameter`` and ``head`` are as of :func:`load_model`; the other
     options are those of :class:`gradmerge.LoadOptions`.
     """
     options = complete(loading, load_task, None)
@@ -177,6 +178,7 @@ def load_task(
         model_args=options["model_args"],
         gradients=gradients,
         bytes_per_parameter=bytes_per_parameter,
+        head=head,
     )
     return joined(model_reference, model, info, rows, options)
 

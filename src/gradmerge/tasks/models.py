@@ -24,6 +24,7 @@ from ..storage.smallfile import read_json
 from ..storage.tensorfile import close_files, open_files
 from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
+from .encoder import encoder_prefix, with_encoder_of
 from .folders import check_small_files, check_weights, folder_of, offline
 from .model_args import ModelArgs
 from .sentence_model import EmbeddingModel, SentenceSetup, read_setup
@@ -74,6 +75,7 @@ def load_model(
     adapter_apart: bool = False,
     gradients: bool = False,
     bytes_per_parameter: int = 0,
+    head: str | None = None,
 ) -> tuple[nn.Module, LoadingInfo]:
     """The model of a folder, a Hub id or an adapter, with the head of its task, in eval mode on the device.
 
@@ -81,8 +83,11 @@ def load_model(
     A model whose checkpoint lacks weights, as of the head, is refused, since they would be random numbers; with
     ``whole=False`` the loading info names them instead. An adapter is merged into its base, or ``adapter_apart``: then
     it alone asks for gradients. ``gradients``: the caller computes gradients, so a quantized model needs an adapter.
-    ``bytes_per_parameter`` is as of :meth:`ModelArgs.from_pretrained`.
+    ``bytes_per_parameter`` is as of :meth:`ModelArgs.from_pretrained`. ``head`` names another model, whose head
+    replaces that of the model.
     """
+    if head is not None:
+        return _load_with_head(reference, head, task, device=device, dtype=dtype, model_args=model_args)
     args = ModelArgs.parse(model_args)
     args.check_device(device)
     place = device_of(device)
@@ -123,6 +128,17 @@ def load_model(
         model = model.float()
         info.notes.append(NARROW)
     return model.to(place).eval(), info
+
+
+def _load_with_head(reference: str, head: str, task: str, **options: Any) -> tuple[nn.Module, LoadingInfo]:
+    """The model with the head of another one; its own head may be missing."""
+    with_head, head_info = load_model(head, task, **options)
+    model, info = load_model(reference, head_info.task, whole=False, **options)
+    prefix = encoder_prefix(with_head)
+    if missing := [key for key in (*info.missing_keys, *info.other_shapes) if prefix and key.startswith(prefix)]:
+        raise InputError(f"{reference}: its files lack weights of the encoder:\n{listed(missing)}")
+    info.missing_keys, info.other_shapes = [], {}
+    return with_encoder_of(model, with_head, reference, head), info
 
 
 def locate(reference: str, task: str) -> tuple[LoadingInfo, Any, dict[str, Any] | None, SentenceSetup | None]:
