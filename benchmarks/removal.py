@@ -34,8 +34,13 @@ from gradmerge.demo.training import train
 from gradmerge.tasks import load_model
 
 KEPT = (BASE, *(task for task in TASKS if task != REMOVED))
-#: (budget, rounds) of influence: as the demonstration has it, one plain step, and what is done where nothing is said.
-SETTINGS: Sequence[tuple[str, int]] = (("40%", 8), ("40%", 1), ("2%", 8))
+#: Options of gm.remove: as in the demonstration, the defaults, and several steps up to a loss on the forget set.
+SETTINGS: Sequence[dict[str, Any]] = (
+    {"budget": "40%"},
+    {"budget": "2%"},
+    {"budget": "40%", "steps": 8, "until": 1.0},
+    {"budget": "2%", "steps": 8, "until": 1.0},
+)
 STRENGTHS = [0.05 * step for step in range(41)]
 STREAM = 101
 """Of the second target: no training of the demonstration has it."""
@@ -90,13 +95,13 @@ def matched(tried: Mapping[float, Mapping[str, float]], rest: float) -> dict[str
     return {"strength": strength, **tried[strength]}
 
 
-def run(demo: Path, device: str, asked: Sequence[tuple[str, int]]) -> dict[str, Any]:
+def run(demo: Path, device: str, asked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         return _run(demo, Path(folder), device, asked)
 
 
-def _run(demo: Path, folder: Path, device: str, asked: Sequence[tuple[str, int]]) -> dict[str, Any]:
+def _run(demo: Path, folder: Path, device: str, asked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     judge = Judge(demo)
     settings = Settings(seed=json.loads((demo / "results.json").read_text("utf-8"))["seed"])
     second = folder / "second"
@@ -111,22 +116,21 @@ def _run(demo: Path, folder: Path, device: str, asked: Sequence[tuple[str, int]]
         "removal": judge(_loaded(demo / "removed/removal")),
         "influence": [],
     }
-    for budget, rounds in asked:
+    for number, options in enumerate(asked):
         begun = time.process_time()
-        out = folder / f"influence-{rounds}-{budget.rstrip('%')}"
+        out = folder / f"influence-{number}"
         done = gm.remove(
             demo / "models/joint",
             out,
             forget=f"{demo}/data/{REMOVED}.npz:train",
-            keep=f"{demo}/data/rest.npz:train",
-            budget=budget,
-            rounds=rounds,
+            retain=f"{demo}/data/rest.npz:train",
             batch_size=128,
             device=device,
             progress=False,
+            **options,
         )
         scores = judge(_loaded(out))
-        entry = {"budget": budget, "rounds": rounds, **scores, "used": round(done.used, 4), "s": done.after.s}
+        entry = {**options, **scores, "used": round(done.used, 4), "s": done.s, "steps_taken": len(done.steps)}
         entry |= {"forget_loss": round(done.after.forget, 4), "cpu_seconds": round(time.process_time() - begun, 1)}
         entry["negation_at_equal_rest"] = matched(tried, scores["rest"])
         found["influence"].append(entry)
@@ -140,12 +144,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--device", default="cpu", help="where the influence steps are computed")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="demos at a time, on one thread each")
-    parser.add_argument("--setting", action="append", metavar="BUDGET,ROUNDS", help="in place of the usual ones")
     given = parser.parse_args()
-    pairs = [one.split(",") for one in given.setting or []]
-    asked = [(budget, int(rounds)) for budget, rounds in pairs] or SETTINGS
     with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
-        rows = list(pool.map(partial(run, device=given.device, asked=asked), given.demos))
+        rows = list(pool.map(partial(run, device=given.device, asked=SETTINGS), given.demos))
     if given.json:
         given.json.write_text(json.dumps({"removed": REMOVED, "seeds": rows}, indent=1) + "\n", "utf-8")
 

@@ -48,7 +48,7 @@ LOST = 1.0
 FOLLOWED = (
     f"{len(WAYS)} ways of removal, each followed until what stays is lost; loss and KL to the target at each point"
 )
-#: Where the widest layer that has Kronecker factors is this wide, none has.
+#: Where the max_kronecker_dim layer that has Kronecker factors is this wide, none has.
 NONE_WIDE = 0
 
 Measured = dict[str, float]
@@ -78,8 +78,6 @@ class Comparing:
     """Of the part of a path in which the budget is passed."""
     snapshots: int = 8
     """Places of NPO's path that are kept."""
-    influence: Mapping[str, Any] = field(default_factory=dict)
-    """Options of gm.remove, where they are not its defaults."""
 
 
 def steps(comparing: Comparing, what: str) -> list[Step]:
@@ -135,7 +133,7 @@ class Bench:
             name: self._path(name, make)
             for name, make in {
                 "influence-kronecker": self._influence,
-                "influence-diagonal": partial(self._influence, widest=NONE_WIDE),
+                "influence-diagonal": partial(self._influence, max_kronecker_dim=NONE_WIDE),
                 "npo": self._npo,
             }.items()
         }
@@ -218,30 +216,28 @@ class Bench:
         return evenly(self.keep, self.settings.keep_rows)
 
     def _influence(self, folder: Path, **options: Any) -> dict[str, Any]:
-        """gm.remove, with the weights after every round kept."""
+        """The end of the step that gm.remove takes."""
         path = Snapshots(self.load("base"), folder)
-        done = gm.remove(
+        result = gm.remove(
             path.model,
             forget=list(self._batches(self.forget)),
-            keep=list(self._batches(self._kept_rows)),
-            keep_size=len(self.keep),
+            retain=list(self._batches(self._kept_rows)),
+            retain_size=len(self.keep),
             output=self.output,
-            seed=self.seed,
-            progress=path,
-            **self.settings.influence,
+            progress=False,
             **options,
         )
-        ends = [one.chosen.forget for one in done.rounds]
-        rounds = [{"newton": one.newton, **asdict(one.chosen), "tried": len(one.curve)} for one in done.rounds]
-        facts = {"budget": done.budget, "used": done.used, "rows": done.rows, "rounds": rounds, "notes": done.notes}
-        return {**facts, "points": path.taken, "default": 1 + ends.index(max(ends)), "seconds": done.seconds}
+        path.save()
+        facts = {"budget": result.budget, "used": result.used, "rows": result.rows, "notes": result.notes}
+        lengths = {"s": result.s, "tried": len(result.steps[0].trials)}
+        return {**facts, **lengths, "points": path.taken, "default": 1, "seconds": result.seconds}
 
     def _npo(self, folder: Path) -> dict[str, Any]:
         path, begun = Snapshots(self.load("base"), folder), time.perf_counter()
 
         def each_step(step: int, steps: int) -> None:
             if step * self.settings.snapshots // steps > (step - 1) * self.settings.snapshots // steps:
-                path.advance(1)
+                path.save()
 
         rows = self.forget, self._kept_rows, self.collate, self.settings.npo
         optimise(path.model, *rows, seed=self.seed, each_step=each_step)
@@ -255,7 +251,8 @@ class Bench:
         if path is not None:
             folder = self.folder / f"path-{name}"
             files = [folder / f"{number}.safetensors" for number in range(1, path["points"] + 1)]
-            return Way([self._base, *map(load_file, files)], range(1, len(files) + 1), path["default"], dict(path))
+            dials = range(1, len(files) + 1) if len(files) > 1 else self.settings.strengths
+            return Way([self._base, *map(load_file, files)], dials, path["default"], dict(path))
         tuning, negated = "theory" if name.endswith("theory") else "plain", name.startswith("negation")
         tuned = read_state(self.folder / f"taught-{tuning}" / "model")
         how: dict[str, Any] = {"threads": 2}
@@ -335,15 +332,12 @@ def put(model: Any, state: State) -> None:
 
 
 class Snapshots:
-    """Keeps the weights of a model that changes; as the progress of gm.remove, after every round."""
+    """Saves the weights of a model that changes."""
 
     def __init__(self, model: Any, folder: Path) -> None:
         self.model, self._folder, self.taken = model, folder, 0
 
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        return
-
-    def advance(self, amount: int) -> None:
+    def save(self) -> None:
         self.taken += 1
         state = {name: p.detach().cpu().contiguous() for name, p in self.model.named_parameters()}
         save_file(state, self._folder / f"{self.taken}.safetensors")

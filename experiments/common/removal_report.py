@@ -86,8 +86,8 @@ def sections(results: Mapping[str, Any], columns: Sequence[Column], goes: str, s
             _table(results, "chosen", columns),
             f"{told}\n\n{_claim(results)}\n\n![KL to the target against what is lost](figures/removal.svg)\n",
             "## At the default of each way\n",
-            "Strength 1, the budget of `gradmerge remove` (2 % of the mean loss of a kept example), or the end of "
-            "training.\n",
+            "Strength 1, the budget of `gradmerge remove` (2 % of the mean loss on held-out rows of the retain "
+            "set), or the end of training.\n",
             _table(results, "default", columns),
             "## What each way took\n",
             _took(results),
@@ -156,8 +156,8 @@ def _took(results: Mapping[str, Any]) -> str:
     residual = cell([seed["comparison"]["training"]["theory"]["residual"] for seed in seeds], 2)
     return (
         f"{markdown(['', 'dial, chosen', 'dial, default', 'seconds'], rows)}\n"
-        "The dial is a strength; of influence steps it is how many rounds were made, and of NPO how many of "
-        f"{results['settings']['comparing']['snapshots']} equal parts of the training, with weights between two places "
+        "The dial is a strength; of influence steps it is the number of steps, and of NPO how many of "
+        f"{results['settings']['comparing']['snapshots']} equal parts of the training. Weights between two places are "
         f"interpolated. Tuned under H_0, the gradient of loss and penalty together that is left is {residual} times "
         "that of the loss alone (0 at the minimum).\n"
     )

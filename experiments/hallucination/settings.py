@@ -174,7 +174,6 @@ SCALES = {
             batch=8,
             halvings=1,
             snapshots=2,
-            influence={"rounds": 2},
         ),
     ),
 }

@@ -147,7 +147,6 @@ SMALL = Settings(
         keep_rows=600,
         curvature_rows=1 << 13,
         batch=128,
-        influence={"rounds": 6},
     ),
 )
 
@@ -184,7 +183,6 @@ TINY = Settings(
         batch=8,
         halvings=1,
         snapshots=2,
-        influence={"rounds": 2},
     ),
 )
 

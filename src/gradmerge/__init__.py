@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .notes import Note as Note
     from .progress import Progress as Progress
     from .recipe import Recipe as Recipe, load_recipe as load_recipe
-    from .refinement.influence import InfluenceRemoval as InfluenceRemoval
+    from .refinement.influence import RemovalResult as RemovalResult
     from .rules import (
         METHODS as METHODS,
         gradient_matching_full as gradient_matching_full,
@@ -83,7 +83,7 @@ _NAMES = {
     "notes": "Note",
     "progress": "Progress",
     "recipe": "Recipe load_recipe",
-    "refinement.influence": "InfluenceRemoval",
+    "refinement.influence": "RemovalResult",
     "rules": "METHODS gradient_matching_full removal_full",
     "tasks.data_sources": "read_rows",
     "tasks.loading": "LoadOptions",

@@ -98,7 +98,7 @@ TOLD_BY_FIELDS = {
 }
 TOLD_BY_FIELDS |= {
     "GradmergeError",
-    "InfluenceRemoval",
+    "RemovalResult",
     "InputError",
     "MachineError",
     "Progress",

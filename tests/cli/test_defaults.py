@@ -116,9 +116,9 @@ def test_variables_are_no_options_that_somebody_gave(place: Path) -> None:
     tiny_bert_checkpoint(place / "bert")
     rows = labelled(12)
     write_jsonl(place / "forget.jsonl", rows[:4])
-    write_jsonl(place / "keep.jsonl", rows[4:])
-    words = ["remove", "--base", "bert", "--forget", "forget.jsonl", "--keep", "keep.jsonl", "-o", "out"]
-    invoke(*words, "--rounds", "1", GRADMERGE_THREADS="2", GRADMERGE_DEVICE="cpu")
+    write_jsonl(place / "retain.jsonl", rows[4:])
+    words = ["remove", "--base", "bert", "--forget", "forget.jsonl", "--retain", "retain.jsonl", "-o", "out"]
+    invoke(*words, GRADMERGE_THREADS="2", GRADMERGE_DEVICE="cpu")
     assert "--threads" in invoke(*words, "--threads", "3", status=2, GRADMERGE_THREADS="2").stderr
     words = ["remove", "--base", "base", "--model", "a", "-m", "negation", "-o", "negated"]
     invoke(*words, GRADMERGE_DEVICE="auto")

@@ -235,5 +235,5 @@ def test_a_removal_from_a_sentence_transformers_folder_is_refused(tmp_path: Path
     folder = write_sentence_model(tmp_path / "model", dense=False)
     source = write_jsonl(tmp_path / "data.jsonl", pairs())
     with pytest.raises(InputError, match="sentence-transformers"):
-        gm.remove(folder, tmp_path / "out", forget=source, keep=source, progress=False)
+        gm.remove(folder, tmp_path / "out", forget=source, retain=source, progress=False)
     assert not (tmp_path / "out").exists()

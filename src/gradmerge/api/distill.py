@@ -32,8 +32,8 @@ from ..refinement.distill import (
     head_parameters,
 )
 from ..refinement.inputs import MergeInputs, find_teachers, model_reference, opened_inputs, recorded_models
+from ..refinement.model_io import copy_adapter_config
 from ..refinement.result_folder import write_card, write_record, write_weights
-from ..refinement.saving import copy_adapter_config
 from ..refinement.streaming import load_model_whole, load_whole
 from ..report.distillation_page import distillation_page, distillation_verdict
 from ..report.page import write_report

@@ -1,55 +1,47 @@
-"""Taking what a model has learned out of it: in memory, or disk to disk."""
+"""Remove what a model has learned from data: for a module in memory, or from folder to folder."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, overload
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..arguments import check_known, checked
-from ..curvature.batches import examples_in
-from ..curvature.kronecker import MAX_KRONECKER_DIM as WIDEST
+from ..curvature.kronecker import MAX_KRONECKER_DIM
 from ..curvature.losses import ExampleLoss, loss_named
 from ..engine.evaluations import evaluation
 from ..engine.reads import changed, model_paths, state_of
 from ..engine.to_folder import MergeResult
 from ..errors import InputError, MachineError
 from ..progress import Progress, shown
-from ..refinement.influence import InfluenceRemoval, remove_influence
-from ..refinement.overlap import in_both
-from ..refinement.owners import DataOwner
-from ..refinement.points import Point, copied, trained
-from ..refinement.saving import Start, notes_of_folder, opened_start, write_folder
-from ..refinement.splitting import HELD, RowBatches, as_batches, split_batches, split_rows
+from ..refinement.influence import Dataset, RemovalResult, remove_influence
+from ..refinement.model_io import LoadedModel, notes_of_folder, open_model, write_folder
+from ..refinement.rows import RowBatches, as_batches, count_common_rows, count_rows, hold_out
 from ..report.page import write_report
 from ..report.removal_page import removal_card, removal_page
 from ..storage.staging import Staging
-from ..tasks import LoadOptions, complete, tokenizer_of
+from ..tasks import LoadedTask, LoadOptions, complete, tokenizer_of
 from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
+from ..tasks.folders import folder_of
 from .merging import merge
 
-#: Ways to remove, and the rules of those that need tuned models.
-METHODS = {"influence": "", "removal": "removal", "negation": "task-arithmetic"}
-#: How many influence steps are taken where nothing else is said.
-ROUNDS = 8
-#: Parts of the way that are tried where the weights are stored in narrow types; 0 is the model as it was.
-PARTS = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0)
+#: Methods with fine-tuned models → merge rules.
+METHODS = {"removal": "removal", "negation": "task-arithmetic"}
 
 
 @overload
-def remove(base: nn.Module, *, forget: Iterable[Any], keep: Iterable[Any], **options: Any) -> InfluenceRemoval: ...
+def remove(base: nn.Module, *, forget: Iterable[Any], retain: Iterable[Any], **options: Any) -> RemovalResult: ...
 @overload
 def remove(
-    base: str | Path, out: str | Path, *, forget: str | Path, keep: str | Path, **options: Any
-) -> InfluenceRemoval: ...
+    base: str | Path, out: str | Path, *, forget: str | Path, retain: str | Path, **options: Any
+) -> RemovalResult: ...
 @overload
 def remove(
     base: str | Path, out: str | Path, *, models: Sequence[str | Path] | Mapping[str, float], **options: Any
@@ -60,101 +52,138 @@ def remove(
     out: str | Path | None = None,
     *,
     forget: Iterable[Any] | str | Path | None = None,
-    keep: Iterable[Any] | str | Path | None = None,
-    keep_size: int | None = None,
-    budget: float | str = 0.02,
-    rounds: int = ROUNDS,
-    widest: int = WIDEST,
+    retain: Iterable[Any] | str | Path | None = None,
+    retain_size: int | None = None,
+    budget: float | str | None = None,
+    steps: int | None = None,
+    unseen: Iterable[Any] | str | Path | None = None,
+    until: float | None = None,
+    max_kronecker_dim: int | None = None,
     models: Sequence[str | Path] | Mapping[str, float] | None = None,
     method: str | None = None,
-    seed: int = 0,
     output: str | ExampleLoss | None = None,
     force: bool = False,
     progress: bool | Progress = True,
     command: str | None = None,
     **loading: Any,
-) -> InfluenceRemoval | MergeResult:
-    """Take what a model has learned from some rows out of it, while what it does on others stays.
+) -> RemovalResult | MergeResult:
+    """Remove what a model has learned from data, and keep what it has learned from other data.
 
-    With ``forget`` and ``keep`` no tuned model is needed: influence steps θ + s (S + λ)⁻¹ g, where g is the gradient of
-    what is to be forgotten, S the Kronecker curvature of what is kept, and s the longest step within the budget. With
-    ``models``, what tuned models have learned is subtracted, as by :func:`gradmerge.merge`.
+    With ``forget`` and ``retain``, no fine-tuned model is needed. One step θ + s (S + λ)⁻¹ g is taken, where g is the
+    gradient on the forget set, S the curvature on the retain set, and s the longest step within the budget. With
+    ``models``, the changes of fine-tuned models are subtracted, as in :func:`gradmerge.merge`.
 
     Args:
-        base: A module, which is changed in place (parameters with ``requires_grad=False`` stay). Or the folder or Hub
-            id of a model, or an adapter's folder; then ``out`` is written.
-        out: For a model on disk: the new folder.
-        forget: The examples to take out: for a module batches, as of :func:`gradmerge.estimate_curvature`; for a model
-            on disk a file or data set, as `gradmerge remove --forget` takes it. All of them are needed, not a sample.
-        keep: Examples that stay, likewise. A tenth is held back to measure the budget on, all others repair, and
-            curvature is taken of 1,000 of these at most, which the seed draws.
-        keep_size: How many examples stay in all; the curvature is scaled to it. By default those given.
-        budget: How much the mean loss of a kept example may rise, relative to before: 0.02, or "2%".
-        rounds: How many steps, each with its part of the budget, and repairs in between; 1 is one plain step.
-        widest: Layers with more inputs or outputs than this have a diagonal in S; at 0 all have.
-        models: Models that were tuned from the base on what is to go, in place of ``forget`` and ``keep``; with their
-            strengths, or a list for strength 1.
-        method: ``influence`` with ``forget`` and ``keep``; ``removal`` (the default) or ``negation`` with ``models``.
-        seed: Of the rows that are held back, of the sample for curvature, and of labels that are drawn for it.
-        output: For a module: what its output means, as of :func:`gradmerge.estimate_curvature`.
-        force: Replace ``out`` if gradmerge wrote it, or it is empty.
-        progress: A bar on long work; False for none; or what is told how far it is, in rounds.
-        command: What a user would type to repeat this, for the report.
-        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.LoadOptions` says.
+        base: A module, which is changed in place, except for parameters with ``requires_grad=False``. Or the folder or
+            Hub id of a model, or the folder of an adapter; then ``out`` is written.
+        out: The new folder, for a model on disk.
+        forget: The forget set, all rows of it. For a module: batches, as of :func:`gradmerge.estimate_curvature`. On
+            disk: a file or dataset, as of :func:`gradmerge.evaluate`.
+        retain: The retain set, or a sample of it, in the same form. A tenth is held out to measure the budget. The
+            curvature uses at most 1,000 of the other rows.
+        retain_size: Number of examples that ``retain`` stands for; by default, its number of rows.
+        budget: Allowed relative increase of the mean loss on the held-out rows: 0.02 or "2%" (the default).
+        steps: Most steps; 1 by default. More than one requires ``unseen`` or ``until``.
+        unseen: Rows of the same kind as ``forget`` that the model has not seen. No step raises the mean loss on
+            ``forget`` above the loss of ``base`` on these rows.
+        until: The same limit as a number: the mean loss of an example in nats.
+        max_kronecker_dim: Layers with more inputs or outputs have a diagonal in S; 0: all layers. 16384 by default.
+        models: Models that were fine-tuned from the base on the data to remove, instead of ``forget`` and ``retain``. A
+            list, or a mapping from the models to their strengths.
+        method: With ``models``: ``removal`` (the default) or ``negation``.
+        output: For a module: the meaning of its output, as of :func:`gradmerge.estimate_curvature`.
+        force: Replace ``out`` if gradmerge wrote it, or if it is empty.
+        progress: Show a progress bar; False for none; or an object that receives the progress, in batches.
+        command: The command that repeats this, for the report.
+        loading: On disk: how to load the model and the data, see :class:`gradmerge.LoadOptions`.
 
     Returns:
-        What was done: losses before and after, and every length that was tried. With ``models`` what the merge wrote.
+        The losses before and after, and all step lengths that were tried. With ``models``, the result of the merge.
 
-    >>> remove(module, forget=toxic_batches, keep=kept_batches).used  # doctest: +SKIP
-    >>> remove("./gpt2", "./gpt2-clean", forget="toxic.jsonl", keep="kept.jsonl", budget="2%")  # doctest: +SKIP
+    >>> remove(module, forget=toxic_batches, retain=other_batches).used  # doctest: +SKIP
+    >>> remove("./gpt2", "./gpt2-clean", forget="toxic.jsonl", retain="other.jsonl", budget="2%")  # doctest: +SKIP
     """
     options = complete(cast(LoadOptions, loading), remove)
-    method = method or ("influence" if models is None else "removal")
-    check_known(f"method {method!r}", method, METHODS)
-    if method != "influence":
-        if isinstance(base, nn.Module) or out is None or not models or forget is not None or keep is not None:
-            raise InputError(f"{method} takes the folders of a base, of out and of models, and neither forget nor keep")
-        alone = {"keep_size": keep_size, "budget": budget != 0.02, "rounds": rounds != ROUNDS}
-        alone["widest"] = widest != WIDEST
-        for name, value in alone.items():
-            if value:
-                raise InputError(f"{name} is an option of influence, not of {method}")
+    by_influence = {"forget": forget, "retain": retain, "retain_size": retain_size, "budget": budget, "steps": steps}
+    by_influence |= {"unseen": unseen, "until": until, "max_kronecker_dim": max_kronecker_dim}
+    if models is not None or method is not None:
+        method = method or "removal"
+        check_known(f"method {method!r}", method, METHODS)
+        for name, value in by_influence.items():
+            if value is not None:
+                raise InputError(f"{name} does not go with {method}, which takes models")
+        if isinstance(base, nn.Module) or out is None or not models:
+            raise InputError(f"{method} takes the folders of base, out and models")
         sign = -1.0 if method == "negation" else 1.0
         strengths = dict(models) if isinstance(models, Mapping) else {str(one): 1.0 for one in models}
         tuned = [{"model": name, "weight": sign * strength} for name, strength in strengths.items()]
         recipe = {"method": METHODS[method], "base": str(base), "models": tuned}
         device = "cpu" if options["device"] == "auto" else options["device"]
         return merge(recipe, out, device=device, force=force, progress=progress)
-    if models is not None:
-        raise InputError("influence needs no tuned models: give forget and keep, or another method")
-    if forget is None or keep is None:
-        raise InputError("influence takes forget and keep: examples that are to go, and examples that stay")
-    asked = _Asked(keep_size, read_budget(budget), rounds, widest, seed)
-    if rounds < 1:
-        raise InputError(f"rounds {rounds}: at least one is needed")
-    if widest < 0:
-        raise InputError(f"widest {widest}: a number of inputs or outputs, or 0 for diagonals alone")
-    for name, given in (("forget", forget), ("keep", keep)):
-        if isinstance(base, nn.Module) is isinstance(given, str | os.PathLike):
-            expected = "batches, for a module" if isinstance(base, nn.Module) else "a path or name, for a model on disk"
-            raise InputError(f"{name} is {type(given).__name__}, but must be {expected}")
-    with shown(progress, "rounds") as told:
+    if forget is None or retain is None:
+        raise InputError("give forget and retain, the rows to forget and rows to keep; or models")
+    settings = _settings(retain_size, budget, steps, unseen is not None, until, max_kronecker_dim)
+    module = isinstance(base, nn.Module)
+    for name, value in (("forget", forget), ("retain", retain), ("unseen", unseen)):
+        if value is not None and module is isinstance(value, str | os.PathLike):
+            expected = "batches, for a module" if module else "a path or name, for a model on disk"
+            raise InputError(f"{name} is {type(value).__name__}, but must be {expected}")
+    wrong: dict[str, Any] = {"out": out, **loading} if module else {"output": output}
+    if given := [name for name, value in wrong.items() if value is not None]:
+        raise InputError(f"{given[0]} is an option for a {'model on disk' if module else 'module'}")
+    with shown(progress, "batches") as reported:
         if isinstance(base, nn.Module):
-            if out is not None or loading:
-                option = "out" if out is not None else min(loading)
-                raise InputError(f"{option} is an option for a model on disk, not for a module")
-            both = cast(Iterable[Any], forget), cast(Iterable[Any], keep)
-            return _in_memory(base, *both, loss_named(output), asked, told)
-        if output is not None:
-            raise InputError("output is an option for a module, not for a model on disk")
+            rows = {"forget": forget, "retain": retain, "unseen": unseen}
+            batches = {name: cast(Iterable[Any], value) for name, value in rows.items() if value is not None}
+            return _in_memory(base, batches, loss_named(output), settings, reported)
         if out is None:
             raise InputError("out is None, but must be the folder to write, for a model on disk")
-        given = str(base), Path(out), str(forget), str(keep), options
-        return _on_disk(*given, asked, told, command, force=force)
+        sources = {"forget": str(forget), "retain": str(retain)} | ({} if unseen is None else {"unseen": str(unseen)})
+        return _on_disk(str(base), Path(out), sources, options, settings, reported, command, force)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    retain_size: int | None
+    budget: float
+    steps: int
+    until: float | None
+    max_kronecker_dim: int
+
+
+def _settings(
+    retain_size: int | None,
+    budget: float | str | None,
+    steps: int | None,
+    unseen: bool,
+    until: float | None,
+    max_kronecker_dim: int | None,
+) -> _Settings:
+    """The options of influence steps with their defaults; raises InputError if they are wrong."""
+    steps, max_kronecker_dim = (
+        1 if steps is None else steps,
+        MAX_KRONECKER_DIM if max_kronecker_dim is None else max_kronecker_dim,
+    )
+    if steps < 1:
+        raise InputError(f"steps {steps}: at least one step is needed")
+    if unseen and until is not None:
+        raise InputError("give unseen or until, not both: each sets the loss at which removal stops")
+    if steps > 1 and not unseen and until is None:
+        raise InputError(
+            f"steps {steps}: more than one step needs a loss at which removal stops, or the model forgets too much. "
+            "Give unseen (rows of the same kind that the model has not seen) or until (a mean loss)"
+        )
+    if until is not None and not (math.isfinite(until) and until > 0):
+        raise InputError(f"until {until}: must be a mean loss in nats, more than 0")
+    if max_kronecker_dim < 0:
+        raise InputError(
+            f"max_kronecker_dim {max_kronecker_dim}: a number of inputs or outputs, or 0 for diagonals only"
+        )
+    return _Settings(retain_size, read_budget(0.02 if budget is None else budget), steps, until, max_kronecker_dim)
 
 
 def read_budget(budget: float | str) -> float:
-    """A share, from a number or from text such as 2% or 0.02."""
+    """The relative increase that a number or text such as 2% or 0.02 stands for."""
     text = str(budget).strip()
     try:
         share = float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
@@ -169,167 +198,114 @@ def read_budget(budget: float | str) -> float:
 
 def _in_memory(
     model: nn.Module,
-    forget: Iterable[Any],
-    keep: Iterable[Any],
-    output: ExampleLoss | None,
-    asked: _Asked,
+    rows: Mapping[str, Iterable[Any]],
+    loss: ExampleLoss | None,
+    settings: _Settings,
     progress: Progress,
-) -> InfluenceRemoval:
+) -> RemovalResult:
     begun = time.perf_counter()
-    goes, stays = as_batches("forget", forget), as_batches("keep", keep)
-    rows = sum(map(examples_in, stays))
-    kept, held = split_batches("keep", stays, asked.seed) if rows >= HELD else (stays, [])
-    done = asked.run(model, goes, kept, held, (output, output), progress)
-    done.seconds = time.perf_counter() - begun
-    return done
+    datasets = {name: Dataset(as_batches(name, batches), loss) for name, batches in rows.items()}
+    result = _removed(model, datasets, settings, progress)
+    result.seconds = time.perf_counter() - begun
+    return result
+
+
+def _removed(
+    model: nn.Module, datasets: Mapping[str, Dataset], settings: _Settings, progress: Progress, **options: Any
+) -> RemovalResult:
+    """Check the rows, hold out some of the retain set, and take the steps."""
+    forget, retain, unseen = datasets["forget"], datasets["retain"], datasets.get("unseen")
+    retain_rows, forget_rows = count_rows(retain.batches), count_rows(forget.batches)
+    if settings.retain_size is not None and settings.retain_size < retain_rows:
+        raise InputError(f"retain_size {settings.retain_size}: retain has {retain_rows} rows, which is more")
+    for name in ("retain", "unseen"):
+        if name in datasets and (common := count_common_rows(forget.batches, datasets[name].batches)):
+            raise InputError(
+                f"{common} of the {forget_rows} rows to forget {'is' if common == 1 else 'are'} also in {name}, with "
+                "the same label. Remove them from one of the two"
+            )
+    rest, held_out = hold_out("retain", retain.batches)
+    retain_size = settings.retain_size or retain_rows
+    result = remove_influence(
+        model,
+        forget,
+        Dataset(rest, retain.loss),
+        Dataset(held_out, retain.loss),
+        retain_size=retain_size,
+        budget=settings.budget,
+        steps=settings.steps,
+        until=settings.until,
+        unseen=unseen,
+        max_kronecker_dim=settings.max_kronecker_dim,
+        progress=progress,
+        **options,
+    )
+    result.rows = {"forget_rows": forget_rows, "retain_rows": count_rows(rest), "held_out_rows": count_rows(held_out)}
+    result.rows["retain_size"] = retain_size
+    if unseen is not None:
+        result.rows["unseen_rows"] = count_rows(unseen.batches)
+    return result
 
 
 def _on_disk(
     base: str,
     out: Path,
-    forget: str,
-    keep: str,
+    sources: Mapping[str, str],
     options: LoadOptions,
-    asked: _Asked,
+    settings: _Settings,
     progress: Progress,
     command: str | None,
     force: bool,
-) -> InfluenceRemoval:
+) -> RemovalResult:
     begun = time.perf_counter()
     models = [path for reference in (base, tokenizer_of(options)) for path in model_paths(reference)]
-    data = [path for source in (forget, keep) for path in data_paths(source)]
-    staged = Staging(out, "removal", reads=[*models, *data], force=force)
-    with staged as staging, opened_start(base, options) as start:
-        files = state_of(models) + state_of(data, deep=True)
-        goes, stays = start.with_data(forget), start.with_data(keep)
-        rows: tuple[Sequence[int], Sequence[int]] = range(stays.examples), []
-        if stays.examples >= HELD:
-            rows = split_rows("keep", stays.examples, asked.seed)
-        kept, held = (RowBatches(stays, some) for some in rows)
-        every, outputs = RowBatches(goes, range(goes.examples)), (goes.output, stays.output)
-        done = asked.run(start.model, every, kept, held, outputs, progress, start.round_weights)
-        if path := changed(files, state_of(models) + state_of(data, deep=True)):
-            raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Begin again.")
-        done.output, done.seconds = out, time.perf_counter() - begun
-        notes = [*staging.notes, *goes.notes, *stays.notes, *notes_of_folder(start), *done.notes]
-        done.notes = list(dict.fromkeys(notes))
-        write_folder(
-            staging,
-            start,
-            [name for name, parameter in start.model.named_parameters() if parameter.requires_grad],
-            what="removal",
-            facts={"forget": forget, "keep": keep, "seed": asked.seed, "widest": asked.widest, **done.facts()},
-            card=removal_card(done, forget, keep),
-            measured=_measured(start, done, keep),
-            seconds=done.seconds,
-            notes=done.notes,
-        )
-        write_report(staging.folder, removal_page(done, base, forget, keep, [command] if command else []))
-    return done
-
-
-def _measured(start: Start, done: InfluenceRemoval, keep: str) -> list[dict[str, Any]]:
-    """The loss of kept examples after the removal, where rows were held back for it."""
-    if not done.rows["held_rows"]:
-        return []
-    numbers = {"task": start.info.task, "loss_per_example": done.after.kept, "examples": done.rows["held_rows"]}
-    numbers["standard_errors"] = {"loss_per_example": done.standard_errors["after"]["kept"]}
-    return [
-        evaluation(
-            *named_data(keep), numbers, "examples to keep, held back: by them the lengths of the steps were chosen"
-        )
-    ]
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What is asked of a removal, in memory and on disk alike."""
-
-    keep_size: int | None
-    budget: float
-    rounds: int
-    widest: int
-    seed: int
-
-    def run(
-        self,
-        model: nn.Module,
-        forget: Sequence[Any],
-        kept: Sequence[Any],
-        held: Sequence[Any],
-        outputs: tuple[ExampleLoss | None, ExampleLoss | None],
-        progress: Progress,
-        settle: Callable[[], None] | None = None,
-    ) -> InfluenceRemoval:
-        """Check the rows, and take the steps; ``settle`` rounds the weights as they will be written."""
-        goes = DataOwner("forget", forget, [], output=outputs[0], seed=self.seed)
-        # Labels drawn from the model: for more than two classes, all of them would cost more than they tell.
-        how: Any = {"seed": self.seed, "few_classes": 2, "widest": self.widest}
-        stays = DataOwner("keep", kept, held, output=outputs[1], **how)
-        rows, rounds = stays.rows + stays.held, self.rounds if stays.held else 1
-        if self.keep_size is not None and self.keep_size < rows:
-            raise InputError(f"--keep-size {self.keep_size}: {rows} examples were given that stay, which is more")
-        if both := in_both(forget, (*kept, *held)):
+    data = [path for source in sources.values() for path in data_paths(source)]
+    with Staging(out, "removal", reads=[*models, *data], force=force) as staging:
+        if (folder_of(base) / "modules.json").is_file():
             raise InputError(
-                f"{both} of the {goes.rows} examples to forget {'is' if both == 1 else 'are'} also among those to "
-                "keep, with the same label; leave them out of one of the two"
+                f"{base}: a sentence-transformers folder. Kronecker curvature requires that every layer runs once per "
+                "example, but a pair of texts is two runs. Use models, fine-tuned models, instead."
             )
-        stays.examples = self.keep_size or rows
-        start = copied(trained(model)) if settle is not None else {}
+        with open_model(base, options) as loaded:
+            files = state_of(models) + state_of(data, deep=True)
+            tasks = {name: loaded.with_data(source) for name, source in sources.items()}
+            datasets = {n: Dataset(RowBatches(task, range(task.examples)), task.output) for n, task in tasks.items()}
+            result = _removed(loaded.model, datasets, settings, progress, round_weights=loaded.round_weights)
+            if path := changed(files, state_of(models) + state_of(data, deep=True)):
+                raise MachineError(f"{path}: changed during the removal, so nothing was written. Run it again.")
+            _finish(staging, loaded, tasks, result, settings, sources, command, time.perf_counter() - begun)
+    result.output = out
+    return result
 
-        def row_losses() -> dict[str, Tensor]:
-            kept = stays.row_losses(model, held=stays.held > 0)
-            return {"kept": kept, "forget": goes.row_losses(model, held=False)}
 
-        before = row_losses()
-        progress.begin("removing", rounds)
-        done = remove_influence(
-            model,
-            goes,
-            stays,
-            budget=self.budget if stays.held else None,
-            rounds=rounds,
-            told=lambda _: progress.advance(1),
-        )
-        done.rows = {"forget_rows": goes.rows, "keep_rows": stays.rows, "held_rows": stays.held}
-        done.rows["keep_size"] = stays.examples
-        if not stays.held:
-            done.notes.append(
-                f"Of {rows} examples to keep none can be held back to measure the budget on, which takes {HELD}: one "
-                "step of the Newton length was taken, and losses of kept examples are those of its own."
-            )
-        if settle is not None:
-            self._settle(done, goes, stays, start, settle)
-        done.tell_errors(before, row_losses())
-        if done.after.forget <= done.before.forget:
-            done.notes.append(
-                "The model knows what is to be forgotten no worse than before: no step within the budget made it "
-                "forget. Take one step alone (--rounds 1), or a larger budget."
-            )
-        return done
-
-    def _settle(
-        self,
-        done: InfluenceRemoval,
-        goes: DataOwner,
-        stays: DataOwner,
-        start: Point,
-        settle: Callable[[], None],
-    ) -> None:
-        """Round the weights; where that would break the budget, as much of the way as keeps it."""
-        end = copied(trained(done.model))
-        whole = done.after.s
-        for part in PARTS:
-            with torch.no_grad():
-                for name, parameter in trained(done.model).items():
-                    parameter.copy_(torch.lerp(start[name], end[name], part))
-            settle()
-            done.measure(goes, stays)
-            if done.budget is None or done.used <= done.budget:
-                break
-        if part < 1:
-            done.after.s = part * whole
-            done.notes.append(
-                f"Rounded to the types that the model is stored in, the steps would have broken the budget: {part:g} "
-                "of their sum was taken."
-            )
+def _finish(
+    staging: Staging,
+    loaded: LoadedModel,
+    tasks: Mapping[str, LoadedTask],
+    result: RemovalResult,
+    settings: _Settings,
+    sources: Mapping[str, str],
+    command: str | None,
+    seconds: float,
+) -> None:
+    """Write the model folder with its record, card and report."""
+    notes = [*staging.notes, *(note for task in tasks.values() for note in task.notes), *notes_of_folder(loaded)]
+    result.notes = list(dict.fromkeys([*notes, *result.notes]))
+    result.seconds = seconds
+    numbers = {"task": loaded.info.task, "loss_per_example": result.after.retain}
+    numbers |= {"examples": result.rows["held_out_rows"]}
+    numbers["standard_errors"] = {"loss_per_example": result.standard_errors["after"]["retain"]}
+    described = "held-out rows of the retain set, which chose the step length"
+    write_folder(
+        staging,
+        loaded,
+        [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad],
+        action="removal",
+        facts={**sources, "max_kronecker_dim": settings.max_kronecker_dim, **result.facts()},
+        card=removal_card(result),
+        measured=[evaluation(*named_data(sources["retain"]), numbers, described)],
+        seconds=result.seconds,
+        notes=result.notes,
+    )
+    page = removal_page(result, loaded.reference, sources, [command] if command else [])
+    write_report(staging.folder, page)

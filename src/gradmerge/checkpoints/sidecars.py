@@ -34,7 +34,7 @@ NEEDED_OF_MODULES = f"{NEEDED} *_config.json"
 EXPECTED = (
     "*.safetensors *.bin *.pt *.pth *.ckpt *.h5 *.msgpack *.onnx *.gguf *.ot *.npz *.lock *.index.json .* README.md "
     "gradmerge.json gradmerge_penalty.json adapter_config.json trainer_state.json *_results.json curvature penalty "
-    "additional_chat_templates report.html losses.* held-back.csv steps.csv trade-off.* rounds.csv"
+    "additional_chat_templates report.html losses.* steps.csv trade-off.*"
 )
 NEVER = "*.py *.pkl *.pickle *.sh"
 

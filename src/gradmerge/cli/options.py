@@ -313,10 +313,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def named(pairs: list[str], option: str = "data") -> dict[str, str]:
     """`NAME=VALUE` options as a mapping."""
-    values = {
-        "examples": "how many examples it stands for, as --examples yelp=5000",
-        "teacher": "a model that knows it, as --teacher yelp=./yelp-model",
-    }
+    values = {"teacher": "a model that knows it, as --teacher yelp=./yelp-model"}
     value = values.get(option, f"its data, as --{option} yelp=reviews.jsonl")
     found: dict[str, str] = {}
     for pair in pairs:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..processes import ALONE, Processes
 from ..text import listed
 from .batches import examples_in, moved, with_places
 from .estimate import Objective, prepared
@@ -34,14 +33,12 @@ def estimate_gradient(
     batches: Iterable[Any],
     *,
     output: str | ExampleLoss | None = None,
-    processes: Processes = ALONE,
 ) -> Gradient:
     """Return Σ_i ∇ℓ_i(θ) and Σ_i ℓ_i(θ) over the examples of ``batches``.
 
     ℓ_i is the negative log-likelihood of example i with the data's label; for a sequence it is the sum over its tokens.
-    The model is in eval mode during the estimate. Sums are float32, or float64 if the model is float64. Each of several
-    ``processes`` passes its own batches, and all of them get the sums over all batches. Raises InputError if a
-    parameter gets no gradient although the model's output depends on it.
+    The model is in eval mode during the estimate. Sums are float32, or float64 if the model is float64. Raises
+    InputError if a parameter gets no gradient although the model's output depends on it.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
     if not parameters:
@@ -72,14 +69,10 @@ def estimate_gradient(
             objective.check_losses()
             loss += float(total.detach())
             examples += examples_in(batch)
-        counts = processes.gather([examples, loss, sorted(unreached)])
-        examples, loss = sum(count for count, *_ in counts), sum(value for _, value, _ in counts)
-        if not examples:
+        if first is None:
             raise InputError("there are no examples to estimate a gradient on")
-        processes.add(sums.values())
-        missing = {name: parameters[name] for name in parameters if all(name in names for *_, names in counts)}
-        if missing and first is not None:
-            _check_unused(model, missing, first)
+        if unreached:
+            _check_unused(model, {name: parameters[name] for name in parameters if name in unreached}, first)
     for name, value in sums.items():
         if not bool(torch.isfinite(value).all()):
             raise InputError(f"the gradient of {name} has values that are not finite. Check the model's weights")

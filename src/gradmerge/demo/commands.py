@@ -78,7 +78,7 @@ def remove() -> Command:
 
 
 def influence() -> Command:
-    data = f"--forget data/{REMOVED}.npz:train --keep data/rest.npz:train --budget 40% --batch-size 128"
+    data = f"--forget data/{REMOVED}.npz:train --retain data/rest.npz:train --budget 40% --batch-size 128"
     return f"gradmerge remove --base models/joint {data} -o removed/{INFLUENCE} --force".split()
 
 

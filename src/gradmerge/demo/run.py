@@ -163,7 +163,7 @@ def _influence() -> None:
         "models/joint",
         f"removed/{INFLUENCE}",
         forget=f"data/{REMOVED}.npz:train",
-        keep="data/rest.npz:train",
+        retain="data/rest.npz:train",
         budget="40%",
         batch_size=128,
         device="cpu",

@@ -1,271 +1,385 @@
-"""Removal without a tuned model: influence steps, from the gradient of what is to go and the curvature of what stays.
+"""Removal without a fine-tuned model: a step along the influence function of the forget set.
 
-At θ, with S the Kronecker curvature of rows that stay, scaled to all examples that stay, and λ = 0.1 · mean S:
+With θ the weights, g the gradient of the loss summed over the forget set, and S the Kronecker curvature of the retain
+set, scaled to its size, a step is
 
-1. d = (S + λ)⁻¹ g, where g = Σ ∇ℓ_i(θ) over the rows that are to be forgotten. θ + d is the influence function's guess
-   of the model that never saw them.
-2. Far from θ that guess is not to be trusted, so that the step is s · d with the largest s, found by bisecting log s,
-   that keeps the mean loss of a kept row within the budget: on rows that are held back from S. (Where a shorter step
-   that was tried forgets more, it is that one.) Without such rows s is the Newton length gᵀd / dᵀ GGN d.
+    θ + s (S + λ)⁻¹ g,    λ = 0.1 · mean eigenvalue of S
 
-Several rounds follow the curve along which kept loss is least: each may use its part of the budget, and between two of
-them Gauss-Newton steps on the kept rows, in the same basis, repair what the last one broke. S, λ and g are taken anew.
-The result is the end of the round with the highest loss on what is to be forgotten, which is the last but for bad luck.
+s = 1 is the influence function: its estimate of the model that was trained without the forget set. This estimate is
+accurate only near θ. s is therefore the largest step length, found by bisection of log s, that keeps the mean loss of
+held-out rows of the retain set within a budget and raises the loss on the forget set. If a shorter step that was tried
+forgets more, that one is taken.
+
+Several steps repeat this at the new weights. Step k of N may use k/N of the budget. Before each step but the first,
+corrections lower the loss on the retain set again, in the same basis. Without them, more steps hardly forget more than
+one. The steps end when the loss on the forget set reaches a given level.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..curvature.batches import moved
+from ..curvature.estimate import estimate_curvature, prepared
+from ..curvature.gradients import estimate_gradient
+from ..curvature.kronecker import MAX_KRONECKER_DIM, KroneckerCurvature
+from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, loss_of
 from ..display import Displayed, View
 from ..errors import InputError
+from ..progress import NoProgress, Progress
 from ..tasks.metrics import ratio_rows
 from ..tasks.uncertainty import standard_errors
 from ..text import Measured
-from .basis import Basis
-from .owners import DataOwner
-from .points import Point, copied, dot, set_weights, trained, unit, weighted
+from .kronecker_basis import KroneckerBasis
+from .rows import count_rows, sample_rows
 
-#: λ, as a multiple of the mean of S.
+#: λ relative to the mean eigenvalue of S.
 DAMPING = 0.1
-#: Steps on the kept rows between two rounds.
-REPAIRS = 3
-#: Parts of such a step that are tried.
-PARTS = (1.0, 0.5, 0.25)
-#: How often log s is halved once it is known between which two lengths the budget ends, and the most that are tried.
-HALVINGS, TRIES = 4, 24
-#: No step is longer than so many Newton lengths, also where kept rows do not object.
-LONGEST = 64
+#: Most rows of the retain set for S. The held-out rows measure the loss, so S need not be exact.
+SAMPLE_ROWS = 1000
+#: Most corrections between two steps, and number of lengths that are tried, each half as long as the one before.
+CORRECTIONS, HALVINGS = 6, 12
+#: The bisection ends at this ratio of the shortest length that is too long to the longest allowed length.
+PRECISION = 2 ** (1 / 16)
+#: Limits of the bisection: number of lengths, and the length up to which it doubles.
+TRIALS, LONGEST = 24, 64.0
+
+
+class Dataset(NamedTuple):
+    """Rows as batches that can be read several times, and their loss (None: the model's own)."""
+
+    batches: Sequence[Any]
+    loss: ExampleLoss | None = None
 
 
 @dataclass
 class StepTrial:
-    """One length of a step, and the mean losses of an example that the model has after it."""
+    """A step length, and the mean losses of an example after a step of this length."""
 
     s: float
-    kept: float
-    forget: float
+    retain: float
+    """On the held-out rows of the retain set."""
+    forget: float | None
+    """On the forget set; None if the step is not within the budget."""
 
 
 @dataclass
-class InfluenceRound:
+class InfluenceStep:
     """One influence step."""
 
-    newton: float
-    """The Newton length, in the units of s."""
+    s: float
+    """The length that was taken; 0 if none is within the budget."""
     damping: float
     """λ."""
-    chosen: StepTrial
-    curve: list[StepTrial]
-    """Every length that was tried, shortest first; 0 is the model as this round found it, repaired."""
+    trials: list[StepTrial]
+    """All lengths that were tried, in ascending order."""
+
+
+@dataclass
+class MeanLosses:
+    """Mean losses of an example."""
+
+    retain: float
+    """On the held-out rows of the retain set."""
+    forget: float
+    """On the forget set."""
 
 
 @dataclass(repr=False)
-class InfluenceRemoval(Displayed):
-    """What a removal did; losses are means over examples, of kept ones on the rows that were held back."""
+class RemovalResult(Displayed):
+    """What a removal by influence steps did."""
 
     model: nn.Module
-    """The model that was given, changed."""
-    before: StepTrial
-    after: StepTrial
-    """Of a model on disk as it was written; ``s`` is the sum over the rounds."""
-    budget: float | None
-    """By how much the mean loss of a kept row might rise, relative to before; None where no row was held back."""
-    rounds: list[InfluenceRound] = field(default_factory=list)
+    """The model that was passed in, changed."""
+    before: MeanLosses
+    after: MeanLosses
+    """For a model on disk: with the weights rounded to the dtypes of its files."""
+    budget: float
+    """Allowed relative increase of ``retain``."""
+    until: float | None
+    """The stopping level of ``forget``."""
+    steps: list[InfluenceStep] = field(default_factory=list)
     rows: dict[str, int] = field(default_factory=dict)
-    """How many rows were to be forgotten, kept and held back, and how many examples stay in all."""
+    """Number of examples: ``forget_rows``, ``retain_rows`` (without the held-out ones), ``held_out_rows``, and
+    ``retain_size``, the number that the retain set stands for."""
     seconds: float = 0.0
     output: Path | None = None
     """On disk: the folder that was written."""
     notes: list[str] = field(default_factory=list)
     standard_errors: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    """`before`, `after`, `rise` (on the same rows) and `used` → of `kept` and `forget`; None where nothing varies."""
-
-    def tell_errors(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """How sure the losses are, from those of every row of `kept` and `forget`."""
-        rise = {name: after[name] - before[name] for name in before}
-        used = {"kept": ratio_rows(rise["kept"], before["kept"])}
-        every = {"before": before, "after": after, "rise": rise, "used": used}
-        self.standard_errors = {name: standard_errors(rows) for name, rows in every.items()}
+    """`before`, `after`, `rise` (on the same rows) and `used` → of `retain` and `forget`; None if nothing varies."""
 
     @property
-    def used_words(self) -> str:
-        """`+1.8 ± 0.4 %`."""
-        error = self.standard_errors.get("used", {}).get("kept")
-        return f"{100 * self.used:+.3g}{'' if error is None else f' ± {100 * error:.2g}'} %"
-
-    def measure(self, forget: DataOwner, keep: DataOwner) -> None:
-        """Take the losses after the removal anew, as the model is now."""
-        walk = _Walk(self.model, forget, keep, held=self.budget is not None)
-        self.after = replace(walk.trials(None, [0.0])[0], s=self.after.s)
+    def s(self) -> float:
+        """The sum of the step lengths."""
+        return sum(step.s for step in self.steps)
 
     @property
     def used(self) -> float:
-        """By how much the mean loss of a kept row rose, relative to before."""
-        return self.after.kept / self.before.kept - 1 if self.before.kept > 0 else 0.0
+        """The relative increase of the mean loss on the held-out rows of the retain set."""
+        return self.after.retain / self.before.retain - 1 if self.before.retain > 0 else 0.0
+
+    @property
+    def used_text(self) -> str:
+        """`used` in percent with its standard error, as in `+1.8 ± 0.4 %`."""
+        error = self.standard_errors.get("used", {}).get("retain")
+        return f"{100 * self.used:+.3g}{'' if error is None else f' ± {100 * error:.2g}'} %"
 
     def facts(self) -> dict[str, Any]:
-        """All numbers, as a record holds them."""
+        """All numbers, as in the record."""
         return {
             "method": "influence",
             **self.rows,
             "budget": self.budget,
             "used": self.used,
-            "s": self.after.s,
-            "before": {"kept": self.before.kept, "forget": self.before.forget},
-            "after": {"kept": self.after.kept, "forget": self.after.forget},
+            "until": self.until,
+            "s": self.s,
+            "before": asdict(self.before),
+            "after": asdict(self.after),
             "standard_errors": self.standard_errors,
-            "rounds": [asdict(one) for one in self.rounds],
+            "steps": [asdict(step) for step in self.steps],
         }
 
-    def _line(self) -> list[str]:
-        forget, kept = (f"{name} {float(a):.4g} → {float(b):.4g}" for name, a, b, _ in self.losses())
-        return [f"{forget}", f"{kept}", f"s {self.after.s:.3g}", f"{self.seconds:.1f} s"]
-
-    def _view(self) -> View:
-        return ["mean loss", "before", "after", "rose by"], [list(row) for row in self.losses()], self.notes
-
     def losses(self) -> list[tuple[str, Measured, Measured, Measured]]:
-        """What is to go and what is kept: the mean loss of an example before, after, and what it rose by."""
+        """The forget set and the retain set: mean loss of an example before and after, and its increase."""
 
-        def told(when: str, name: str, value: float) -> Measured:
+        def measured(when: str, name: str, value: float) -> Measured:
             return Measured(value, self.standard_errors.get(when, {}).get(name))
 
-        found = []
-        for words, name in (("to be forgotten", "forget"), ("kept", "kept")):
+        rows = []
+        for title, name in (("forget set", "forget"), ("retain set, held out", "retain")):
             a, b = getattr(self.before, name), getattr(self.after, name)
-            found.append((words, told("before", name, a), told("after", name, b), told("rise", name, b - a)))
-        return found
+            rows.append((title, measured("before", name, a), measured("after", name, b), measured("rise", name, b - a)))
+        return rows
+
+    def _line(self) -> list[str]:
+        sets = [f"{title} {float(a):.4g} → {float(b):.4g}" for title, a, b, _ in self.losses()]
+        return [*sets, f"s {self.s:.3g}", f"{self.seconds:.1f} s"]
+
+    def _view(self) -> View:
+        return ["mean loss", "before", "after", "increase"], [list(row) for row in self.losses()], self.notes
 
 
 def remove_influence(
     model: nn.Module,
-    forget: DataOwner,
-    keep: DataOwner,
+    forget: Dataset,
+    retain: Dataset,
+    held_out: Dataset,
     *,
-    budget: float | None,
-    rounds: int = 1,
-    told: Callable[[InfluenceRound], None] = lambda done: None,
-) -> InfluenceRemoval:
-    """Take what a model has learned from some rows out of it, in place.
+    retain_size: int,
+    budget: float,
+    steps: int = 1,
+    until: float | None = None,
+    unseen: Dataset | None = None,
+    max_kronecker_dim: int = MAX_KRONECKER_DIM,
+    round_weights: Callable[[], None] = lambda: None,
+    progress: Progress | None = None,
+) -> RemovalResult:
+    """Remove what a model has learned from the forget set, in place, and return what was done.
 
     Args:
-        model: What is changed; parameters with ``requires_grad=False`` stay as they are.
-        forget: The rows that are to go.
-        keep: Rows that stay, those that are held back, and how many examples they stand for.
-        budget: By how much the mean loss of a row that is held back may rise, relative to before; None where there is
-            no such row: then steps have the Newton length, and losses are those of the rows themselves.
-        rounds: How many steps.
-        told: Called after every step.
+        model: The model; parameters with ``requires_grad=False`` are not changed.
+        forget: All rows to forget.
+        retain: Rows to keep, for the curvature.
+        held_out: Other rows to keep, for the budget.
+        retain_size: How many examples ``retain`` stands for.
+        budget: Allowed relative increase of the mean loss on ``held_out``.
+        steps: Most steps.
+        until: Stopping level: no step raises the mean loss on ``forget`` above it.
+        unseen: Rows whose mean loss, before the first step, is the stopping level.
+        max_kronecker_dim: Layers with more inputs or outputs have a diagonal in S.
+        round_weights: Rounds the model's weights to the dtypes in which they are stored.
+        progress: Reports batches.
     """
-    walk = _Walk(model, forget, keep, held=budget is not None)
-    shapes = {name: p.shape for name, p in trained(model).items()}
-    before = walk.trials(None, [0.0])[0]
-    if not math.isfinite(before.kept + before.forget):
+    progress = progress or NoProgress()
+    weights = _Weights(model, round_weights)
+    rows_before = {"retain": _losses(model, held_out, progress), "forget": _losses(model, forget, progress)}
+    before = MeanLosses(**{name: float(rows.mean()) for name, rows in rows_before.items()})
+    if not (math.isfinite(before.retain) and math.isfinite(before.forget)):
         raise InputError("the model's loss is not finite on these rows")
-    done = InfluenceRemoval(model, before, before, budget)
-    best, weights = before, copied(trained(model))
-    for place in range(rounds):
-        curvature = keep.curvature(model)
-        basis = Basis([curvature], [keep.examples / curvature.examples], shapes)
-        damping = DAMPING * basis.summary(torch.mean)
-        if place:
-            walk.repair(basis, damping)
-        gradient = forget.gradient(model)
-        direction = basis.solve(gradient, damping)
-        newton = walk.newton_length(direction, gradient)
-        now = walk.trials(None, [0.0])[0]
-        if budget is None:
-            curve = [now, *walk.trials(direction, [newton])]
-            chosen = curve[-1]
-        else:
-            limit = (1 + budget * (place + 1) / rounds) * before.kept
-            curve, chosen = walk.bisect(direction, newton, limit, now)
-        walk.move(direction, chosen.s)
-        done.after = replace(chosen, s=done.after.s + chosen.s)
-        done.rounds.append(InfluenceRound(newton, damping, chosen, curve))
-        if done.after.forget > best.forget:
-            best = done.after
-            set_weights(weights, trained(model))
-        told(done.rounds[-1])
-    if rounds > 1 and done.after is not best:  # repairs on the kept rows may teach those that are to go again
-        done.after = best
-        set_weights(trained(model), weights)
-    return done
+    if unseen is not None:
+        until = float(_losses(model, unseen, progress).mean())
+    if until is not None and before.forget >= until:
+        raise InputError(
+            f"the loss on the forget set is {before.forget:.4g} already, which is not below the stopping level of "
+            f"{until:.4g}: there is nothing to forget"
+        )
+    result = RemovalResult(model, before, before, budget, until)
+    sample = Dataset(sample_rows(retain.batches, SAMPLE_ROWS), retain.loss)
+    scale = retain_size / count_rows(retain.batches)
+    reached, forgotten = False, before.forget
 
+    def measure(direction: Mapping[str, Tensor], limit: float, s: float) -> StepTrial:
+        weights.move(direction, s)
+        retained = float(_losses(model, held_out, progress).mean())
+        return StepTrial(s, retained, float(_losses(model, forget, progress).mean()) if retained <= limit else None)
 
-class _Walk:
-    """A model that moves, and what is lost on the way."""
+    def allowed(trial: StepTrial) -> bool:
+        if trial.forget is None or not math.isfinite(trial.forget):
+            return False
+        return trial.forget > forgotten and (until is None or trial.forget <= until)
 
-    def __init__(self, model: nn.Module, forget: DataOwner, keep: DataOwner, *, held: bool) -> None:
-        self.model, self.forget, self.keep, self.held = model, forget, keep, held
-
-    def kept(self, step: Point | None = None, lengths: Sequence[float] = (0.0,)) -> list[float]:
-        """The mean loss of a kept row, after some part of a step."""
-        found = self.keep.losses(self.model, *_points(step, lengths), held=self.held)
-        return found if self.held else [loss / self.keep.rows for loss in found]
-
-    def trials(self, step: Point | None, lengths: Sequence[float]) -> list[StepTrial]:
-        forgotten = self.forget.losses(self.model, *_points(step, lengths), held=False)
-        both = zip(lengths, self.kept(step, lengths), forgotten, strict=True)
-        return [StepTrial(s, kept, forget / self.forget.rows) for s, kept, forget in both]
-
-    def newton_length(self, direction: Point, gradient: Point) -> float:
-        """gᵀd / dᵀ GGN d: the minimum of the kept rows' quadratic loss less what the step gains to first order."""
-        curved = self.keep.examples / self.keep.rows * float(self.keep.along(self.model, [direction])[0, 0])
-        slope = dot(gradient, direction)
-        if not (math.isfinite(slope) and math.isfinite(curved)):
-            raise InputError("the gradient of what is to be forgotten, or the curvature of what stays, is not finite")
-        if slope <= 0:
-            raise InputError("the gradient of what is to be forgotten is 0: the model has learned nothing from it")
-        return slope / curved if curved > 0 else 1.0
-
-    def bisect(self, direction: Point, first: float, limit: float, now: StepTrial) -> tuple[list[StepTrial], StepTrial]:
-        """The longest step that keeps the kept rows' loss within a limit; every one tried, and the one chosen."""
-        tried, low, high, halved = [now], 0.0, math.inf, 0
-        s = first
-        while len(tried) < TRIES and halved < HALVINGS and low < LONGEST * first:
-            tried += self.trials(direction, [s])
-            if tried[-1].kept <= limit:
-                low = s
-            else:  # also where it is no number
-                high = s
-            halved += 0 < low < high < math.inf
-            s = 2 * low if high == math.inf else high / 2 if low == 0 else math.sqrt(low * high)
-        tried.sort(key=lambda one: one.s)
-        # The longest, but where more is forgotten on the way to it.
-        return tried, max((one for one in tried if one.s <= low), key=lambda one: (one.forget, one.s))
-
-    def repair(self, basis: Basis, damping: float) -> None:
-        """Gauss-Newton steps on the kept rows, as long as they lower the loss that judges."""
-        kept, last = self.kept()[0], None
-        for _ in range(REPAIRS):
-            gradient = self.keep.gradient(self.model)
-            plane = [unit(basis.solve(gradient, damping)), *([unit(last)] if last is not None else [])]
-            slopes = torch.tensor([dot(gradient, one) for one in plane], dtype=torch.float64)
-            curved = self.keep.along(self.model, plane)
-            c = -torch.linalg.lstsq(curved, slopes[:, None]).solution[:, 0]
-            step = weighted(c.tolist(), plane)
-            judged = dict(zip(PARTS, self.kept(step, PARTS), strict=True))
-            part = min(judged, key=judged.__getitem__)
-            if not judged[part] < kept:
+    def correct(basis: KroneckerBasis, damping: float) -> None:
+        """Lower the loss on the held-out rows by steps along the gradient of the retain set."""
+        kept = float(_losses(model, held_out, progress).mean())
+        for _ in range(CORRECTIONS):
+            gradient = _gradient(model, retain, progress)
+            direction = basis.solve({name: -scale * value for name, value in gradient.items()}, damping)
+            best = 0.0
+            for s in (2.0**-halvings for halvings in range(HALVINGS)):
+                weights.move(direction, s)
+                loss = float(_losses(model, held_out, progress).mean())
+                if loss < kept:
+                    kept, best = loss, s
+                elif best:
+                    break
+            weights.take(direction, best)
+            if not best:
                 return
-            kept, last = judged[part], weighted([part], [step])
-            self.move(last, 1.0)
 
-    def move(self, step: Point, s: float) -> None:
+    with weights:
+        for number in range(1, steps + 1):
+            curvature = _curvature(model, sample, max_kronecker_dim, progress)
+            basis = KroneckerBasis(curvature, retain_size / curvature.examples)
+            damping = DAMPING * basis.mean()
+            if number > 1:
+                correct(basis, damping)
+                forgotten = float(_losses(model, forget, progress).mean())
+            direction = basis.solve(_gradient(model, forget, progress), damping)
+            del curvature, basis
+            limit = before.retain * (1 + budget * number / steps)
+            trials = _bisect(partial(measure, direction, limit), allowed)
+            found = [(trial.forget, trial.s) for trial in trials if trial.forget is not None and allowed(trial)]
+            forgotten, s = max(found, default=(forgotten, 0.0))
+            weights.take(direction, s)
+            result.steps.append(InfluenceStep(s, damping, trials))
+            reached = until is not None and any(trial.forget is not None and trial.forget > until for trial in trials)
+            if reached or s == 0:
+                break
+    rows_after = {"retain": _losses(model, held_out, progress), "forget": _losses(model, forget, progress)}
+    result.after = MeanLosses(**{name: float(rows.mean()) for name, rows in rows_after.items()})
+    result.standard_errors = _errors(rows_before, rows_after)
+    if result.after.forget <= before.forget:
+        result.notes.append("The loss on the forget set did not rise: no step within the budget raises it.")
+    elif until is not None and not reached:
+        result.notes.append(
+            f"The stopping level of {until:.4g} was not reached within the budget. The loss on the forget set is "
+            f"{result.after.forget:.4g}."
+        )
+    return result
+
+
+class _Weights:
+    """A model's trainable weights, in float32 or wider, so that small steps add up.
+
+    If the ``with`` block ends with an error, the model has the weights that were taken last.
+    """
+
+    def __init__(self, model: nn.Module, round_weights: Callable[[], None]) -> None:
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
+        if not self._parameters:
+            raise InputError("the model has no parameter with requires_grad=True: there is nothing to change")
+        self._round = round_weights
+        self._values = {
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in self._parameters.items()
+        }
+
+    def move(self, direction: Mapping[str, Tensor], s: float) -> None:
+        """Set the model's weights to a point on the line from the weights that were taken last."""
         with torch.no_grad():
-            for name, parameter in trained(self.model).items():
-                parameter.add_(step[name].to(parameter), alpha=s)
+            for name, parameter in self._parameters.items():
+                parameter.copy_(self._values[name] + s * direction[name])
+        self._round()
+
+    def take(self, direction: Mapping[str, Tensor], s: float) -> None:
+        """Take a step."""
+        for name, value in self._values.items():
+            value += s * direction[name]
+        self._restore()
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(self._values[name])
+        self._round()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._restore()
 
 
-def _points(step: Point | None, lengths: Sequence[float]) -> tuple[list[Point], Tensor | None]:
-    """Parts of a step as owners are asked for them; no step is θ itself."""
-    return ([], None) if step is None else ([step], torch.tensor(lengths, dtype=torch.float64)[:, None])
+def _bisect(measure: Callable[[float], StepTrial], allowed: Callable[[StepTrial], bool]) -> list[StepTrial]:
+    """Try step lengths, from 1 on, until the longest allowed one is known up to ``PRECISION``."""
+    trials: list[StepTrial] = []
+    low, high, s = 0.0, math.inf, 1.0
+    while len(trials) < TRIALS and low < LONGEST and not (low > 0 and high / low <= PRECISION):
+        trials.append(measure(s))
+        if allowed(trials[-1]):
+            low = s
+        else:
+            high = s
+        s = 2 * low if high == math.inf else high / 2 if low == 0 else math.sqrt(low * high)
+    return sorted(trials, key=lambda trial: trial.s)
+
+
+def _losses(model: nn.Module, rows: Dataset, progress: Progress) -> Tensor:
+    """The loss of every example, in float64 on the CPU."""
+    device, found = next(model.parameters()).device, []
+    progress.begin("loss", len(rows.batches))
+    with prepared(model), torch.no_grad():
+        for batch in _counted(rows.batches, progress):
+            batch = moved(batch, device)
+            logits, labels = logits_of(model, batch), labels_of(batch)
+            loss = rows.loss or loss_of(model, labels)
+            loss.check(logits.shape, labels)
+            found.append(loss.losses(logits, labels).double().cpu())
+    return torch.cat(found)
+
+
+def _gradient(model: nn.Module, rows: Dataset, progress: Progress) -> Mapping[str, Tensor]:
+    progress.begin("gradient", len(rows.batches))
+    return estimate_gradient(model, _counted(rows.batches, progress), output=rows.loss)
+
+
+def _curvature(model: nn.Module, rows: Dataset, max_kronecker_dim: int, progress: Progress) -> KroneckerCurvature:
+    """Kronecker curvature with labels sampled from the model; with two classes, the exact expectation over both."""
+    progress.begin("curvature", len(rows.batches))
+    batch = moved(rows.batches[0], next(model.parameters()).device)
+    with prepared(model), torch.no_grad():
+        logits = logits_of(model, batch)
+    few = logits[0].numel() <= 2 and not isinstance(rows.loss or loss_of(model, labels_of(batch)), TokenLoss)
+    return estimate_curvature(
+        model,
+        rows.batches,
+        "exact" if few else "sampled",
+        structure="kronecker",
+        output=rows.loss,
+        max_kronecker_dim=max_kronecker_dim,
+        each_batch=lambda _: progress.advance(1),
+    )
+
+
+def _counted(batches: Iterable[Any], progress: Progress) -> Iterator[Any]:
+    for batch in batches:
+        yield batch
+        progress.advance(1)
+
+
+def _errors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
+    """The standard errors of a result, from the losses of every row."""
+    rise = {name: after[name] - before[name] for name in before}
+    used = {"retain": ratio_rows(rise["retain"], before["retain"])}
+    groups: dict[str, Mapping[str, Tensor]] = {"before": before, "after": after, "rise": rise, "used": used}
+    return {name: standard_errors(rows) for name, rows in groups.items()}

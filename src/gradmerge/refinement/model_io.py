@@ -1,7 +1,8 @@
-"""A model from disk that steps are taken with, and the folder that comes of it.
+"""Load a model from disk to change its weights, and write the result as a new folder.
 
-In memory its weights are float32 (float64 where its files are), so that small steps add up. The result has the files of
-the start, with the same tensors in the same types at the same places; what no step has changed stays bit for bit.
+In memory the weights are float32, or float64 if the files are, so that small steps add up. The result has the same
+files as the model, with the same tensors in the same dtypes at the same offsets. Parameters that did not change keep
+their bytes.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ from ..tasks import LoadedTask, LoadingInfo, LoadOptions, load_model, with_data
 from ..tasks.folders import folder_of
 from ..text import listed, to_json
 
-#: Types that weights are kept in while steps are taken.
+#: Dtypes of the weights in memory.
 WIDE = ("float32", "float64")
 
 
 @dataclass
-class Start:
-    """A model on disk, in memory with wide weights; of an adapter, its base with the adapter on top."""
+class LoadedModel:
+    """A model from disk, in memory in float32 or float64. An adapter is on top of its base model."""
 
     reference: str
     model: nn.Module
     info: LoadingInfo
     options: LoadOptions
     stored: Checkpoint
-    """The files that are to be changed: the adapter's own, where it is one."""
+    """The files of the weights; for an adapter, its own."""
     sources: dict[str, str]
-    """Tensor of the files → the parameter that it holds; only those whose entries all come from one."""
+    """Name of a tensor in the files → its parameter, for tensors with the entries of one parameter."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -67,11 +68,11 @@ class Start:
         return is_adapter(self.info.folder)
 
     def with_data(self, source: str) -> LoadedTask:
-        """Rows that fit the model."""
+        """Load rows for the model."""
         return with_data(self.reference, self.model, self.info, source, **self.options)
 
     def round_weights(self) -> None:
-        """Round the parameters in memory to the types that they are stored in, as the written model will have them."""
+        """Round the parameters in memory to the dtypes of the files, as in the written model."""
         types = {name: TORCH_TYPES[info.dtype] for name, info in self.stored.tensors.items() if info.is_float}
         usual = Counter(types.values()).most_common(1)[0][0]
         own = {parameter: types[name] for name, parameter in self.sources.items() if name in types}
@@ -81,28 +82,23 @@ class Start:
                     parameter.copy_(rounded(parameter, own.get(name, usual)))
 
     def facts(self) -> dict[str, Any]:
-        """The start as a record names it."""
+        """The model's entry in the record of the result."""
         files = [{"name": path.name, "bytes": path.stat().st_size} for path in self.stored.files()]
         return {"source": self.reference, "files": files}
 
 
 @contextlib.contextmanager
-def opened_start(reference: str, options: LoadOptions) -> Iterator[Start]:
-    """Load the model of a folder, a Hub id or an adapter, to change it and write it again."""
+def open_model(reference: str, options: LoadOptions) -> Iterator[LoadedModel]:
+    """Load the model of a folder, a Hub id or an adapter folder; the files stay open inside the ``with`` block."""
     if options["dtype"] not in ("auto", *WIDE):
         raise InputError(
-            f"--dtype {options['dtype']}: weights that are changed in small steps are kept in float32, or float64, and "
-            "rounded to the model's own types when they are written"
+            f"--dtype {options['dtype']}: use float32 or float64. The weights are rounded to the dtypes of the model's "
+            "files when they are written"
         )
     folder = folder_of(reference)
     stem = "adapter_model" if is_adapter(folder) else "model"
     if stem == "adapter_model":
         read_adapter_config(folder)
-    if (folder / "modules.json").is_file():
-        raise InputError(
-            f"{reference}: a sentence-transformers folder. Steps by Kronecker curvature need every layer to be used "
-            "once per example, which embeddings of two texts do not do: merge its models, or train it further instead."
-        )
     files = open_files(folder, stem)
     if not files:
         raise InputError(f"{reference}: no {stem}.safetensors, and no {stem}.safetensors.index.json, in {folder}")
@@ -113,7 +109,7 @@ def opened_start(reference: str, options: LoadOptions) -> Iterator[Start]:
         stored = Checkpoint(reference, files=files, folder=folder, config=read_json(config) if config.is_file() else {})
         if found := quantisation(stored):
             raise InputError(
-                f"{reference}: {found}. Codes cannot take small steps. Begin with the original, unquantised model."
+                f"{reference}: {found}. Quantized weights cannot take small steps. Use the original model."
             )
         wide = "float64" if any(info.dtype == "F64" for info in stored.tensors.values()) else "float32"
         dtype = wide if options["dtype"] == "auto" else options["dtype"]
@@ -128,50 +124,50 @@ def opened_start(reference: str, options: LoadOptions) -> Iterator[Start]:
         stored.config = getattr(getattr(model, "config", None), "to_dict", dict)()
         adapter = stem == "adapter_model"
         sources = {file: own for own, file in adapter_names(model).items()} if adapter else stored_sources(model)
-        start = Start(reference, model, info, options | {"dtype": dtype}, stored, sources, list(info.notes))
-        lacking = [name for name in _values_in(start, meta=True) if name not in stored.tensors]
+        loaded = LoadedModel(reference, model, info, options | {"dtype": dtype}, stored, sources, list(info.notes))
+        lacking = [name for name in _values_in(loaded, meta=True) if name not in stored.tensors]
         if lacking:
             raise InputError(
-                f"{reference}: its files name tensors otherwise than its library saves them, so that the result could "
-                f"not be written back:\n{listed(lacking)}\n  Load the model and save it with save_pretrained first."
+                f"{reference}: these tensors have other names in its files than save_pretrained gives them:\n"
+                f"{listed(lacking)}\n  Load the model and save it with save_pretrained first."
             )
-        yield start
+        yield loaded
 
 
 def write_folder(
     staging: Staging,
-    start: Start,
+    loaded: LoadedModel,
     changed: Collection[str],
     *,
-    what: str,
+    action: str,
     facts: Mapping[str, Any],
     card: str,
     measured: Sequence[Mapping[str, Any]],
     seconds: float,
     notes: Sequence[str] = (),
 ) -> None:
-    """Fill the staged folder: weights with these parameters ``changed``, small files, the record and the model card.
+    """Write a model folder: weights, configuration and tokenizer files, the record and the model card.
 
     Args:
-        staging: Where the folder comes about.
-        start: The model, as it is to be written.
-        changed: Names of parameters; all others are copied.
-        what: The key of the record that ``facts`` go under.
+        staging: The temporary folder.
+        loaded: The model, with its new weights.
+        changed: Names of the parameters that changed; all others are copied.
+        action: The key of ``facts`` in the record, and a tag of the card.
         facts: What was done.
-        card: The text of the model card, in Markdown, below its title.
+        card: The text of the model card, in Markdown, without its title.
         measured: Evaluations of the result, for the card and the record.
         seconds: How long it took.
         notes: What a user should know.
     """
-    sizes = write_weights(staging.folder, start, changed)
-    card = _card(staging, start, what, card)
+    sizes = _write_weights(staging.folder, loaded, changed)
+    card = _card(staging, loaded, action, card)
     card = with_evaluations(card, staging.out.name, measured) if measured else card
     (staging.folder / CARD).write_text(card, "utf-8")
     record = {
         "gradmerge": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        what: dict(facts),
-        "inputs": [{"role": "start", **start.facts()}],
+        action: dict(facts),
+        "inputs": [{"role": "start", **loaded.facts()}],
         **({"evaluations": list(measured)} if measured else {}),
         "output": {"files": list(sizes), "sizes": sizes, "bytes": sum(sizes.values())},
         "versions": {
@@ -185,71 +181,70 @@ def write_folder(
     (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
 
 
-def _card(staging: Staging, start: Start, what: str, text: str) -> str:
-    part, home = published(start.stored), start.info.folder
+def _card(staging: Staging, loaded: LoadedModel, action: str, text: str) -> str:
+    part, home = published(loaded.stored), loaded.info.folder
     base, on = None, None
-    if start.adapter:
+    if loaded.adapter:
         stated = str(read_adapter_config(home).get("base_model_name_or_path") or "")
         base = [Published(stated, hub_id=stated)] if may_be_hub_id(stated, home) else []
-        on = stated if base else name_of(stated), start.stored.config
+        on = stated if base else name_of(stated), loaded.stored.config
     front = front_matter_of(
         [part],
         bases=base,
-        relation="adapter" if start.adapter else "finetune",
-        library="peft" if start.adapter else "transformers",
-        tags=["gradmerge", what, *(["lora"] if start.adapter else [])],
-        pipeline=part.pipeline_tag or pipeline_tag(start.info.base_folder),
+        relation="adapter" if loaded.adapter else "finetune",
+        library="peft" if loaded.adapter else "transformers",
+        tags=["gradmerge", action, *(["lora"] if loaded.adapter else [])],
+        pipeline=part.pipeline_tag or pipeline_tag(loaded.info.base_folder),
     )
     name = staging.out.name
     return as_card(front, f"# {as_text(name)}\n\n{text.rstrip()}\n{usage(staging.folder, name, on)}\n{PLACE}")
 
 
-def write_weights(folder: Path, start: Start, changed: Collection[str]) -> dict[str, int]:
-    """The start's files, with these parameters changed, and the small files that go with them; bytes of each file."""
-    values = _values_in(start) if changed else {}
-    moved = set(changed)
-    values = {n: value for n, value in values.items() if n not in start.sources or start.sources[n] in moved}
-    for name in start.stored.tensors:
-        source = tied_to(name, start.stored) if name not in values else None
-        if source in values and same_values(start.stored, name, source):  # one parameter, stored twice
+def _write_weights(folder: Path, loaded: LoadedModel, changed: Collection[str]) -> dict[str, int]:
+    """Write the model's files with the changed parameters, and copy its other files; return the size of each."""
+    values = _values_in(loaded) if changed else {}
+    values = {n: value for n, value in values.items() if n not in loaded.sources or loaded.sources[n] in set(changed)}
+    for name in loaded.stored.tensors:
+        source = tied_to(name, loaded.stored) if name not in values else None
+        if source in values and same_values(loaded.stored, name, source):  # tied weights that are stored twice
             values[name] = values[source]
     sizes = {}
-    home = start.info.folder
+    home = loaded.info.folder
     try:
-        for path in start.stored.files():
+        for path in loaded.stored.files():
             shutil.copyfile(path, folder / path.name)
             sizes[path.name] = path.stat().st_size
-            _overwrite(folder / path.name, values, start.reference)
+            _overwrite(folder / path.name, values, loaded.reference)
         for path in home.glob("*model.safetensors.index.json"):
             if lies_within(path, home):
                 shutil.copyfile(path, folder / path.name)
     except OSError as error:
         raise MachineError(f"{folder}: writing failed: {error.strerror}") from error
-    copy_sidecars(start.stored, folder, "auto")
-    if start.adapter:
+    copy_sidecars(loaded.stored, folder, "auto")
+    if loaded.adapter:
         copy_adapter_config(home, folder)
     return sizes
 
 
-def notes_of_folder(start: Start) -> list[str]:
-    """What of the start's folder stays behind."""
-    return sidecars(start.stored).note(start.reference)
+def notes_of_folder(loaded: LoadedModel) -> list[str]:
+    """Notes on files of the model's folder that are not copied."""
+    return sidecars(loaded.stored).note(loaded.reference)
 
 
-def _values_in(start: Start, meta: bool = False) -> dict[str, Tensor]:
-    """The model's parameters (of an adapter its own) by the names of files; ``meta``: names and shapes alone."""
-    if start.adapter:
+def _values_in(loaded: LoadedModel, meta: bool = False) -> dict[str, Tensor]:
+    """The model's parameters, or the adapter's, by their names in the files; ``meta``: on the meta device."""
+    if loaded.adapter:
         from peft import get_peft_model_state_dict
 
-        found: dict[str, Tensor] = get_peft_model_state_dict(start.model, save_embedding_layers=False)
+        found: dict[str, Tensor] = get_peft_model_state_dict(loaded.model, save_embedding_layers=False)
         return {name: value.detach() for name, value in found.items()}
     if meta:
-        return {name: torch.empty(shape, device="meta") for name, shape in stored_shapes(start.model).items()}
-    return stored_tensors(start.model, {name: p.detach() for name, p in start.model.named_parameters()})
+        return {name: torch.empty(shape, device="meta") for name, shape in stored_shapes(loaded.model).items()}
+    return stored_tensors(loaded.model, {name: p.detach() for name, p in loaded.model.named_parameters()})
 
 
 def _overwrite(path: Path, values: Mapping[str, Tensor], reference: str) -> None:
-    """Put values in the place of the tensors of a safetensors file, rounded to the types there."""
+    """Overwrite tensors of a safetensors file, rounded to their dtypes there."""
     file = TensorFile(path)
     file.close()
     with path.open("r+b") as out:
@@ -260,13 +255,13 @@ def _overwrite(path: Path, values: Mapping[str, Tensor], reference: str) -> None
             if tuple(value.shape) != entry.shape:
                 raise InputError(f"{reference}: {name} is {entry} in its files, and {list(value.shape)} in the model")
             if not bool(value.isfinite().all()):
-                raise InputError(f"{reference}: {name} became too large for its type, {entry}; nothing was written")
+                raise InputError(f"{reference}: {name} has values that are too large for {entry}. Nothing was written")
             out.seek(entry.start)
             out.write(bytes_of(value.reshape(-1)))
 
 
 def copy_adapter_config(home: Path, folder: Path) -> None:
-    """The adapter's config; a base that it names from its own folder is named from the new one."""
+    """Copy the adapter's config; a relative path of its base model is relative to the new folder."""
     config = read_adapter_config(home)
     stated = config.get("base_model_name_or_path")
     if isinstance(stated, str) and not Path(stated).exists() and (home / stated).is_dir():

@@ -1,0 +1,134 @@
+"""Rows of a dataset as batches: select, hold out, sample and compare them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..curvature.batches import batch_rows, examples_in, values_of
+from ..curvature.losses import MASKED
+from ..errors import InputError
+from ..quiet import quiet_transformers
+from ..storage.bytesof import bytes_of
+from ..tasks import LoadedTask
+
+#: One row of this many is held out.
+HELD_OUT = 10
+#: Batches of loaded data are cached up to this many bytes. Larger data is tokenized again in every pass.
+CACHE_BYTES = 1_000_000_000
+
+
+class RowBatches(Sequence[Any]):
+    """Some rows of loaded data as batches, made when they are read."""
+
+    def __init__(self, loaded: LoadedTask, rows: Sequence[int]) -> None:
+        self._loaded, self._rows = loaded, rows
+        self._cache: dict[int, Any] | None = {}
+
+    @property
+    def rows(self) -> int:
+        return len(self._rows)
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self._loaded.batch_size)
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        if self._cache is not None and number in self._cache:
+            return self._cache[number]
+        size = self._loaded.batch_size
+        with quiet_transformers():
+            batch = self._loaded.data.batch(self._rows[number * size : (number + 1) * size])
+        if self._cache is not None:
+            self._cache[number] = batch
+            if len(self._cache) == 1 and _nbytes(batch) * len(self) > CACHE_BYTES:
+                self._cache = None
+        return batch
+
+    def select(self, rows: Sequence[int]) -> RowBatches:
+        return RowBatches(self._loaded, [self._rows[row] for row in rows])
+
+
+def as_batches(name: str, batches: Iterable[Any]) -> Sequence[Any]:
+    """Return batches that can be read several times. Raises InputError if they have no row."""
+    found = batches if isinstance(batches, Sequence) and not isinstance(batches, str) else list(batches)
+    if not count_rows(found):
+        raise InputError(f"{name}: there are no rows")
+    return found
+
+
+def count_rows(batches: Sequence[Any]) -> int:
+    return batches.rows if isinstance(batches, RowBatches) else sum(map(examples_in, batches))
+
+
+def hold_out(name: str, batches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Split batches into nine tenths of the rows and a random tenth, at least one row."""
+    count = count_rows(batches)
+    if count < 2:
+        raise InputError(f"{name}: has one row, but needs at least two, since one of them is held out")
+    order = _permutation(count, "held out")
+    held_out = max(1, count // HELD_OUT)
+    return select_rows(batches, sorted(order[held_out:])), select_rows(batches, sorted(order[:held_out]))
+
+
+def sample_rows(batches: Sequence[Any], limit: int) -> Sequence[Any]:
+    """At most ``limit`` random rows of the batches, in their order."""
+    count = count_rows(batches)
+    return batches if count <= limit else select_rows(batches, sorted(_permutation(count, "sample")[:limit]))
+
+
+def select_rows(batches: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
+    """The rows of batches with these indices, which must be sorted."""
+    if isinstance(batches, RowBatches):
+        return batches.select(rows)
+    sizes = [examples_in(batch) for batch in batches]
+    chosen = torch.zeros(sum(sizes), dtype=torch.bool)
+    chosen[rows] = True
+    found = []
+    for batch, mask in zip(batches, chosen.split(sizes), strict=True):
+        if bool(mask.any()):
+            device = next(value.device for value in values_of(batch) if isinstance(value, Tensor))
+            found.append(batch_rows(batch, mask.nonzero()[:, 0].to(device)))
+    return found
+
+
+def count_common_rows(batches: Iterable[Any], other: Iterable[Any]) -> int:
+    """How many rows also occur in ``other``, with the same input and the same label."""
+    known = set(_digests(other))
+    return sum(number for digest, number in Counter(_digests(batches)).items() if digest in known)
+
+
+def _digests(batches: Iterable[Any]) -> Iterator[bytes]:
+    """A digest of every row, which does not depend on padding."""
+    for batch in batches:
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        tensors = [(value is labels, value.cpu()) for value in values_of(batch) if isinstance(value, Tensor)]
+        examples = examples_in(batch)
+        for row in range(examples):
+            digest = hashlib.blake2b(digest_size=16)
+            for is_label, value in tensors:
+                entry = value[row] if value.dim() and len(value) == examples else value
+                # Labels of a text-to-text model have a padding of their own, even if they are as wide as the mask.
+                if mask is not None and not is_label and entry.shape == mask[row].shape:
+                    entry = entry[mask[row].cpu().bool()]
+                elif entry.dim() == 1 and not entry.is_floating_point():
+                    entry = entry[entry != MASKED]
+                digest.update(f"{entry.dtype} {tuple(entry.shape)} ".encode())
+                digest.update(bytes_of(entry.contiguous()))
+            yield digest.digest()
+
+
+def _permutation(count: int, purpose: str) -> list[int]:
+    seed = int.from_bytes(hashlib.sha256(f"gradmerge {purpose}".encode()).digest()[:7], "little")
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _nbytes(batch: Any) -> int:
+    return sum(value.nbytes for value in values_of(batch) if isinstance(value, Tensor))
