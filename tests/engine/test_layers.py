@@ -241,8 +241,6 @@ def test_open_damping_goes_by_the_layer_in_a_merge(tmp_path: Path, states: Any, 
         assert_close({n: got[n] for n in names}, {n: want[n] for n in names}, 1e-8)
     want = expected(states, sources, "gradient-matching", damping=1e-10)
     assert_close({"norm.weight": got["norm.weight"]}, {"norm.weight": want["norm.weight"]}, 1e-8)
-    said = "0.2 × the mean curvature of the layer" in (tmp_path / "out" / "README.md").read_text()
-    assert said == (base == "kronecker")
     again = gm.merge_state_dicts(states[0], states[1:], prior=sources[0], curvature=sources[1:], weights=WEIGHTS)
     assert_close(again, got, 1e-12)
 
@@ -268,7 +266,7 @@ def test_a_removal_whose_step_is_too_long_is_refused(tmp_path: Path, states: Any
     """Judged on the layers as they are solved: with almost no curvature of the base, the step is enormous."""
     sources = [1e-6, kronecker(5), kronecker(6)]
     recipe = recipe_of(folders, sources, tmp_path, "removal", damping=1e-6)
-    with pytest.raises(gm.InputError, match="cannot be trusted"):
+    with pytest.raises(gm.InputError, match="damping"):
         gm.merge(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -287,26 +285,23 @@ def test_a_plan_counts_the_factors_and_a_dry_run_says_how_layers_are_damped(tmp_
     assert "0.2 × the mean curvature of the layer" in said.stdout, said.stderr
 
 
+def without(name: str, **layers: LayerFactors) -> KroneckerCurvature:
+    """Curvature with another layer in the place of one, or with none."""
+    source = kronecker(5)
+    kept = {n: layer for n, layer in source.layers.items() if n != name} | layers
+    return KroneckerCurvature(kept, source.diagonal, 10, "sampled", "t", ["turned.weight"])
+
+
 def test_a_dead_layer_is_task_arithmetic(tmp_path: Path, states: Any, folders: Any) -> None:
-    sources = []
-    for seed in (3, 5, 6):
-        source = kronecker(seed)
-        a, g, tokens = source.layers["linear.weight"]
-        dead = LayerFactors(a, torch.zeros_like(g), tokens)
-        sources.append(
-            KroneckerCurvature(
-                {**source.layers, "linear.weight": dead}, source.diagonal, 10, "sampled", "t", ["turned.weight"]
-            )
-        )
+    a, g, tokens = kronecker(5).layers["linear.weight"]
+    dead = without("linear.weight", **{"linear.weight": LayerFactors(a, torch.zeros_like(g), tokens)})
     for damping in (0.0, "auto"):
-        recipe = recipe_of(folders, sources, tmp_path / str(damping), "gradient-matching", damping=damping)
+        recipe = recipe_of(folders, [dead] * 3, tmp_path / str(damping), "gradient-matching", damping=damping)
         gm.merge(recipe, tmp_path / str(damping) / "out")
         got = read_model(tmp_path / str(damping) / "out")
         for name in ("linear.weight", "linear.bias"):
-            want = states[0][name] + sum(
-                w * (s[name] - states[0][name]) for w, s in zip(WEIGHTS, states[1:], strict=True)
-            )
-            assert_close({name: got[name]}, {name: want}, 1e-12)
+            changes = (w * (s[name] - states[0][name]) for w, s in zip(WEIGHTS, states[1:], strict=True))
+            assert_close({name: got[name]}, {name: states[0][name] + sum(changes)}, 1e-12)
 
 
 def test_a_filter_that_parts_a_weight_from_its_bias_is_refused(tmp_path: Path, folders: Any) -> None:
@@ -314,37 +309,26 @@ def test_a_filter_that_parts_a_weight_from_its_bias_is_refused(tmp_path: Path, f
     recipe["models"][0]["weight"] = [{"filter": "linear", "value": 0.5}, {"value": 1.0}]
     gm.merge(recipe, tmp_path / "both")
     recipe["models"][0]["weight"] = [{"filter": "bias", "value": 0.5}, {"value": 1.0}]
-    with pytest.raises(gm.InputError, match=r"filters give linear.weight and its bias different values"):
+    with pytest.raises(gm.InputError, match=r"linear\.weight"):
         gm.merge(recipe, tmp_path / "out")
 
 
 def other_model() -> KroneckerCurvature:
-    source = kronecker(5)
-    a, g, tokens = source.layers["linear.weight"]
-    layers = {**source.layers, "linear.weight": LayerFactors(a[:-2, :-2].contiguous(), g, tokens)}
-    return KroneckerCurvature(layers, source.diagonal, 10, "sampled", "t", ["turned.weight"])
-
-
-def without(name: str) -> KroneckerCurvature:
-    source = kronecker(5)
-    layers = {n: layer for n, layer in source.layers.items() if n != name}
-    return KroneckerCurvature(layers, source.diagonal, 10, "sampled", "t", ["turned.weight"])
+    a, g, tokens = kronecker(5).layers["linear.weight"]
+    return without("linear.weight", **{"linear.weight": LayerFactors(a[:-2, :-2].contiguous(), g, tokens)})
 
 
 BAD: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "another model's": ("curvature of another model, its factors do not fit", other_model, {}),
-    "lacking a layer": ("no curvature for 2 of 10 tensors", lambda: without("linear.weight"), {}),
-    "bias excluded": ("include both or exclude both", None, {"exclude": ["linear.bias"]}),
-    "weight excluded": ("include both or exclude both", None, {"exclude": ["linear.weight"]}),
-    "output.curvature": ("sum of Kronecker products", None, {"output": {"curvature": True}}),
-    "another method": ("which fisher-averaging does not take", None, {"method": "fisher-averaging"}),
-    "base_saw_removed": (
-        "base_saw_removed",
-        None,
-        {"method": "removal", "options": {"base_saw_removed": True}},
-    ),
+    "another model's": ("linear.weight", other_model, {}),
+    "lacking a layer": ("linear.weight", lambda: without("linear.weight"), {}),
+    "another kind": ("curvature", lambda: random_curvature(4, random_state(0, SHAPES)), {}),
+    "bias excluded": ("linear", None, {"exclude": ["linear.bias"]}),
+    "weight excluded": ("linear", None, {"exclude": ["linear.weight"]}),
+    "output.curvature": ("output.curvature", None, {"output": {"curvature": True}}),
+    "another method": ("fisher-averaging", None, {"method": "fisher-averaging"}),
+    "base_saw_removed": ("base_saw_removed", None, {"method": "removal", "options": {"base_saw_removed": True}}),
     "cap": ("options.cap", None, {"method": "removal", "options": {"cap": 1.0}}),
-    "regmean": ("needs Gram matrices", None, {"method": "regmean"}),
+    "regmean": ("regmean", None, {"method": "regmean"}),
 }
 
 
@@ -358,19 +342,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, folders: Any, case: str) -
     assert not (tmp_path / "out").exists()
 
 
-def test_curvature_of_several_kinds_is_refused(tmp_path: Path, states: Any, folders: Any) -> None:
-    diagonal = random_curvature(4, states[0])
-    for sources in ([0.5, kronecker(5), diagonal], [kronecker(3), diagonal, diagonal]):
-        with pytest.raises(gm.InputError, match="of one kind"):
-            gm.merge(
-                recipe_of(folders, sources, tmp_path / str(len(str(sources))), "gradient-matching"), tmp_path / "o"
-            )
-
-
 def test_negative_weights_that_leave_no_minimum_are_refused(tmp_path: Path, folders: Any) -> None:
     recipe = recipe_of(folders, [0.001, kronecker(5), kronecker(6)], tmp_path, "gradient-matching")
     recipe["models"][0]["weight"] = -1.0
-    with pytest.raises(gm.InputError, match=r"weight: H̄ is not positive"):
+    with pytest.raises(gm.InputError, match="weight"):
         gm.merge(recipe, tmp_path / "out")
 
 
@@ -425,7 +400,7 @@ def test_merges_in_memory_are_those_on_disk(tmp_path: Path, folders: Any) -> Non
     plan = open_to_look(make_recipe(recipe))
     with contextlib.closing(plan.inputs):
         found = materialise(plan, candidates, threads=2)
-        with pytest.raises(gm.InputError, match="takes diagonals"):
+        with pytest.raises(gm.InputError, match="fisher-averaging"):
             materialise(plan, [Candidate("fisher-averaging", "fisher-averaging")])
     for candidate, state in zip(candidates, found, strict=True):
         own = recipe | {"method": candidate.method, "options": dict(candidate.options or {})}
@@ -434,13 +409,3 @@ def test_merges_in_memory_are_those_on_disk(tmp_path: Path, folders: Any) -> Non
         gm.merge(own, tmp_path / candidate.name, accept_untrusted=True)
         merged = read_model(tmp_path / candidate.name)
         assert all(torch.equal(merged[name], state[name]) for name in merged), candidate.name
-
-
-def test_a_diagnosis_and_a_preview_of_a_kronecker_recipe(tmp_path: Path, folders: Any) -> None:
-    recipe = recipe_of(folders, [0.5, kronecker(5), kronecker(6)], tmp_path, "gradient-matching")
-    found = gm.diagnose(recipe, progress=False)
-    assert any("fisher-averaging is not compared" in note for note in found.notes)
-    assert found.candidates == ["gradient-matching", "task-arithmetic", "average"]
-    assert all(0 < found.prediction.excess(name, "m1") < 10 for name in found.candidates)
-    seen = gm.preview(recipe, weights="0:1:0.5", methods="gradient-matching,task-arithmetic", progress=False)
-    assert len(seen.rows) == 6
