@@ -157,36 +157,14 @@ def test_without_a_prior_it_is_adamw_in_the_coordinates_around_the_anchor(implem
     assert_close(got, slowly(lambda _: None, lr=0.1, strength=0.7, weight_decay=0.0))
 
 
-def test_an_identity_is_implicit_weight_decay_around_the_anchor() -> None:
-    params = {name: nn.Parameter(value - BASE[name]) for name, value in START.items()}
-    optimizer = torch.optim.AdamW(list(params.values()), lr=0.1, weight_decay=0.0)
-    for gradient in GRADIENTS:
-        take_steps(optimizer, params, [gradient])
-        with torch.no_grad():
-            for p in params.values():
-                p.div_(1 + 0.1 * 0.7)
-    got = run(prior="identity", lr=0.1, strength=0.7, weight_decay=0.0)
-    assert_close(got, {name: p.detach() + BASE[name] for name, p in params.items()})
-
-
-def test_a_zero_curvature_leaves_adamw() -> None:
-    zero = {name: torch.zeros_like(value) for name, value in START.items()}
-    assert_close(run(prior=zero, lr=0.1), plain(lr=0.1))
-
-
 @pytest.mark.parametrize(
     ("dtype", "prior", "flags"),
     [
         (torch.float64, None, {}),
-        (torch.float32, "identity", {}),
-        (torch.bfloat16, CURVATURE, {}),
         (torch.bfloat16, None, {"fused": True}),
-        (torch.float32, CURVATURE, {"foreach": False}),
         (torch.float32, CURVATURE, {"foreach": True}),
-        (torch.float32, CURVATURE, {"fused": True}),
         (torch.float32, CURVATURE, {"amsgrad": True}),
-        (torch.float32, CURVATURE, {"maximize": True}),
-        (torch.float32, CURVATURE, {"weight_decay": 0.0}),
+        (torch.float32, "identity", {"maximize": True}),
     ],
 )
 def test_strength_0_is_torchs_adamw_to_the_last_bit(dtype: torch.dtype, prior: Any, flags: Any) -> None:
@@ -207,20 +185,6 @@ def test_strength_is_an_option_of_each_group() -> None:
     assert_equal({n: got[n] for n in ("bias", "scale")}, {n: want[n] for n in ("bias", "scale")})
     pulled = slowly(CURVATURE.__getitem__, lr=0.1, strength=2.0)
     assert_close({"weight": got["weight"]}, {"weight": pulled["weight"]})
-
-
-def test_strength_can_change_between_steps() -> None:
-    params = parameters()
-    optimizer = gm.PriorAdamW(list(params.items()), lr=0.1, prior=CURVATURE, anchor=BASE, strength=0.0)
-    at_first = take_steps(optimizer, params, GRADIENTS[:2])
-    others = parameters()
-    other = torch.optim.AdamW(others.values(), lr=0.1)
-    assert_equal(at_first, take_steps(other, others, GRADIENTS[:2]))
-    optimizer.param_groups[0]["strength"] = 2.0
-    got = take_steps(optimizer, params, GRADIENTS[2:3])
-    stepped = take_steps(other, others, GRADIENTS[2:3])
-    want = {n: (v + 0.2 * CURVATURE[n] * BASE[n]) / (1 + 0.2 * CURVATURE[n]) for n, v in stepped.items()}
-    assert_close(got, want)
 
 
 @pytest.mark.parametrize("coupling", ["decoupled", "adam"])
@@ -358,27 +322,6 @@ def test_steps_can_be_differentiated(coupling: str) -> None:
     torch.autograd.gradcheck(after, (start, GRADIENTS[0]["weight"].clone().requires_grad_()))
 
 
-def test_learning_rates_may_be_tensors_and_follow_a_schedule() -> None:
-    params, others = parameters(), parameters()
-    ours = gm.PriorAdamW(list(params.items()), lr=torch.tensor(0.1, dtype=torch.float64), prior=CURVATURE, anchor=BASE)
-    theirs = gm.PriorAdamW(list(others.items()), lr=0.1, prior=CURVATURE, anchor=BASE)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda t: (t + 1) / 4) for o in (ours, theirs)]
-    for gradient in GRADIENTS:
-        take_steps(ours, params, [gradient])
-        take_steps(theirs, others, [gradient])
-        for schedule in schedules:
-            schedule.step()
-    assert_close({n: p.detach() for n, p in params.items()}, {n: p.detach() for n, p in others.items()})
-    assert theirs.param_groups[0]["lr"] == pytest.approx(0.1 * 6 / 4)
-
-
-def test_a_warm_up_that_begins_at_0_begins_with_no_change() -> None:
-    for prior in (None, "identity", CURVATURE):
-        params = parameters()
-        optimizer = gm.PriorAdamW(list(params.items()), lr=0.0, prior=prior, anchor=BASE)
-        assert_equal(take_steps(optimizer, params, GRADIENTS[:1]), START)
-
-
 def test_hooks_and_closures_run_once_a_step() -> None:
     params = parameters()
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
@@ -433,10 +376,6 @@ def distance_from_the_closed_form(
 
 def test_in_adams_metric_training_ends_at_the_minimiser_of_loss_and_penalty() -> None:
     assert distance_from_the_closed_form(1500, lambda t: 0.05 * 0.99**t, coupling="adam", betas=(0.9, 0.99)) < 1e-4
-
-
-def test_decoupled_training_ends_elsewhere() -> None:
-    assert distance_from_the_closed_form(1500, lambda t: 0.05 * 0.99**t, betas=(0.9, 0.99)) > 0.01
 
 
 def test_decoupled_training_ends_at_the_minimiser_where_adam_is_gradient_descent() -> None:
