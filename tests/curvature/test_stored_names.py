@@ -86,16 +86,16 @@ def test_a_tied_parameter_has_one_value_under_any_name() -> None:
     value = torch.rand(60, 16)
     assert list(stored_tensors(model, {other: value})) == [kept]
     assert torch.equal(stored_tensors(model, {other: value, kept: value.clone()})[kept], value)
-    with pytest.raises(gm.InputError, match="one parameter"):
+    with pytest.raises(gm.InputError, match="embeddings"):
         stored_tensors(model, {other: value, kept: value + 1})
 
 
 def test_tensors_of_another_model_are_refused() -> None:
     model = nn.Linear(2, 3)
     assert list(stored_tensors(model, {"bias": torch.ones(3)})) == ["bias"]
-    with pytest.raises(gm.InputError, match=r"weight: \(3, 3\), where the model has \(3, 2\)"):
+    with pytest.raises(gm.InputError, match=r"weight: \(3, 3\)"):
         stored_tensors(model, {"weight": torch.ones(3, 3)})
-    with pytest.raises(gm.InputError, match="has nothing"):
+    with pytest.raises(gm.InputError, match="other"):
         stored_tensors(model, {"other": torch.ones(3)})
 
 
@@ -107,11 +107,11 @@ def test_a_part_of_a_tensor_that_is_stored_as_one_is_refused(monkeypatch: pytest
     model = nn.Linear(2, 3)
     monkeypatch.setattr(stored_names, "_reverted", _fused)
     assert stored_tensors(model, {"weight": torch.ones(3, 2), "bias": torch.ones(3)})["both"].shape == (9,)
-    with pytest.raises(gm.InputError, match="only some of them"):
+    with pytest.raises(gm.InputError, match="both"):
         stored_tensors(model, {"bias": torch.ones(3)})
 
 
 def test_weights_that_are_computed_anew_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_names, "_reverted", lambda _, tensors: {n: v + 1 for n, v in tensors.items()})
-    with pytest.raises(gm.InputError, match="computed anew"):
+    with pytest.raises(gm.InputError, match="Linear"):
         stored_tensors(nn.Linear(2, 3), {"bias": torch.ones(3)})

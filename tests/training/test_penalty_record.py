@@ -222,12 +222,12 @@ def test_no_strength_is_no_penalty_and_what_cannot_be_recorded_is_said(tmp_path:
     for wrong in (0, -1.0, float("nan")):
         with pytest.raises(gm.InputError, match="mean_over"):
             optimizer.record_penalty(tmp_path, wrong, model)
-    with pytest.raises(gm.InputError, match="no such folder"):
+    with pytest.raises(gm.InputError, match="nowhere"):
         optimizer.record_penalty(tmp_path / "nowhere", 10, model)
-    with pytest.raises(gm.InputError, match="2 parameters that it does not have"):
+    with pytest.raises(gm.InputError, match="2 parameters"):
         optimizer.record_penalty(tmp_path, 10, nn.Linear(2, 2))
     adapted = get_peft_model(fresh("bert"), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
-    with pytest.raises(gm.InputError, match="factors A and B"):
+    with pytest.raises(gm.InputError, match="factors"):
         gm.PriorAdamW(adapted).record_penalty(tmp_path, 10)
     settings = arguments(tmp_path / "out", max_steps=1, per_device_train_batch_size=4)
     trainer = gm.PriorTrainer(adapted, settings, train_dataset=examples("bert", 4))
