@@ -192,23 +192,6 @@ def test_without_a_base_there_is_nothing_that_needs_one(texts: Path, tmp_path: P
         assert {*found.figures(outcome)} == {"tasks", "front"}
 
 
-def test_curvature_that_is_reduced_or_shared_is_kept_as_it_is(texts: Path, tmp_path: Path) -> None:
-    """As `mean`, as a penalty, and as one number; of weights in float64, which are computed in float64."""
-    for name in ("base", "a"):
-        shutil.copytree(texts / name, tmp_path / name)
-        wide = {key: value.double() for key, value in read_model(texts / name).items()}
-        save_file(wide, tmp_path / name / "model.safetensors", {"format": "pt"})
-    base = {"model": str(tmp_path / "base"), "curvature": {"identity": 2.0}, "penalty": str(texts / "curvature-base")}
-    models = [{"model": str(tmp_path / "a"), "curvature": str(texts / "curvature-a")}]
-    recipe = {"method": "gradient-matching", "base": base, "models": models, "reduction": "mean"}
-    with gm.explore(recipe, {"a": data_of(texts)["a"]}) as found:
-        for weight in (0.5, 0.6):
-            outcome = found.measure(found.setting(weights={"a": weight}))
-        found.save(outcome.setting, tmp_path / "merged", progress=False)
-        there = gm.evaluate(tmp_path / "merged", data_of(texts)["a"])
-        assert outcome.metrics["a"] == {name: there[name] for name in outcome.metrics["a"]}
-
-
 def test_without_curvature_there_are_no_predictions_and_no_methods_that_need_it(texts: Path) -> None:
     with gm.explore(texts / "plain.yml", data_of(texts)) as found:
         assert found.predict(found.own) is None

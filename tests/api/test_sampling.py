@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.rules.matching import merged_precision
 
 from ..making import random_curvature, random_state, read_model, three_models, write_model
 
@@ -270,22 +269,6 @@ def test_merges_on_top_of_merges_end_at_the_jointly_trained_model_with_full_matr
         w * (trained([(1.0, t)], torch.diag(diagonal), base) - base) for w, t in zip(WEIGHTS, tasks, strict=True)
     )
     assert (forgetful - joint).abs().max() > 0.1
-
-
-def test_merges_on_top_of_merges_end_at_the_jointly_trained_model_in_memory() -> None:
-    tasks = [regression(seed, diagonal=True, exact=False) for seed in range(TASKS)]
-    base, diagonal = start()
-    mode, precision = {"w": base}, {"w": diagonal}
-    for stage in STAGES:
-        weights = [WEIGHTS[t] for t in stage]
-        tuned = [{"w": trained([(1.0, tasks[t])], torch.diag(precision["w"]), mode["w"])} for t in stage]
-        curvature = [{"w": tasks[t][0].diagonal()} for t in stage]
-        new = gm.merge_state_dicts(mode, tuned, prior=precision, curvature=curvature, weights=weights, damping=0.0)
-        tuned_w, curvature_w = [t["w"] for t in tuned], [c["w"] for c in curvature]
-        precision = {"w": merged_precision(mode["w"], tuned_w, weights, precision["w"], curvature_w, 0.0)}
-        mode = new
-    joint = trained(list(zip(WEIGHTS, tasks, strict=True)), torch.diag(diagonal), base)
-    assert (mode["w"] - joint).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize(

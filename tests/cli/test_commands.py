@@ -101,16 +101,6 @@ def test_a_constant_curvature_can_be_given(models: tuple[Path, ...], tmp_path: P
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "ta/model.safetensors").read_bytes()
 
 
-def test_remove_takes_a_task_out(models: tuple[Path, ...], tmp_path: Path) -> None:
-    base, a, _ = models
-    run("remove", "--base", base, "--model", f"{a}=0.8", "-o", tmp_path / "out", "--accept-untrusted")
-    states, curvature = [read_model(m) for m in (base, a)], [gm.Curvature.load(m) for m in (base, a)]
-    want = gm.merge_state_dicts(
-        states[0], states[1:], "removal", prior=curvature[0], curvature=curvature[1:], weights=[0.8]
-    )
-    assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / "out").items())
-
-
 def test_remove_by_negation_and_with_a_strength_for_all(models: tuple[Path, ...], tmp_path: Path) -> None:
     base, a, b = models
     given = ["--base", base, "--model", a, "--model", f"{b}=2", "--strength", "0.5"]
@@ -118,18 +108,6 @@ def test_remove_by_negation_and_with_a_strength_for_all(models: tuple[Path, ...]
     states = [read_model(m) for m in models]
     want = gm.merge_state_dicts(states[0], states[1:], "task-arithmetic", weights=[-0.5, -1.0])
     assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / "out").items())
-
-
-def test_a_dry_run_writes_nothing_and_tells_the_plan(models: tuple[Path, ...], tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path / "r.yml", {"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
-    before = sorted(tmp_path.iterdir())
-    text = run("merge", recipe, "--dry-run", "-o", tmp_path / "out")
-    assert all(word in text for word in ("reads:", "writes:", "memory:", "6 merged"))
-    facts = json.loads(run("merge", recipe, "--dry-run", "--json"))
-    values = sum(t.numel() for t in read_model(models[0]).values())
-    assert facts["bytes_read"] == 6 * 4 * values  # three models and three curvature files, float32
-    assert facts["bytes_written"] == 4 * values
-    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_json_output_is_one_object(models: tuple[Path, ...], tmp_path: Path) -> None:

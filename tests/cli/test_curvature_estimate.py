@@ -20,7 +20,7 @@ from gradmerge.api import estimating
 from gradmerge.cli.output import PlainProgress
 
 from ..forked import forked
-from ..making import read_model, run, weight_bytes, write_recipe
+from ..making import read_model, run, write_recipe
 from ..rules import slow as slow_rules
 from ..tasks.making import (
     labelled,
@@ -136,33 +136,6 @@ def test_measured_curvature_merges_by_gradient_matching_and_fisher_averaging(
 
 
 @pytest.mark.parametrize("task", ["classify", "causal-lm"])
-def test_curvature_at_the_difference_merges_by_fa1(place: Path, task: str, tmp_path: Path) -> None:
-    folder, data = place / task, place / DATA[task]
-    estimate(folder / "base", "-d", data, "-o", tmp_path / "base")
-    for name in "ab":
-        estimate(folder / name, "-d", data, "--at-delta", folder / "base", "-o", tmp_path / name)
-    estimate(folder / "a", "-d", data, "-o", tmp_path / "plain")
-    recipe = {
-        "method": "fa1",
-        "base": {"model": str(folder / "base"), "curvature": str(tmp_path / "base")},
-        "models": [
-            {"model": str(folder / "a"), "curvature": str(tmp_path / "a"), "weight": 0.7},
-            {"model": str(folder / "b"), "curvature": str(tmp_path / "b"), "weight": -0.4},
-        ],
-        "damping": 1e-4,
-    }
-    run("merge", write_recipe(tmp_path / "r.yml", recipe), "-o", tmp_path / "out")
-    base, a, b = (double(read_model(folder / name)) for name in ("base", "a", "b"))
-    f0, fa, fb, plain = (double(gm.Curvature.load(tmp_path / name)) for name in ("base", "a", "b", "plain"))
-    assert not torch.allclose(fa[LAYER[task]], plain[LAYER[task]])
-    want = {}
-    for name, theta in base.items():
-        above = (f0[name] + 1e-4) * theta + 0.7 * fa[name] * (a[name] - theta) - 0.4 * fb[name] * (b[name] - theta)
-        want[name] = above / (f0[name] + 1e-4 + 0.7 * fa[name] + 0.4 * fb[name])
-    assert_merged(tmp_path / "out", want)
-
-
-@pytest.mark.parametrize("task", ["classify", "causal-lm"])
 def test_gram_matrices_merge_by_regmean(place: Path, task: str, tmp_path: Path) -> None:
     folder = place / task
     for name in "ab":
@@ -240,31 +213,6 @@ def test_a_limit_takes_the_first_rows(place: Path, tmp_path: Path) -> None:
     assert cards[0].replace("`labels.jsonl`", "`few.jsonl`") == cards[1] and "| examples | 3 |" in cards[1]
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "log8"])
-def test_curvature_is_stored_as_narrow_as_asked(place: Path, precision: str, tmp_path: Path) -> None:
-    common = (place / "image/a", "-d", place / "images", "--precision")
-    estimate(*common, "float32", "-o", tmp_path / "wide")
-    estimate(*common, precision, "-o", tmp_path / "narrow")
-    assert json.loads(run("curvature", "show", tmp_path / "narrow", "--json").stdout)["precision"] == precision
-    wide, narrow = gm.Curvature.load(tmp_path / "wide"), gm.Curvature.load(tmp_path / "narrow")
-    for name, value in wide.items():
-        some = value > 0
-        step = 2**-8
-        if precision == "log8":
-            step = float(value[some].log().max() - value[some].log().min()) / 254 / 2 * 1.01 + 1e-4
-        assert float((narrow[name][some] / value[some]).log().abs().max()) <= step
-        assert torch.equal(narrow[name] == 0, value == 0)
-    size = [sum(p.stat().st_size for p in (tmp_path / n).iterdir()) for n in ("narrow", "wide")]
-    assert size[0] < size[1]
-
-
-def test_labels_that_are_drawn_depend_on_the_seed(place: Path, tmp_path: Path) -> None:
-    for name, seed in (("one", 1), ("same", 1), ("two", 2)):
-        drawn = ["--likelihood", "sampled", "--seed", seed]
-        estimate(place / "classify/a", "-d", place / "labels.jsonl", *drawn, "-o", tmp_path / name)
-    assert weight_bytes(tmp_path / "one") == weight_bytes(tmp_path / "same") != weight_bytes(tmp_path / "two")
-
-
 def test_a_machine_reads_what_was_measured(place: Path, tmp_path: Path) -> None:
     words = (place / "classify/a", "-d", place / "labels.jsonl", "--likelihood", "exact", "--precision", "log8")
     result = estimate(*words, "--max-length", 6, "--json", "-o", tmp_path / "c")
@@ -312,20 +260,6 @@ def test_a_process_of_its_own_says_one_line_and_nothing_of_transformers(place: P
     assert done.stdout.count("\n") == 1
     assert done.stderr.count("\n") == done.stderr.count("note: "), done.stderr
     assert not [p for p in tmp_path.iterdir() if p.name != "c"]
-
-
-def test_curvature_inside_a_model_is_found_by_a_merge(place: Path, tmp_path: Path) -> None:
-    folders = [tiny_bert_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate(("base", "a"))]
-    for folder in folders:
-        estimate(folder, "-d", place / "labels.jsonl", "-o", folder / "curvature")
-    run("merge", "-m", "gradient-matching", "--base", folders[0], "--model", folders[1], "-o", tmp_path / "out")
-    merged = gm.merge_state_dicts(
-        read_model(folders[0]),
-        [read_model(folders[1])],
-        prior=gm.Curvature.load(folders[0]),
-        curvature=[gm.Curvature.load(folders[1])],
-    )
-    assert all(torch.equal(v, merged[n]) for n, v in read_model(tmp_path / "out").items())
 
 
 def test_resume_goes_on_and_refuses_what_is_different(

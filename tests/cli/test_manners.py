@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import gradmerge.cli
 from gradmerge.cli.app import app
-from gradmerge.cli.output import PlainProgress, continued, explain
+from gradmerge.cli.output import continued, explain
 from gradmerge.errors import InputError
 from gradmerge.text import printable
 
@@ -337,11 +337,3 @@ def test_a_result_may_have_more_files_than_a_process_may_open(place: Path) -> No
     done = shell(place, f"ulimit -n 100; gradmerge merge {words}")
     assert done.returncode == 0, done.stderr
     assert read_model(place / "out").keys() == base.keys() and len(list((place / "out").glob("*.safetensors"))) == 150
-
-
-def test_a_total_that_was_a_guess_is_never_passed(capsys: pytest.CaptureFixture[str]) -> None:
-    told = PlainProgress("rows")
-    told.every = 0.0
-    told.begin("round 1 of 2", 10)
-    told.advance(14)
-    assert "round 1 of 2: 100 % (14 of 14 rows, " in capsys.readouterr().err

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.cli.app import app
-from tests.diagnostics.conftest import write_texts
 from tests.making import random_curvature, read_model, three_models, weight_bytes, write_model, write_recipe
 
 
@@ -84,26 +83,6 @@ def test_the_best_setting_is_merged_and_its_recipe_kept(place: Path) -> None:
     gm.merge(out / "recipe.yml", place / "third")
     assert (place / "third/model.safetensors").read_bytes() == (merged / "model.safetensors").read_bytes()
     assert "../a" in (out / "recipe.yml").read_text()
-
-
-def test_measured_settings_show_their_metric(tmp_path: Path) -> None:
-    write_texts(tmp_path)
-    out = tmp_path / "report"
-    data = ["--data", f"a={tmp_path / 'a.jsonl'}", "-d", f"b={tmp_path / 'b.jsonl'}", "--limit", 6, "--device", "cpu"]
-    result = invoke(tmp_path / "recipe.yml", "--weights", "0,0.4", *data, "-o", out)
-    assert result.exit_code == 0, result.output
-    facts = json.loads((out / "preview.json").read_text())
-    assert facts["measured"] and facts["metrics"] == {"a": "accuracy", "b": "accuracy"} and facts["examples"]["a"] == 6
-    base = gm.evaluate(str(tmp_path / "base"), str(tmp_path / "a.jsonl"), limit=6, device="cpu")
-    assert facts["settings"][0]["metrics"]["a"]["loss_per_example"] == pytest.approx(base["loss_per_example"], abs=1e-6)
-    assert facts["alone"]["base"]["a"]["accuracy"] == base["accuracy"]
-    row = next(csv.DictReader((out / "preview.csv").open()))
-    assert float(row["a accuracy"]) == base["accuracy"] and row["weight b"] == "0.0"
-    others = invoke(
-        tmp_path / "recipe.yml", "-m", "average,ties", "--weights", "0.4", *data, "-o", tmp_path / "others", "--json"
-    )
-    facts = json.loads(others.stdout)
-    assert facts["tied_with_best"] == 2 and facts["winner"]["method"] == "average", "it needs no weights"
 
 
 def test_suggested_weights_are_printed_and_kept_in_the_recipe(place: Path) -> None:

@@ -317,13 +317,6 @@ def test_rows_that_are_chosen_by_the_data_never_pass_for_examples(seed: int) -> 
         assert_same(got, slow.empirical(model, examples, "classes"), EXACT)
 
 
-def test_exact_counts_every_backward_pass_of_slow_parameters_too() -> None:
-    for kind in (Einsum, Experts, Rare, Shared):
-        model, examples = kind(), tokens_of(0)
-        got = estimate_curvature(model, batches_of(examples, (2, 4)), "exact")
-        assert_same(got, slow.exact(model, examples, "classes"), EXACT)
-
-
 class TiedTwice(nn.Module):
     """One table, asked twice for rows, and the head."""
 

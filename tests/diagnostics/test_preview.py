@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import gradmerge as gm
@@ -21,10 +20,7 @@ from gradmerge.diagnostics.scores import headline
 from gradmerge.diagnostics.weight_ranges import parse_range, parse_weights
 from gradmerge.recipe import make_recipe
 from gradmerge.report.preview_page import pareto_front
-from tests.making import random_curvature, read_model, three_models
-from tests.tasks.making import tiny_vit_checkpoint
-
-from .conftest import tuned_from
+from tests.making import random_curvature, three_models
 
 State = dict[str, Tensor]
 
@@ -189,16 +185,6 @@ def test_rules_without_weights_appear_once_and_impossible_settings_are_left_out_
     assert {row.rank for row in found.rows} == {1}, "five times the same merge"
 
 
-def test_options_of_the_recipe_are_those_of_its_own_rule(tmp_path: Path) -> None:
-    place = Place(tmp_path)
-    ties = {**place.recipe, "method": "ties", "options": {"density": 0.9}}
-    default = {**place.recipe, "method": "ties"}
-    assert gm.preview(ties, weights="1").rows[0].values != gm.preview(default, weights="1").rows[0].values
-    beside = gm.preview(ties, weights="1", methods="ties,sparse-finetuning").rows[1]
-    alone = gm.preview({**place.recipe, "method": "sparse-finetuning"}, weights="1").rows[0]
-    assert beside.values == pytest.approx(alone.values)
-
-
 def test_what_curvature_cannot_say_is_refused(tmp_path: Path) -> None:
     place = Place(tmp_path)
     plain = {"base": str(place.base), "models": [str(place.a), str(place.b)]}
@@ -250,25 +236,6 @@ def test_measured_settings_are_those_of_a_merge_on_disk(
         want = gm.evaluate(str(texts / name), data["b"], device="cpu")
         assert found.alone[name]["b"]["loss_per_example"] == pytest.approx(want["loss_per_example"], abs=1e-6)
     assert found.criterion.name == "average accuracy" and found.criterion.higher
-
-
-def test_measured_images_in_half_precision_are_those_of_a_merge_on_disk(tmp_path: Path) -> None:
-    base = tiny_vit_checkpoint(tmp_path / "base", dtype="bfloat16")
-    save_file({n: v.bfloat16() for n, v in read_model(base).items()}, base / "model.safetensors", {"format": "pt"})
-    for seed, name in enumerate("ab", 1):
-        tuned_from(base, tmp_path / name, seed)
-    generator = np.random.default_rng(0)
-    np.savez(tmp_path / "images.npz", x=generator.integers(0, 256, (9, 8, 8, 3), dtype=np.uint8), y=np.arange(9) % 3)
-    recipe = {"method": "weighted-average", "base": str(base), "models": [str(tmp_path / "a"), str(tmp_path / "b")]}
-    source = str(tmp_path / "images.npz")
-    found = gm.preview(recipe, weights={"a": "1", "b": "0.5,2"}, data={"b": source}, device="cpu")
-    assert found.notes
-    for number, row in enumerate(found.rows):
-        gm.merge(recipe_with(make_recipe(recipe), row.setting), tmp_path / f"{number}")
-        want = gm.evaluate(str(tmp_path / f"{number}"), source, device="cpu")
-        errors, same = row.metrics["b"].pop("standard_errors"), want.pop("standard_errors")
-        assert row.metrics["b"] == pytest.approx({name: want[name] for name in row.metrics["b"]}, abs=1e-6)
-        assert errors == pytest.approx(same, abs=1e-6)
 
 
 def rows_of(*metrics: dict[str, dict[str, float]]) -> list[Outcome]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -76,11 +75,3 @@ def test_threads_load_models_one_after_the_other() -> None:
         order.append("end of first")
     thread.join()
     assert order == ["first", "end of first", "second"]
-
-
-def test_bitsandbytes_says_nothing_while_models_are_loaded(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "bitsandbytes")
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    with quiet_transformers():
-        assert not logger.isEnabledFor(logging.WARNING)
-    assert logger.isEnabledFor(logging.WARNING)

@@ -108,40 +108,6 @@ def test_adapted_online_averages_over_the_adapted_weights_of_the_steps(tmp_path:
     slow.assert_same(read(tmp_path / "out"), as_stored(tmp_path / "merged", plain, want), TOLERANCE)
 
 
-def test_adapter_folders_with_adapted_curvature_merge_by_gradient_matching(tmp_path: Path) -> None:
-    base = bert()
-    base.save_pretrained(tmp_path / "base")
-    gm.estimate_curvature(base, [batch_of(sentences(8, 3))]).save(tmp_path / "base" / "curvature")
-    plain = []
-    for name, seed in (("one", 1), ("two", 2)):
-        model = lora(copy.deepcopy(base).from_pretrained(tmp_path / "base"))
-        callback = gm.CurvatureCallback("pass", adapted=True)
-        trainer = trainer_for(tmp_path / name, model, sentences(8, seed), callback, num_train_epochs=1)
-        trainer.train()
-        trainer.save_model()
-        plain.append({n: p.detach() for n, p in merged(model).named_parameters()})
-    recipe = {
-        "method": "gradient-matching",
-        "base": str(tmp_path / "base"),
-        "models": [str(tmp_path / "one"), str(tmp_path / "two")],
-    }
-    gm.merge(gm.Recipe(**recipe), tmp_path / "out")
-    want = gm.merge_state_dicts(
-        {n: p.detach() for n, p in base.named_parameters()},
-        plain,
-        prior=gm.Curvature.load(tmp_path / "base" / "curvature"),
-        curvature=[read(tmp_path / "one"), read(tmp_path / "two")],
-        damping=1e-10,
-    )
-    got = load_file(tmp_path / "out" / "model.safetensors")
-    assert got.keys() == want.keys()
-    assert all(torch.allclose(got[name], value, rtol=1e-4, atol=1e-5) for name, value in want.items())
-
-
-def batch_of(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
 @pytest.mark.parametrize(
     ("make_model", "match"),
     [

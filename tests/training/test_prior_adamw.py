@@ -322,29 +322,6 @@ def test_steps_can_be_differentiated(coupling: str) -> None:
     torch.autograd.gradcheck(after, (start, GRADIENTS[0]["weight"].clone().requires_grad_()))
 
 
-def test_hooks_and_closures_run_once_a_step() -> None:
-    params = parameters()
-    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-    optimizer = gm.PriorAdamW(list(params.items()), prior=CURVATURE, anchor=BASE, lr=0.1)
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-
-    def closure() -> Tensor:
-        calls.append("closure")
-        loss = sum((p * GRADIENTS[0][n]).sum() for n, p in params.items())
-        assert isinstance(loss, Tensor)
-        loss.backward()
-        return loss
-
-    loss = optimizer.step(closure)
-    assert calls == ["before", "closure", "after"]
-    assert loss.item() == pytest.approx(sum(float((START[n] * GRADIENTS[0][n]).sum()) for n in SHAPES))
-    others = parameters()
-    want = take_steps(gm.PriorAdamW(list(others.items()), prior=CURVATURE, anchor=BASE, lr=0.1), others, GRADIENTS[:1])
-    assert_equal({n: p.detach() for n, p in params.items()}, want)
-
-
 def ridge() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(40, 6, generator=generator, dtype=torch.float64)
