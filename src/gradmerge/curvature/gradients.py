@@ -1,4 +1,4 @@
-"""The gradient of a model's loss on a dataset: Σ_i ∇ℓ_i over the examples, and Σ_i ℓ_i."""
+"""The gradient of a model's loss on a dataset: Σ_i ∇ℓ_i over the examples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..text import listed
-from .batches import examples_in, moved, with_places
+from .batches import moved, with_places
 from .estimate import Objective, prepared
 from .losses import ExampleLoss, labels_of, logits_of, loss_named
 from .sums import handing_over
@@ -19,22 +19,10 @@ from .sums import handing_over
 NUDGE = 2**-6
 
 
-class Gradient(dict[str, Tensor]):
-    """Σ_i ∇ℓ_i by parameter name, with the number of examples and Σ_i ℓ_i."""
-
-    def __init__(self, sums: Mapping[str, Tensor], examples: int, loss: float) -> None:
-        super().__init__(sums)
-        self.examples = examples
-        self.loss = loss
-
-
 def estimate_gradient(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    output: str | ExampleLoss | None = None,
-) -> Gradient:
-    """Return Σ_i ∇ℓ_i(θ) and Σ_i ℓ_i(θ) over the examples of ``batches``.
+    model: nn.Module, batches: Iterable[Any], *, output: str | ExampleLoss | None = None
+) -> dict[str, Tensor]:
+    """Return Σ_i ∇ℓ_i(θ) over the examples of ``batches``, by parameter name.
 
     ℓ_i is the negative log-likelihood of example i with the data's label; for a sequence it is the sum over its tokens.
     The model is in eval mode during the estimate. Sums are float32, or float64 if the model is float64. Raises
@@ -56,7 +44,7 @@ def estimate_gradient(
 
         return add
 
-    first, examples, loss = None, 0, 0.0
+    first = None
     with prepared(model), handing_over({p: handler(name) for name, p in parameters.items()}):
         for row, batch in with_places(batches, 0):
             batch = moved(batch, device)
@@ -67,8 +55,6 @@ def estimate_gradient(
             if total.requires_grad:
                 total.backward()
             objective.check_losses()
-            loss += float(total.detach())
-            examples += examples_in(batch)
         if first is None:
             raise InputError("there are no examples to estimate a gradient on")
         if unreached:
@@ -81,7 +67,7 @@ def estimate_gradient(
             "the gradient of every parameter is 0: the loss does not depend on the model's weights, or no example has "
             "a label that counts"
         )
-    return Gradient(sums, examples, loss)
+    return sums
 
 
 def _check_unused(model: nn.Module, parameters: Mapping[str, nn.Parameter], batch: Any) -> None:
