@@ -15,5 +15,6 @@ def tiny(seed: int = 0) -> Settings:
         epochs=1,
         hidden=16,
         layers=1,
+        unlabeled=20,
         weights="0:1:0.5",
     )

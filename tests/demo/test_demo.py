@@ -196,7 +196,8 @@ def test_commands_of_every_kind_succeed_as_printed_and_give_the_same_models(
     before = [load_file(path) for path in paths]
     removed = Path("removed/removal/model.safetensors").read_bytes()
     shown = highlights(outcome.commands)
-    assert {command[1] for command in shown} == {*("curvature", "preview", "merge", "evaluate", "diagnose", "remove")}
+    kinds = {"curvature", "preview", "merge", "calibrate", "distill", "evaluate", "diagnose", "remove"}
+    assert {command[1] for command in shown} == kinds
     for command in shown:
         with one_thread_each():  # for the time it takes
             result = CliRunner().invoke(app, command[1:])

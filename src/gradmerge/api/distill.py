@@ -131,7 +131,8 @@ def distill(
         out: For a folder: the new folder to write.
         match: What is compared with the teachers: ``representations``, ``answers`` or ``both``. By default language
             models match answers, and all others representations.
-        steps: Number of steps. Default: 25 times the square root of the rows per task.
+        steps: Number of steps. Default: 50 times the square root of the rows per task, or 6 times if answers are
+            matched.
         lr: Highest learning rate. Default: 0.06 over the width of the model.
         seed: Of the order of batches.
         progress: Show a bar; or an object that is told how far it is.

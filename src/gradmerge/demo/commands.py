@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .demo_settings import BASE, REMOVED, TASKS, Settings
-from .recipes import INFLUENCE, MATCHING, NEGATION, REMOVAL
+from .recipes import CALIBRATED, DISTILLED, INFLUENCE, MATCHING, NEGATION, REMOVAL
 
 Command = list[str]
 
@@ -71,6 +71,20 @@ def diagnose() -> Command:
     return [*words, *_data("train"), "--batch-size", "64", "-o", "diagnose", "--force"]
 
 
+def calibrate(settings: Settings) -> Command:
+    return _improve("calibrate", f"merged/{MATCHING}", CALIBRATED, settings, 64)
+
+
+def distill(settings: Settings) -> Command:
+    return _improve("distill", f"improved/{CALIBRATED}", DISTILLED, settings, 16)
+
+
+def _improve(command: str, start: str, out: str, settings: Settings, batch_size: int) -> Command:
+    words = ["gradmerge", command, start, *_data("train"), "--teacher", "base=models/base"]
+    more = f"--limit {settings.unlabeled} --batch-size {batch_size} -o improved/{out} --force"
+    return [*words, *more.split()]
+
+
 def remove() -> Command:
     model = f"models/joint-{REMOVED}"
     measured = f"--curvature base=curvature/joint-rest --curvature {model}=curvature/joint-{REMOVED}"
@@ -100,6 +114,7 @@ def all_commands(merged: Sequence[str], settings: Settings) -> dict[str, list[Co
         "Estimate what only RegMean and FA1 use": [*map(estimate, EXTRA)],
         "Try weights on validation images": [preview(settings)],
         "Merge": [merge(name, f"merged/{name}") for name in merged],
+        "Improve the merge on unlabeled images": [calibrate(settings), distill(settings)],
         "Evaluate on test images (other models and tasks in the same way)": [
             evaluate(f"merged/{MATCHING}", task) for task in (BASE, *TASKS)
         ],

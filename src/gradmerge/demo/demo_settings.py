@@ -35,5 +35,7 @@ class Settings:
     batch_size: int = 64
     hidden: int = 64
     layers: int = 2
+    unlabeled: int = 200
+    """Images per task that the merge is calibrated and distilled on. Their labels are not read."""
     weights: str = "0:1.2:0.1"
     """What the preview sweeps."""

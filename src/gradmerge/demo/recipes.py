@@ -11,6 +11,7 @@ from .demo_settings import REMOVED, TASKS, Settings
 
 TUNED = "task-arithmetic-tuned"
 MATCHING = "gradient-matching"
+CALIBRATED, DISTILLED = "calibrated", "distilled"
 REMOVAL, NEGATION, INFLUENCE = "removal", "negation", "influence"
 
 

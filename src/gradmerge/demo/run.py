@@ -13,7 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..api.calibrate import calibrate
 from ..api.diagnosing import diagnose
+from ..api.distill import distill
 from ..api.estimating import estimate_curvature
 from ..api.merging import merge
 from ..api.previewing import preview
@@ -26,7 +28,7 @@ from . import commands, recipes, tables
 from .commands import Command, EstimateRun, data_of
 from .demo_settings import BASE, REMOVED, TASKS, Settings
 from .digits import load_digits, write_data
-from .recipes import INFLUENCE, MATCHING, NEGATION, REMOVAL, TUNED
+from .recipes import CALIBRATED, DISTILLED, INFLUENCE, MATCHING, NEGATION, REMOVAL, TUNED
 from .training import distances, measured_rows, train
 
 Steps = dict[str, Callable[[], object]]
@@ -115,6 +117,8 @@ def _steps(settings: Settings, digits: tuple[Any, Any]) -> Steps:
         steps[f"merged/{name}"] = partial(_merge, f"merged/{name}", recipe)
     steps["preview"] = partial(_preview, settings)
     steps[f"merged/{TUNED}"] = _merge_tuned
+    steps[f"improved/{CALIBRATED}"] = partial(_calibrate, settings)
+    steps[f"improved/{DISTILLED}"] = partial(_distill, settings)
     steps[f"removed/{NEGATION}"] = partial(_merge, f"removed/{NEGATION}", recipes.negation())
     steps[f"removed/{REMOVAL}"] = partial(_merge, f"removed/{REMOVAL}", recipes.removal())
     steps[f"removed/{INFLUENCE}"] = _influence
@@ -158,6 +162,34 @@ def _preview(settings: Settings) -> None:
     )
 
 
+def _calibrate(settings: Settings) -> None:
+    calibrate(
+        f"merged/{MATCHING}",
+        data_of("train"),
+        teachers={"base": "models/base"},
+        out=f"improved/{CALIBRATED}",
+        limit=settings.unlabeled,
+        batch_size=64,
+        device="cpu",
+        progress=False,
+        command=shlex.join(commands.calibrate(settings)),
+    )
+
+
+def _distill(settings: Settings) -> None:
+    distill(
+        f"improved/{CALIBRATED}",
+        data_of("train"),
+        teachers={"base": "models/base"},
+        out=f"improved/{DISTILLED}",
+        limit=settings.unlabeled,
+        batch_size=16,
+        device="cpu",
+        progress=False,
+        command=shlex.join(commands.distill(settings)),
+    )
+
+
 def _influence() -> None:
     remove(
         "models/joint",
@@ -189,17 +221,19 @@ def _score(settings: Settings) -> dict[str, Any]:
     merged, target = _merged(settings), f"models/without-{REMOVED}"
     removed = [f"removed/{name}" for name in (NEGATION, REMOVAL, INFLUENCE)]
     models = [f"models/{name}" for name in ("base", *TASKS, "joint")]
-    found = measured_rows([*models, *(f"merged/{name}" for name in merged), *removed, target], tables.EVERY)
+    improved = [f"improved/{name}" for name in (CALIBRATED, DISTILLED)]
+    found = measured_rows([*models, *(f"merged/{name}" for name in merged), *improved, *removed, target], tables.EVERY)
     weight = _best_weight()
     removals = tables.removal_rows(found, distances(["models/joint", *removed, target], target, REMOVED))
     return {
         "seed": settings.seed,
         "images": {"train": settings.train, "valid": settings.valid, "test": settings.test},
+        "unlabeled": settings.unlabeled,
         "tuned_weight": weight,
         "preview": _previewed(),
         "unit": "scores: share of test images whose most likely class is right; losses: mean −ln p of the right "
         f"class; kl: mean KL(target ‖ model) on test images of {REMOVED}; errors: standard errors over images",
-        "merging": [dataclasses.asdict(row) for row in tables.merge_rows(found, merged, weight)],
+        "merging": [dataclasses.asdict(row) for row in tables.merge_rows(found, merged, weight, settings.unlabeled)],
         "removal": [dataclasses.asdict(row) for row in removals],
     }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..tasks.uncertainty import difference, standard_error
 from .demo_settings import BASE, REMOVED, TASKS
-from .recipes import INFLUENCE, MATCHING, NEGATION, REMOVAL, TUNED
+from .recipes import CALIBRATED, DISTILLED, INFLUENCE, MATCHING, NEGATION, REMOVAL, TUNED
 
 EVERY = (BASE, *TASKS)
 REST = tuple(task for task in EVERY if task != REMOVED)
@@ -44,8 +44,8 @@ class TableRow:
     """Of removals: mean KL(target ‖ model) on the removed task."""
 
 
-def merge_rows(found: Found, merged: Sequence[str], weight: float) -> list[TableRow]:
-    """The base, the tuned models, every merge, and the model trained on everything."""
+def merge_rows(found: Found, merged: Sequence[str], weight: float, unlabeled: int) -> list[TableRow]:
+    """The base, the fine-tuned models, every merge, the improved merge, and the model trained on everything."""
     names = {
         "task-arithmetic": "task-arithmetic, weight 1",
         TUNED: f"task-arithmetic, tuned: {weight:g}",
@@ -53,6 +53,8 @@ def merge_rows(found: Found, merged: Sequence[str], weight: float) -> list[Table
     }
     rows = [("base", "models/base"), *((f"tuned on {task}", f"models/{task}") for task in TASKS)]
     rows += [(names.get(name, name), f"merged/{name}") for name in merged]
+    rows += [(f"{MATCHING} + calibrate, {unlabeled} unlabeled images", f"improved/{CALIBRATED}")]
+    rows += [("… + distill, the same images", f"improved/{DISTILLED}")]
     rows += [("trained on all (target)", "models/joint")]
     made = _rows(rows, found, EVERY)
     merges = [row.folder for row in made if row.folder.startswith("merged/")]
@@ -170,6 +172,9 @@ the best of the preview on {images["valid"]} validation images per task; the oth
 the training images. `slerp` takes two models only, and `weighted-average` with equal weights is `average`. With
 `reduction: mean` nothing would change, as every task has the same number of images.
 
+`calibrate` and `distill` improve the merge of {MATCHING} on {results["unlabeled"]} training images of each task. They
+use the fine-tuned models, and no labels.
+
 ## How much the weight matters
 
 Mean accuracy on the validation images, one weight for all tasks (`preview/report.html` has the curves). Of weights that
@@ -195,6 +200,7 @@ should stay.
 | `models/` | the base, the tuned models, and those trained on several tasks |
 | `curvature/`, `gram/`, `curvature-at-delta/` | what was estimated for them |
 | `recipes/`, `merged/`, `removed/` | recipes, and the models that they make |
+| `improved/` | the merge after calibration, and after distillation; `report.html` in each |
 | `preview/report.html` | accuracy over the weight, on validation images |
 | `diagnose/report.html` | what the merge costs, in which layers, beside the jointly trained model |
 | `commands.sh` | the commands that repeat each step; run them in this folder |

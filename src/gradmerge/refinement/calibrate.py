@@ -198,18 +198,24 @@ def solve(
 
     All matrices have a leading dimension for the groups of a convolution, which are solved independently.
     """
-    total = sum_of(p.inputs.double() for p in products)
+    total = products[0].inputs.to(torch.float64, copy=True)
+    for other in products[1:]:
+        total += other.inputs
     right = sum_of(w.double() @ p.mixed.double() for w, p in zip(teachers, products, strict=True))
     anchor = anchor.double()
-    mean = total.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-    identity = torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
-    ridge = settings.ridge
+    diagonal = total.diagonal(dim1=1, dim2=2)
+    mean = diagonal.mean(1)
+    mean = torch.where(mean > 0, mean, torch.ones_like(mean))[:, None]
+    ridge, added = settings.ridge, 0.0
     while True:
-        damping = ridge * torch.where(mean > 0, mean, torch.ones_like(mean))
-        root, failed = torch.linalg.cholesky_ex(total + damping * identity)
+        diagonal += (ridge - added) * mean
+        added = ridge
+        root, failed = torch.linalg.cholesky_ex(total)
         if not bool(failed.any()):
             break
         ridge = max(10 * ridge, SMALLEST_RIDGE)
+    damping = (ridge * mean)[:, :, None]
+    del total
     matrix = torch.cholesky_solve((right + damping * anchor).mT, root).mT
     if factors is None:
         return Solution(matrix, ridge)
@@ -345,13 +351,25 @@ def _solve_group(
         if not bool(found.inputs.isfinite().all() and found.mixed.isfinite().all()):
             raise InputError(f"{stage.name}: the inputs of {layers[0]} are not finite on the rows of {task}")
         products.append(found)
+    anchors = {layer: layer_matrix(merged.module.get_submodule(layer)) for layer in layers}
+    solutions: dict[str, Solution] = {}
+    plain = []
     for layer in layers:
-        module = merged.module.get_submodule(layer)
         given = _scaled_factors([factors[task].get(layer) for task in students]) if factors else None
-        solution = solve(products, wanted[layer], layer_matrix(module), settings, given)
+        if given is None:
+            plain.append(layer)
+        else:
+            solutions[layer] = solve(products, wanted[layer], anchors[layer], settings, given)
+    if plain:  # with G = I the outputs are independent, so that all layers are one solve
+        stacked = [torch.cat(matrices, 1) for matrices in zip(*(wanted[layer] for layer in plain), strict=True)]
+        solution = solve(products, stacked, torch.cat([anchors[layer] for layer in plain], 1), settings)
+        parts = solution.matrix.split([anchors[layer].shape[1] for layer in plain], 1)
+        solutions |= {layer: replace(solution, matrix=part) for layer, part in zip(plain, parts, strict=True)}
+    for layer in layers:
+        solution = solutions[layer]
         if not bool(solution.matrix.isfinite().all()):
             raise InputError(f"{layer}: the calibrated weight is not finite. Try a larger ridge.")
-        set_layer_matrix(module, solution.matrix)
+        set_layer_matrix(merged.module.get_submodule(layer), solution.matrix)
         report.layers.append(layer)
         report.most_steps = max(report.most_steps, solution.steps)
         if solution.ridge > settings.ridge:

@@ -28,8 +28,9 @@ MATCHES = ("representations", "answers", "both")
 DEFAULT_MATCH = {"causal-lm": "answers", "seq2seq": "answers"}
 #: The default learning rate is this over the width of the model: 1e-4 at 640, 3e-4 at 200.
 RATE_TIMES_WIDTH = 0.06
-#: The default number of steps is this times the square root of the rows per task.
-STEPS_PER_ROOT = 25
+#: The default number of steps is one of these times the square root of the rows per task. A row of a language model has
+#: many answers to match, so that fewer steps are enough.
+STEPS_PER_ROOT, STEPS_PER_ROOT_OF_TOKENS = 50, 6
 WARMUP_SHARE = 0.1
 EVALUATIONS = 10
 MAX_NORM = 1.0
@@ -57,10 +58,11 @@ class Distillation:
         return dict(self.losses)[step]
 
 
-def default_steps(rows: Mapping[str, TaskRows]) -> int:
-    """The number of steps for a number of rows: 200 for 64 rows per task, 400 for 256."""
+def default_steps(rows: Mapping[str, TaskRows], match: str) -> int:
+    """The number of steps for 256 rows per task: 100 if answers are matched, as by language models, and else 800."""
     most = max(sum(map(count_rows, one.fit)) for one in rows.values())
-    return max(10, round(STEPS_PER_ROOT * math.sqrt(most)))
+    factor = STEPS_PER_ROOT_OF_TOKENS if match == "answers" else STEPS_PER_ROOT
+    return max(10, round(factor * math.sqrt(most)))
 
 
 def default_rate(model: nn.Module) -> float:
@@ -100,7 +102,7 @@ def distill_model(
         seed: Of the order of batches.
         progress: Is told how many steps are done.
     """
-    steps = default_steps(rows) if steps is None else steps
+    steps = default_steps(rows, match) if steps is None else steps
     lr = default_rate(model) if lr is None else lr
     progress = progress or NoProgress()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
