@@ -6,28 +6,6 @@ from gradmerge.engine.journal import Journal
 from gradmerge.engine.statistics import Statistics
 
 
-def test_a_line_that_was_cut_short_is_forgotten_and_does_no_harm(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "fingerprint")
-    journal.open(fresh=True)
-    journal.statistics(Statistics({"": [0.1]}))
-    journal.units([3])
-    journal.units([4])
-    journal.close()
-    journal.path.write_bytes(journal.path.read_bytes()[:-4])
-
-    again = Journal(tmp_path, "fingerprint")
-    finished = again.load()
-    assert finished is not None
-    assert finished.units == {3}
-    assert finished.statistics == Statistics({"": [0.1]})
-    again.open(fresh=False)
-    again.units([5])
-    again.close()
-    finished = Journal(tmp_path, "fingerprint").load()
-    assert finished is not None
-    assert sorted(finished.units) == [3, 5]
-
-
 def test_units_made_with_a_guess_count_until_the_statistics_turn_out_to_be_others(tmp_path: Path) -> None:
     guess, right = (Statistics({"": [value]}) for value in (0.1, 0.2))
     journal = Journal(tmp_path, "one")

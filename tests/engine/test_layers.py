@@ -169,30 +169,6 @@ def test_every_layer_is_solved_and_every_other_parameter_divided(
     assert_close(got, want, 1e-8)
 
 
-def test_linear_regression_by_estimated_factors_gives_the_jointly_trained_model() -> None:
-    """Squared errors of a linear layer: the curvature is 2 I ⊗ A exactly, and so is the merge, to 1e-8."""
-    generator = torch.Generator().manual_seed(0)
-
-    def trained(parts: list[tuple[Tensor, Tensor]], ridge: float) -> dict[str, Tensor]:
-        x, y = (torch.cat(column) for column in zip(*parts, strict=True))
-        x = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
-        solved = torch.linalg.solve(x.T @ x + ridge * torch.eye(5, dtype=torch.float64), x.T @ y).T
-        return {"weight": solved[:, :-1].contiguous(), "bias": solved[:, -1].contiguous()}
-
-    tasks = [
-        (torch.randn(20, 4, generator=generator).double(), torch.randn(20, 3, generator=generator).double())
-        for _ in range(3)
-    ]
-    base = {"weight": torch.zeros(3, 4, dtype=torch.float64), "bias": torch.zeros(3, dtype=torch.float64)}
-    sources = []
-    for x, y in tasks:
-        model = torch.nn.Linear(4, 3).double()
-        found = gm.estimate_curvature(model, [(x, y)], "exact", output="squared", structure="kronecker", progress=False)
-        sources.append(found)
-    got = gm.merge_state_dicts(base, [trained([t], 2.0) for t in tasks], prior=4.0, curvature=sources, damping=0.0)
-    assert_close(got, trained(tasks, 2.0), 1e-8)
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_and_a_resumed_merge_give_the_same_bytes(
     tmp_path: Path, folders: Any, threads: int, monkeypatch: pytest.MonkeyPatch
@@ -347,15 +323,6 @@ def test_negative_weights_that_leave_no_minimum_are_refused(tmp_path: Path, fold
     recipe["models"][0]["weight"] = -1.0
     with pytest.raises(gm.InputError, match="weight"):
         gm.merge(recipe, tmp_path / "out")
-
-
-def test_a_penalty_of_its_own_enters_each_layer(tmp_path: Path, states: Any, folders: Any) -> None:
-    """With P = none and H_0 = 0, merging two models that are alike gives them back."""
-    sources = [0.0, kronecker(5), kronecker(5)]
-    recipe = recipe_of([folders[0], folders[1], folders[1]], sources, tmp_path, "gradient-matching", damping=0.0)
-    recipe["base"]["penalty"] = "none"
-    gm.merge(recipe, tmp_path / "out")
-    assert_close(read_model(tmp_path / "out"), states[1], 1e-6)
 
 
 def test_predicted_costs_are_those_of_written_out_matrices(tmp_path: Path, states: Any, folders: Any) -> None:

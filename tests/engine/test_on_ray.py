@@ -132,14 +132,6 @@ def test_every_method_gives_the_bytes_of_a_local_merge(
     same(cluster, recipe_of(method, place, output=output), tmp_path, 1 + (number // 3) % 2)
 
 
-@pytest.mark.parametrize("scope", ["model", "tensor"])
-def test_thresholds_are_found_by_counts_that_add_up(
-    scope: str, cluster: RayCluster, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(statistics, "TENSOR_RUN", 1)  # workers look at samples of these small tensors too
-    same(cluster, recipe_of("breadcrumbs", place, options={"density": 0.3, "scope": scope}), tmp_path, 2)
-
-
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("scope", ["model", "tensor"])
 def test_a_merge_that_begins_with_a_guess_of_the_thresholds_counts_on_the_workers_whether_it_is_right(
@@ -347,12 +339,6 @@ def test_workers_read_urls_and_what_they_write_is_sent(
     assert len(here) > 4 and here.keys() == there.keys()
     assert {name for name in here if here[name] != there[name]} <= {"README.md"}
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
-
-
-def test_workers_of_a_cluster_of_our_own_have_as_much_of_the_machine_as_other_programs(cluster: RayCluster) -> None:
-    """Ray's own 15 would keep them from starting beside programs that use all cores."""
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert [os.getpriority(os.PRIO_PROCESS, worker.pid) for worker in cluster.crew.members] == [own, own]
 
 
 def test_an_interrupted_merge_is_gone_on_with_on_ray(cluster: RayCluster, place: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api.merging import planned
 from gradmerge.notes import Kind
 
 from ..making import assert_close, random_curvature, read_model, three_models
@@ -209,22 +208,3 @@ def test_the_bases_curvature_is_scaled_to_the_examples_that_it_stands_for(
     tuned = [gm.Curvature.load(model["model"]).examples for model in case["models"]]
     assert one.examples == 12_345 + sum(tuned)
     assert other.examples == own.examples + sum(tuned)
-
-
-def test_a_merges_own_curvature_reads_back_the_same_under_every_reduction(case: Case, tmp_path: Path) -> None:
-    for number, reduction in enumerate(["sum", "mean", {"mean_times": 250}]):
-        given = case | {"reduction": reduction, "output": {"curvature": True}}
-        out = tmp_path / f"out-{number}"
-        gm.merge(given, out)
-        again = {"method": "fisher-averaging", "models": [str(out)], "reduction": reduction}
-        with planned(given) as plan, planned(again) as read:
-            job = plan.merged[0]
-            values = plan.inputs
-            factors = [source.factor for source in (values.prior, *values.curvature) if source is not None]
-            sums_ = [
-                gm.Curvature.load(f)[job.name].double().reshape(-1)
-                for f in (case["base"]["model"], *(m["model"] for m in case["models"]))
-            ]
-            want = factors[0] * sums_[0] + 0.01 + 0.7 * factors[1] * sums_[1] + 1.2 * factors[2] * sums_[2]
-            got = gm.Curvature.load(out)[job.name].double().reshape(-1) * read.inputs.curvature[0].factor
-            assert torch.allclose(got, want, rtol=1e-6)

@@ -100,16 +100,6 @@ def test_a_density_over_the_layers_takes_thresholds_of_single_tensors(tmp_path: 
         merged(models, "ties", [1.0], options={"density": [0.25, 0.95]})
 
 
-def test_dare_keeps_each_models_share_and_divides_by_it() -> None:
-    zeros = {"w": torch.zeros(20_000, dtype=torch.float64)}
-    ones = {"w": torch.ones(20_000, dtype=torch.float64)}
-    recipe = make_recipe({"method": "dare", "base": "b", "models": [{"model": "a", "options": {"density": 0.25}}]})
-    assert recipe.resolved_options["density"] == [0.25]
-    result = merged([zeros, ones], "dare", [1.0], options={"density": [{"filter": "w", "value": 0.25}, {"value": 1.0}]})
-    assert set(result["w"].tolist()) == {0.0, 4.0}
-    assert abs(float((result["w"] > 0).double().mean()) - 0.25) < 0.02
-
-
 def test_filters_that_fit_nothing_and_tensors_outside_the_layers_are_noted(tmp_path: Path) -> None:
     models = [write_model(tmp_path / str(i), state) for i, state in enumerate(states(1))]
     cases = [{"filter": "nowhere", "value": [0.0, 1.0]}, {"value": 2.0}]

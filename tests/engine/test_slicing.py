@@ -19,7 +19,7 @@ from gradmerge.errors import InputError
 
 from ..checkpoints.families import load, make, moved, save
 from ..forked import forked
-from ..making import assert_close, read_model, weight_bytes
+from ..making import assert_close, read_model
 
 STACK = {
     "llama-untied": "model.layers.",
@@ -169,21 +169,6 @@ def test_slices_have_layers_of_the_base_and_options_of_their_own(tmp_path: Path)
     }
 
 
-def test_task_arithmetic_of_shifted_layers_and_excluded_tensors_of_the_base(tmp_path: Path) -> None:
-    states = family(tmp_path, "bert")
-    slices = [[("B", 0, 2), ("A", 0, 2), ("C", 1, 3)], [("B", 0, 3), ("A", 0, 3), ("C", 2, 5)]]
-    parts = [
-        {"models": [entry(*source, weight=0.5) for source in part[1:]], "base": list(part[0][1:])} for part in slices
-    ]
-    out = merge(tmp_path, {"method": "task-arithmetic", "base": "./B", "exclude": ["*query*"], "slices": parts})
-
-    def arithmetic(sources: list[Tensor], place: Place, name: str) -> Tensor:
-        base, *tuned = sources
-        return base if "query" in name else base + sum(0.5 * (model - base) for model in tuned)
-
-    assert_close(read_model(out), by_hand(states, STACK["bert"], slices, arithmetic))
-
-
 def test_switches_may_differ_between_slices(tmp_path: Path) -> None:
     """Also those that say what is measured on whole tensors first: `norm` needs sums, and `none` does not."""
     states = family(tmp_path, "gpt2")
@@ -213,7 +198,7 @@ def test_switches_may_differ_between_slices(tmp_path: Path) -> None:
     assert [case["value"] for case in said["options"]["normalize"]] == [True, False]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_slices_may_merge_different_numbers_of_models(tmp_path: Path, order: Sequence[int]) -> None:
     states = family(tmp_path, "gpt2")
     every = [[("A", 0, 2)], [("B", 0, 3), ("C", 1, 4), ("A", 0, 3)], [("C", 2, 4), ("B", 1, 3)]]
@@ -227,21 +212,6 @@ def test_slices_may_merge_different_numbers_of_models(tmp_path: Path, order: Seq
 
     assert_close(read_model(out), by_hand(states, STACK["gpt2"], slices, average))
     load("gpt2", out)
-
-
-def test_thresholds_of_single_tensors_do_with_different_numbers_of_models(tmp_path: Path) -> None:
-    family(tmp_path, "llama-untied")
-    several = [{"models": [entry("A", 0, 2)]}, {"models": [entry("A", 0, 3), entry("C", 1, 4)]}]
-    recipe = {"method": "ties", "base": "./B", "options": {"scope": "tensor", "density": 0.4}, "slices": several}
-    whole = read_model(merge(tmp_path, recipe))
-    apart = []
-    for number, part in enumerate(several):
-        (tmp_path / "recipe.yml").write_text(yaml.safe_dump({**recipe, "slices": [part]}))
-        apart.append(read_model(gm.merge(tmp_path / "recipe.yml", tmp_path / f"part {number}", progress=False).output))
-    for name, value in whole.items():
-        layer = int(name.split(".")[2]) if name.startswith("model.layers.") else 0 if name.startswith(BEFORE) else 4
-        own = re.sub(r"layers\.\d+", f"layers.{layer - 2}", name) if layer > 1 else name
-        torch.testing.assert_close(value, apart[layer > 1][own], rtol=0, atol=0)
 
 
 def test_scaled_layers_begin_as_identities(tmp_path: Path) -> None:
@@ -285,19 +255,6 @@ def test_the_card_the_record_and_inspect_say_which_layer_came_from_where(tmp_pat
     shown = forked("inspect", out).stdout
     assert "layers 0–1: ./A 0–1" in shown
     assert "layers 2: ./C 4" in shown
-
-
-def test_blocks_threads_and_a_merge_that_is_gone_on_with_give_the_same_bytes(tmp_path: Path) -> None:
-    family(tmp_path, "llama-tied")
-    parts = [{"models": [entry("A", 0, 3, weight=[0.2, 0.9]), entry("C", 2, 5)]}] * 2
-    recipe = {"method": "weighted-average", "slices": parts}
-    out = merge(tmp_path, recipe)
-    again = gm.merge(tmp_path / "recipe.yml", tmp_path / "again", progress=False, block=64, threads=3).output
-    first, second = weight_bytes(out), weight_bytes(again)
-    assert {name: data for name, data in first.items() if name != "README.md"} == {
-        name: data for name, data in second.items() if name != "README.md"
-    }
-    assert gm.merge(tmp_path / "recipe.yml", out, progress=False, resume=True).already_done
 
 
 def test_adapters_are_stacked_as_the_models_that_they_make(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import gradmerge as gm
 from gradmerge.engine import adapter_changes
 from gradmerge.engine.factoring import factored
 from gradmerge.errors import InputError
-from gradmerge.recipe import make_recipe
 from tests.checkpoints.families import FAMILIES, load, moved, randomise, save
 from tests.checkpoints.test_lora import LLAMA, make_base, merged_by_peft, write_adapter
 from tests.making import assert_close, read_model, write_model
@@ -51,13 +50,6 @@ EXACT: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "other ranks and targets": (
         "llama-untied",
         [{"r": 4, "lora_alpha": 9, "target_modules": LLAMA}, {"r": 2, "target_modules": SECOND}],
-    ),
-    "patterns and rslora": (
-        "llama-untied",
-        [
-            {"r": 4, "target_modules": LLAMA, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 20}},
-            {"r": 3, "target_modules": ["q_proj", "o_proj"], "use_rslora": True},
-        ],
     ),
     "conv1d": ("gpt2", [{"r": 3, "target_modules": ["c_attn", "c_proj"]}, {"r": 2, "target_modules": ["c_fc"]}]),
     "embeddings": (
@@ -135,19 +127,6 @@ def test_sums_with_weights_for_layers_and_modules_are_exact_and_read_no_weights(
     assert config["lora_alpha"] == config["r"] and config["alpha_pattern"] == config["rank_pattern"]
     some = "model.layers.1.self_attn.v_proj"  # whose weight in the first layer is 0
     assert (some if method == "task-arithmetic" else "v_proj") in config["target_modules"]
-
-
-def test_adapters_without_a_base_in_the_recipe_go_on_the_one_that_they_name(tmp_path: Path) -> None:
-    _, models = llama(tmp_path, LLAMA, SECOND)
-    want, got, _ = both({"method": "average", "models": models}, tmp_path, "llama-untied")
-    assert_close(got, want, 1e-6)
-
-
-def test_a_base_with_a_weight_of_its_own_shrinks_the_adapters(tmp_path: Path) -> None:
-    base, models = llama(tmp_path, LLAMA, SECOND)
-    recipe = weighted("weighted-average", base, models, 1.0, 2.0) | {"base": {"model": str(base), "weight": 3.0}}
-    want, got, _ = both(recipe, tmp_path, "llama-untied")
-    assert_close(got, want, 1e-6)
 
 
 def lost_by_svd(base: dict[str, Tensor], model: dict[str, Tensor], rank: int) -> tuple[dict[str, float], float]:
@@ -233,23 +212,6 @@ def test_factors_that_add_up_to_more_than_the_rank_are_cut_to_the_nearest(tmp_pa
     for name in want:
         exact = name not in shares or shares[name] < 1e-9
         assert exact is bool(torch.allclose(got[name], want[name], atol=2e-6)), name
-
-
-def test_gradient_matching_of_whole_models_goes_into_an_adapter(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "bert")
-    models, recipe = [], {"method": "gradient-matching", "damping": 0.1}
-    generator = torch.Generator().manual_seed(0)
-    for place in range(3):
-        folder = tmp_path / f"tuned{place}"
-        save(moved(load("bert", base), 3 + place), folder)
-        shapes = {name: value.shape for name, value in read_model(base).items()}
-        curvature = gm.Curvature({n: torch.rand(s, generator=generator) for n, s in shapes.items()}, examples=10)
-        curvature.save(tmp_path / f"curvature{place}")
-        models.append({"model": str(folder), "curvature": str(tmp_path / f"curvature{place}")})
-    recipe |= {"base": {"model": str(base), "curvature": str(tmp_path / "curvature0")}, "models": models[1:]}
-    want, got, result = both(recipe, tmp_path, "bert", rank=64)
-    assert_close(got, want, 2e-6)
-    assert [name for name in want if "LayerNorm" in name] and result.lost_share < 1e-10
 
 
 def test_dora_is_folded_into_the_adapter(tmp_path: Path) -> None:
@@ -354,21 +316,6 @@ def test_adapters_that_cannot_be_written_are_refused(case: str, tmp_path: Path) 
     with pytest.raises(InputError, match=message):
         gm.merge({k: v for k, v in recipe.items() if v is not None}, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.gradmerge-partial").exists()
-
-
-def test_a_recipe_of_mergekit_is_written_as_an_adapter(tmp_path: Path) -> None:
-    """Its types of tensors are the widest of the models, of factors float32."""
-    base = make_base(tmp_path / "base", "llama-untied")
-    for i in (1, 2):
-        write_adapter(base, "llama-untied", tmp_path / f"lora{i}", LoraConfig(r=2, target_modules=["q_proj"]), seed=i)
-    models = [{"model": f"{base}+{tmp_path / f'lora{i}'}", "parameters": {"weight": i}} for i in (1, 2)]
-    recipe = make_recipe({"merge_method": "task_arithmetic", "base_model": str(base), "models": models})
-    assert recipe.output.dtype == "widest"
-    gm.merge(recipe, tmp_path / "model")
-    recipe.output.format = "adapter"
-    gm.merge(recipe, tmp_path / "out")
-    assert {value.dtype for value in load_file(tmp_path / "out/adapter_model.safetensors").values()} == {torch.float32}
-    assert_close(by_peft(tmp_path, "llama-untied"), read_model(tmp_path / "model"), 1e-6)
 
 
 def test_an_adapter_on_an_adapter_is_refused_as_base(tmp_path: Path) -> None:

@@ -122,23 +122,6 @@ def test_a_tokenizer_from_elsewhere_is_taken_if_its_tokens_have_rows(tmp_path: P
         models.merge(tokenizer="elsewhere")
 
 
-def test_the_same_tokens_in_another_order_are_matched(tmp_path: Path) -> None:
-    models = Models(tmp_path)
-    path = tmp_path / "one/tokenizer.json"
-    tokenizer = json.loads((tmp_path / "base/tokenizer.json").read_text())
-    size = len(tokenizer["model"]["vocab"])
-    tokenizer["model"]["vocab"] = {t: (row + 7) % size for t, row in tokenizer["model"]["vocab"].items()}
-    for entry in tokenizer["added_tokens"]:
-        entry["id"] = tokenizer["model"]["vocab"].get(entry["content"], entry["id"])
-    path.write_text(json.dumps(tokenizer))
-    models.ids["one"] = vocabulary(tmp_path / "one")
-    models.states["one"] = state(len(models.ids["one"]), 5)
-    save_model(tmp_path / "one", models.states["one"])
-    assert models.ids["one"] != models.ids["base"] and models.ids["one"].keys() == models.ids["base"].keys()
-    models.merge(tokenizer="base")
-    assert models.check(ROWED[:2]) == models.ids["base"]
-
-
 def test_without_a_base_a_missing_token_is_the_mean_of_those_that_have_it(tmp_path: Path) -> None:
     models = Models(tmp_path)
     recipe = models.recipe(method="weighted-average", tokenizer="union")
@@ -206,16 +189,6 @@ def test_rules_for_tokens_and_rows_without_one(tmp_path: Path) -> None:
             assert torch.allclose(out[name][row], mean, rtol=0, atol=1e-12)
     assert result.notes
     assert encode(tmp_path / "out", "a<new>b<newer>")[1::2] == ["<new>", "<newer>"]
-
-
-def test_a_row_taken_from_a_wider_base_differs_from_it_by_nothing(tmp_path: Path) -> None:
-    models = Models(tmp_path, dtype=torch.bfloat16)
-    models.states["base"] = state(len(models.ids["base"]), 0, dtype=torch.float32)
-    save_model(tmp_path / "base", models.states["base"])
-    models.merge(tokenizer="base")
-    out = read_model(tmp_path / "out")[ROWED[0]]
-    rows = [row for token, row in models.ids["base"].items() if token not in models.ids["one"]]
-    assert rows and torch.equal(out[rows], models.states["base"][ROWED[0]][rows])
 
 
 def test_curvature_follows_the_rows_and_is_0_for_tokens_that_a_model_lacks(tmp_path: Path) -> None:
