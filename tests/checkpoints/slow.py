@@ -1,51 +1,66 @@
-"""The rules once more: whole models in float64, written to be obvious."""
+"""The slow rules of `tests/rules/slow.py` on whole models in float64, and the random masks a second time."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..rules import slow
+
 State = Mapping[str, Tensor]
 Rule = Callable[[State, Sequence[State]], dict[str, Tensor]]
 
 
+def flat(state: State, names: Sequence[str]) -> list[float]:
+    return [value for name in names for value in state[name].double().reshape(-1).tolist()]
+
+
+def on_models(rule: Callable[..., list[float]], base: State, tuned: Sequence[State], *more: Any) -> dict[str, Tensor]:
+    """A rule on all entries of a model at once."""
+    names = list(base)
+    merged = torch.tensor(rule(flat(base, names), [flat(t, names) for t in tuned], *more), dtype=torch.float64)
+    parts = merged.split([base[name].numel() for name in names])
+    return {name: part.reshape(base[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
 def average(base: State, tuned: Sequence[State]) -> dict[str, Tensor]:
-    return {n: sum(t[n] for t in tuned) / len(tuned) for n in base}
+    return on_models(slow.average, base, tuned)
 
 
 def task_arithmetic(base: State, tuned: Sequence[State], weights: Sequence[float]) -> dict[str, Tensor]:
-    return {n: base[n] + sum(w * (t[n] - base[n]) for w, t in zip(weights, tuned, strict=True)) for n in base}
-
-
-def _trimmed(base: State, tuned: State, density: float) -> dict[str, Tensor]:
-    delta = {n: tuned[n] - base[n] for n in base}
-    every = torch.cat([d.abs().flatten() for d in delta.values()])
-    k = max(1, math.floor(density * every.numel()))
-    threshold = every.sort(descending=True).values[k - 1]
-    return {n: torch.where(d.abs() >= threshold, d, 0.0) for n, d in delta.items()}
+    return on_models(slow.task_arithmetic, base, tuned, weights)
 
 
 def sparse(base: State, tuned: Sequence[State], weights: Sequence[float], density: float) -> dict[str, Tensor]:
-    kept = [_trimmed(base, t, density) for t in tuned]
-    return {n: base[n] + sum(w * k[n] for w, k in zip(weights, kept, strict=True)) for n in base}
+    return on_models(slow.sparse_finetuning, base, tuned, weights, density)
 
 
 def ties(base: State, tuned: Sequence[State], weights: Sequence[float], density: float) -> dict[str, Tensor]:
-    kept = [_trimmed(base, t, density) for t in tuned]
-    result = {}
-    for name in base:
-        deltas = [k[name] for k in kept]
-        sign = sum(w * d for w, d in zip(weights, deltas, strict=True)).sign()
-        agree = [((d.sign() == sign) & (d != 0)).double() for d in deltas]
-        total = sum(w * a * d for w, a, d in zip(weights, agree, deltas, strict=True))
-        count = sum(w * a for w, a in zip(weights, agree, strict=True))
-        result[name] = base[name] + torch.where(count > 0, total / count, 0.0)
-    return result
+    return on_models(slow.ties, base, tuned, weights, density)
+
+
+def slerp(base: State, tuned: Sequence[State], t: float) -> dict[str, Tensor]:
+    """Tensor by tensor."""
+    alone = [on_models(lambda b, m: slow.slerp(b, m[0], t), {n: base[n]}, [{n: tuned[0][n]}]) for n in base]
+    return {name: value for one in alone for name, value in one.items()}
+
+
+def gradient_matching(
+    base: State,
+    tuned: Sequence[State],
+    weights: Sequence[float],
+    prior: State,
+    curvature: Sequence[State],
+    damping: float,
+) -> dict[str, Tensor]:
+    names = list(base)
+    flats = [flat(one, names) for one in curvature]
+    return on_models(slow.gradient_matching, base, tuned, weights, flat(prior, names), flats, damping)
 
 
 def dare(base: State, tuned: Sequence[State], weights: Sequence[float], density: float, seed: int) -> dict[str, Tensor]:
@@ -60,35 +75,4 @@ def dare(base: State, tuned: Sequence[State], weights: Sequence[float], density:
             kept = torch.from_numpy(halves.astype(np.float64) < density * 2**32).reshape(merged.shape)
             merged += weight * kept.double() * (model[name] - base[name]) / density
         result[name] = merged
-    return result
-
-
-def slerp(base: State, tuned: Sequence[State], t: float) -> dict[str, Tensor]:
-    result = {}
-    for name, one in base.items():
-        two = tuned[0][name]
-        cosine = float((one * two).sum() / (one.norm() * two.norm()))
-        if abs(cosine) > 0.9995:
-            result[name] = (1 - t) * one + t * two
-        else:
-            angle = math.acos(cosine)
-            result[name] = (math.sin((1 - t) * angle) * one + math.sin(t * angle) * two) / math.sin(angle)
-    return result
-
-
-def gradient_matching(
-    base: State,
-    tuned: Sequence[State],
-    weights: Sequence[float],
-    prior: State,
-    curvature: Sequence[State],
-    damping: float,
-) -> dict[str, Tensor]:
-    result = {}
-    for name in base:
-        h0 = prior[name].double() + damping
-        hs = [c[name].double() for c in curvature]
-        whole = h0 + sum(w * h for w, h in zip(weights, hs, strict=True))
-        step = sum(w * (h0 + h) / whole * (t[name] - base[name]) for w, h, t in zip(weights, hs, tuned, strict=True))
-        result[name] = base[name] + step
     return result

@@ -188,15 +188,6 @@ def test_the_result_keeps_the_type_of_the_base_and_is_rounded_once(
     assert next(load(family, tmp_path / "out", dtype="auto").parameters()).dtype == dtype
 
 
-def test_float64_weights_are_merged_in_float64_even_by_rules_with_thresholds(tmp_path: Path) -> None:
-    trio = make_trio(tmp_path, "bert", torch.float64)
-    base, *tuned = map(double, trio.stored)
-    for method in ("ties", "dare", "slerp"):
-        options, rule = RULES[method]
-        gm.merge(trio.recipe(method, options=options), tmp_path / method)
-        assert_close(read_model(tmp_path / method), rule(base, tuned), 1e-13)
-
-
 @pytest.mark.parametrize("word", ["float32", "float16"])
 def test_output_dtype_converts_weights_and_changes_the_config(word: str, tmp_path: Path) -> None:
     trio = make_trio(tmp_path, "llama-untied", torch.bfloat16)
@@ -321,16 +312,6 @@ def test_a_head_that_only_the_base_stores_is_merged_with_the_embeddings_that_it_
     want = slow.task_arithmetic(base, tuned, WEIGHTS)
     assert_close(got, want | {head: want[embedding]}, 1e-6)
     load(family, tmp_path / "out")
-
-
-def test_t5s_stored_copies_of_the_shared_embeddings_are_left_out(tmp_path: Path) -> None:
-    trio = make_trio(tmp_path, "t5")
-    shared = trio.stored[1]["shared.weight"]
-    one = put_head(trio.folders[1], tmp_path / "one", "encoder.embed_tokens.weight", shared)
-    trio.folders[1] = put_head(one, tmp_path / "two", "decoder.embed_tokens.weight", shared)
-    gm.merge(trio.recipe("average"), tmp_path / "out")
-    base, *tuned = map(double, trio.stored)
-    assert_close(read_model(tmp_path / "out"), slow.average(base, tuned), 1e-6)
 
 
 def test_a_head_that_is_not_the_embeddings_does_not_merge_with_a_tied_base(tmp_path: Path) -> None:

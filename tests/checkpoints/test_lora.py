@@ -284,13 +284,6 @@ def test_gradient_matching_takes_adapters_with_curvature_of_the_whole_model(tmp_
     assert_close(read_model(tmp_path / "out"), want, 2e-6)
 
 
-def test_an_adapter_and_a_whole_model_merge_together(tmp_path: Path) -> None:
-    base, adapters, (first, one, two) = two_adapters(tmp_path)
-    whole = write_whole(tmp_path, two)
-    gm.merge({"method": "ties", "base": str(base), "models": [str(adapters[0]), str(whole)]}, tmp_path / "out")
-    assert_close(read_model(tmp_path / "out"), slow.ties(first, [one, two], [1, 1], 0.2), 1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_difference_is_formed_in_high_precision_whatever_the_base_is_stored_in(
     dtype: torch.dtype, tmp_path: Path
@@ -320,9 +313,12 @@ def test_the_bytes_do_not_depend_on_the_size_of_blocks(tmp_path: Path) -> None:
 # Where the base comes from
 
 
-def test_without_a_base_in_the_recipe_an_adapter_finds_the_base_that_it_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("relative", [False, True])
+def test_without_a_base_in_the_recipe_an_adapter_finds_the_base_that_it_names(relative: bool, tmp_path: Path) -> None:
     base, adapters, (first, *rest) = two_adapters(tmp_path)
     (base / "tokenizer.json").write_text("{}")
+    for adapter in adapters if relative else ():
+        edit_config(adapter, base_model_name_or_path="../base")
     gm.merge({"method": "average", "models": [str(a) for a in adapters]}, tmp_path / "out")
     assert_close(read_model(tmp_path / "out"), slow.average(first, rest), 1e-6)
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
@@ -333,18 +329,6 @@ def test_without_a_base_in_the_recipe_an_adapter_finds_the_base_that_it_names(tm
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def test_a_relative_base_is_looked_for_from_the_adapters_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, adapters, (first, *rest) = two_adapters(tmp_path)
-    for adapter in adapters:
-        edit_config(adapter, base_model_name_or_path="../base")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    gm.merge({"method": "average", "models": [str(a) for a in adapters]}, tmp_path / "out")
-    assert_close(read_model(tmp_path / "out"), slow.average(first, rest), 1e-6)
 
 
 @pytest.mark.parametrize("tuned", ["a whole model", "an adapter"])

@@ -15,7 +15,7 @@ from torch import Tensor
 import gradmerge as gm
 from gradmerge.checkpoints import open_checkpoint
 
-from ..making import Stop, near, random_state, write_model
+from ..making import near, random_state, write_model
 
 DENSE = {"linear.weight": (4, 8), "linear.bias": (4,)}
 TRANSFORMER = {"embeddings.weight": (11, 8), "layer.0.weight": (8, 8)}
@@ -92,20 +92,6 @@ def test_every_module_is_merged_and_copied(tmp_path: Path, first: str, shard_siz
     ):
         assert (out / name).read_bytes() == (models[0] / name).read_bytes()
     assert not (out / "2_Dense" / "secret.key").exists()
-
-
-def test_a_killed_merge_of_modules_resumes_and_its_result_merges_again(tmp_path: Path) -> None:
-    models = write_three(tmp_path)
-    recipe = {"method": "average", "base": str(models[0]), "models": [str(m) for m in models[1:]]}
-
-    gm.merge(recipe, tmp_path / "want")
-    with pytest.raises(KeyboardInterrupt):
-        gm.merge(recipe, tmp_path / "out", progress=Stop(after=3), threads=1)
-    gm.merge(recipe, tmp_path / "out", resume=True)
-    for name in ("model.safetensors", "2_Dense/model.safetensors"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "want" / name).read_bytes()
-    again = {"method": "average", "models": [str(tmp_path / "out"), str(models[1])]}
-    gm.merge(again, tmp_path / "again")
 
 
 def test_models_with_other_modules_are_refused(tmp_path: Path) -> None:

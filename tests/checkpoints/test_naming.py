@@ -209,16 +209,6 @@ def test_the_language_tower_of_a_vision_language_model_is_merged_with_language_m
     assert (tmp_path / "out" / "config.json").read_bytes() == (vlm / "config.json").read_bytes()
 
 
-def test_a_tower_is_merged_with_its_head_where_one_prefix_holds_both(tmp_path: Path) -> None:
-    vlm, llms, (model, *others) = write_pair("llava", tmp_path)
-    entries = [{"model": str(llm), "weight": 0.4, "rename": {"": "language_model."}} for llm in llms]
-    result = gm.merge(recipe_of(vlm, *entries, include=["language_model.*"]), tmp_path / "out")
-    assert result.merged == len(read_model(llms[0]))
-    base, heads = model.lm_head.weight.double(), [other.lm_head.weight.double() for other in others]
-    got = read_model(tmp_path / "out")["language_model.lm_head.weight"].double()
-    torch.testing.assert_close(got, (base + sum(0.4 * (head - base) for head in heads)).detach(), atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("family", PAIRS)
 @pytest.mark.parametrize(
     ("changes", "field"),

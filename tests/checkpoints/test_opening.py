@@ -19,7 +19,6 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.checkpoints import Buffers, open_checkpoint
-from gradmerge.checkpoints.pickles import PickleFile
 from gradmerge.errors import InputError
 from gradmerge.markdown import split_card
 from tests.forked import forked
@@ -187,14 +186,6 @@ def test_tensors_that_were_saved_on_a_gpu_are_read_without_one(tmp_path: Path) -
     assert_same(read_all(tmp_path / "gpu.pt", allow_pickle=True), state)
 
 
-def test_only_what_is_not_one_run_of_the_file_is_held_in_memory(tmp_path: Path) -> None:
-    torch.save({"straight": torch.randn(4, 5), "turned": torch.randn(4, 5).T}, tmp_path / "c.pt")
-    file = PickleFile(tmp_path / "c.pt")
-    file.close()
-    assert file.entries.keys() == {"straight"}
-    assert file.memory.keys() == {"turned"}
-
-
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
 def test_an_archive_that_another_program_packed_is_read_right(compression: int, tmp_path: Path) -> None:
     state = random_state(0)
@@ -318,25 +309,6 @@ def test_a_folder_of_the_same_name_goes_before_the_hub(tmp_path: Path) -> None:
     assert_close(read_model(tmp_path / "out"), here, 0)
     front, text = split_card((tmp_path / "out/README.md").read_text(), "card")
     assert "base_model" not in front and "| tuned | `my.model` |" in text
-
-
-def test_an_adapters_base_may_be_a_hub_id(tmp_path: Path) -> None:
-    base = random_state(0)
-    make_cache(tmp_path, {COMMIT: base})
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    config = {"peft_type": "LORA", "base_model_name_or_path": "org/my.model", "r": 2, "lora_alpha": 6}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    a, b = torch.randn(2, 8), torch.randn(16, 2)
-    prefix = "base_model.model.layers.0.linear"
-    save_file({f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}, adapter / "adapter_model.safetensors")
-    run = in_process(
-        tmp_path, code='import gradmerge as gm; gm.merge({"method": "average", "models": ["adapter"]}, "out")'
-    )
-    assert run.returncode == 0, run.stderr
-    assert split_card((tmp_path / "out/README.md").read_text(), "card")[0]["base_model"] == ["org/my.model"]
-    name = "layers.0.linear.weight"
-    assert_close(read_model(tmp_path / "out"), base | {name: base[name].double() + 3 * b.double() @ a.double()}, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -74,34 +74,6 @@ def test_with_the_penalty_that_the_models_were_tuned_under_the_merge_is_the_join
         assert torch.equal(gradient_matching_full(base, tuned, hold, curvature, weights), merged([hold] * 3))
 
 
-@pytest.mark.parametrize("held_by", ["nothing", "H_0", "another P"])
-def test_the_rules_themselves_are_exact_with_the_right_penalty_where_features_do_not_overlap(held_by: str) -> None:
-    """Then every matrix is diagonal. The removal takes a part out of a base that was trained on all."""
-    generator = torch.Generator().manual_seed(1)
-
-    def diagonal() -> Tensor:
-        return torch.rand(FEATURES, generator=generator, dtype=torch.float64) + 0.5
-
-    base, hold = diagonal(), 30 * diagonal()
-    own = {"nothing": torch.zeros(FEATURES, dtype=torch.float64), "H_0": hold, "another P": 7 * diagonal()}[held_by]
-    curvature, optima = [diagonal(), diagonal()], [diagonal() * 3, -diagonal()]
-    tuned = [(h * best + own * base) / (h + own) for h, best in zip(curvature, optima, strict=True)]
-    target = (hold * base + curvature[0] * optima[0] + 0.5 * curvature[1] * optima[1]) / (
-        hold + curvature[0] + 0.5 * curvature[1]
-    )
-    got = METHODS["gradient-matching"](base, tuned, [1.0, 0.5], hold, curvature, 0.0, own)
-    assert relative(got, target, base) < 1e-12
-
-    stays, best = 2 * diagonal(), diagonal() * 4
-    everything = (stays * best + curvature[0] * optima[0]) / (stays + curvature[0])
-    tuned = [(curvature[0] * optima[0] + own * everything) / (curvature[0] + own)]
-    got = METHODS["removal"](everything, tuned, [1.0], stays, curvature[:1], 0.0, own, cap="none")
-    assert relative(got, best, everything) < 1e-12
-    if held_by == "nothing":
-        wrong = METHODS["removal"](everything, tuned, [1.0], stays, curvature[:1], 0.0, cap="none")
-        assert relative(wrong, best, everything) > 1
-
-
 def test_task_arithmetic_errs_by_exactly_the_gradient_mismatch(prior: Tensor) -> None:
     base = torch.randn(FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     tasks = [data(20, seed) for seed in range(3)]
