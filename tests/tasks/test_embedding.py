@@ -71,7 +71,6 @@ def triplets(count: int = 7, negatives: int = 2) -> list[dict[str, Any]]:
     return [dict(zip(names, row, strict=True)) for row in zip(*texts, strict=True)]
 
 
-NAMED = {"anchor": "a", "positive": "b", "score": "c"}
 DATA = {"scores": pairs(), "negative": triplets(negatives=1), "negatives": triplets()}
 FOLDERS: dict[str, dict[str, Any]] = {
     "mean": {},

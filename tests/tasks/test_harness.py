@@ -224,7 +224,7 @@ def test_a_task_that_fails_and_a_model_that_cannot_write_are_said(place: Path, t
     with pytest.raises(gm.InputError, match="--lm-eval cities: "):
         gm.evaluate(place / "one", lm_eval="cities", lm_eval_tasks=tasks, device="cpu")
     bert = tiny_bert_checkpoint(tmp_path / "bert")
-    with pytest.raises(gm.InputError, match="a model for classify; the harness asks models for causal-lm or seq2seq"):
+    with pytest.raises(gm.InputError, match="classify"):
         gm.evaluate(bert, lm_eval="cities", lm_eval_tasks=place / "tasks", device="cpu")
 
 
