@@ -185,6 +185,15 @@ def test_rules_without_weights_appear_once_and_impossible_settings_are_left_out_
     assert {row.rank for row in found.rows} == {1}, "five times the same merge"
 
 
+def test_where_the_reference_costs_nothing_multiples_are_of_the_largest(tmp_path: Path) -> None:
+    recipe = Place(tmp_path, method="task-arithmetic").recipe
+    recipe["models"] = recipe["models"][:1]
+    recipe["base"].pop("curvature")
+    found = gm.preview(recipe, weights="0:1:0.5")
+    assert found.reference.values == {"a": 0} and found.notes
+    assert [found.relative(row, "a") for row in found.rows] == [1, pytest.approx(0.25), 0]
+
+
 def test_what_curvature_cannot_say_is_refused(tmp_path: Path) -> None:
     place = Place(tmp_path)
     plain = {"base": str(place.base), "models": [str(place.a), str(place.b)]}

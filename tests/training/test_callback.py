@@ -429,6 +429,7 @@ def test_too_few_steps_for_one_measurement_is_an_error_at_the_beginning(tmp_path
     ("options", "named"),
     [
         ({"source": "adams"}, "adam, online, pass"),
+        ({"source": "online", "every": 0}, "every=0"),
         ({"source": "online", "every": 2.5}, "every=2.5"),
         ({"source": "online", "every": None}, "every=None"),
         ({"source": "pass", "limit": "5"}, "limit='5'"),

@@ -81,7 +81,9 @@ def test_adapted_is_what_merging_the_adapter_and_measuring_the_result_gives(tmp_
     else:
         images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(2))
         data = [{"pixel_values": image, "labels": torch.tensor(i % 3)} for i, image in enumerate(images)]
-        model, output = lora(make("vit"), target_modules=["q_proj", "fc1"]), "classes"
+        make("vit").save_pretrained(tmp_path / "base")  # its files have other names than its parameters
+        base = type(make("vit")).from_pretrained(tmp_path / "base")
+        model, output = lora(base, target_modules=["q_proj", "fc1"]), "classes"
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     trainer_for(tmp_path / "out", model, data, gm.CurvatureCallback("pass", adapted=True), num_train_epochs=1).train()
     assert {name: p.requires_grad for name, p in model.named_parameters()} == trained

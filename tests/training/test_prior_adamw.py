@@ -322,6 +322,11 @@ def test_steps_can_be_differentiated(coupling: str) -> None:
     torch.autograd.gradcheck(after, (start, GRADIENTS[0]["weight"].clone().requires_grad_()))
 
 
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    assert_equal(run(prior=CURVATURE, lr=rate), run(prior=CURVATURE, lr=0.1))
+
+
 def ridge() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(40, 6, generator=generator, dtype=torch.float64)
