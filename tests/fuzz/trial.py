@@ -309,6 +309,7 @@ def outside_of(root: Path, paths: list[str]) -> list[str]:
     here = root.resolve() / "in"
     known = (str(here), str(here.with_name("out")), "/proc/", "/sys/")
     far = [path for path in paths if not path.isdigit() and not os.path.realpath(here / path).startswith(known)]
+    far = [path for path in far if path not in sys.path]  # which are listed when something is imported
     return [path for path in far if not path.endswith((".py", ".pyc", ".so")) and "/lib/python" not in path]
 
 
