@@ -111,6 +111,15 @@ def test_the_gauge_advises_what_was_measured(without: int) -> None:
     assert "`base.penalty: none`" in words_of(diagnosis({OWN: 1.0}, {}, gauge=2.0))
 
 
+@pytest.mark.parametrize(("merged", "tasks"), [(60, ("a", "b")), (112, ("a", "b")), (112, ("a",))])
+def test_calibration_is_advised_unless_no_task_loses(merged: int, tasks: tuple[str, ...]) -> None:
+    found = diagnosis({OWN: 1.0}, {**ALONE, OWN: both(merged)}, tasks=tasks)
+    found.calibrate_command = "gradmerge calibrate merged --data a=a.jsonl --data b=b.jsonl -o calibrated"
+    assert (found.calibrate_command in verdict(found)[-1]) == (merged == 60 or tasks == ("a",))
+    found = diagnosis({OWN: 1.0}, {})
+    assert not any("gradmerge calibrate" in sentence for sentence in verdict(found))
+
+
 def test_numbers_have_their_errors() -> None:
     found = diagnosis({OWN: 1.0, OTHER: 1.0}, {**ALONE, OWN: both(111), OTHER: both(60)})
     assert "0.925 ± 0.024" in words_of(found) and "0.9333 ± 0.023" in words_of(found)

@@ -27,6 +27,7 @@ from ..storage.staging import Staging
 from ..tasks import LoadOptions, complete, tokenizer_of
 from ..tasks.data_sources import data_paths
 from ..text import to_json
+from .calibrate_command import calibrate_command
 from .merging import default_threads, merged_first, recipe_of_models
 
 
@@ -91,6 +92,7 @@ def diagnose(
             **allowed,
             **options,
         )
+        found.calibrate_command = calibrate_command(recipe, data or {}, merged, options["columns"])
         found.verdict = verdict(found)
         if staging is not None:
             text = recipe_text(recipe)

@@ -29,6 +29,7 @@ from ..report.preview_words import verdict
 from ..storage.staging import Staging
 from ..tasks import Generation, LoadOptions, complete, tokenizer_of
 from ..text import to_json
+from .calibrate_command import calibrate_command
 from .diagnosing import provenance, recipe_text, report_folder
 from .merging import default_threads, merge, merged_first, recipe_of_models
 from .recipe_yaml import recipe_documents
@@ -111,7 +112,7 @@ def preview(
         ):
             found = compare(recipe, looker, settings, space.axis, objective=objective, fixed=fixed, progress=told)
             found.notes += space.notes(chosen)
-        tell(staging, found, None, data or {}, command)
+        tell(staging, found, None, data or {}, command, options["columns"])
     return found
 
 
@@ -177,7 +178,7 @@ def suggest_weights(
                 fixed=fixed,
                 progress=told,
             )
-        tell(staging, found.evaluated, found, data or {}, command)
+        tell(staging, found.evaluated, found, data or {}, command, options["columns"])
     return found
 
 
@@ -220,9 +221,15 @@ def _looker(
 
 
 def tell(
-    staging: Staging | None, found: Preview, suggestion: Suggestion | None, data: Mapping[str, str], command: str
+    staging: Staging | None,
+    found: Preview,
+    suggestion: Suggestion | None,
+    data: Mapping[str, str],
+    command: str,
+    columns: Mapping[str, str] | None = None,
 ) -> None:
     """The verdict, and the report if one is wanted."""
+    found.calibrate_command = calibrate_command(found.recipe, data, columns=columns)
     found.verdict = verdict(found, suggestion)
     if staging is None:
         return

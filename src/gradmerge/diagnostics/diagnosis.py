@@ -84,6 +84,8 @@ class Diagnosis(Displayed):
     examples: dict[str, int] = field(default_factory=dict)
     """Examples of each task's data that were looked at."""
     notes: list[str] = field(default_factory=list)
+    calibrate_command: str = ""
+    """The command that calibrates the merge; empty if it cannot be calibrated."""
     verdict: list[str] = field(default_factory=list)
     """What a user should know, in sentences."""
 

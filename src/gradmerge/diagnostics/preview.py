@@ -77,6 +77,8 @@ class Preview(Displayed):
     examples: dict[str, int] = field(default_factory=dict)
     """Task → number of rows of its data."""
     notes: list[str] = field(default_factory=list)
+    calibrate_command: str = ""
+    """The command that calibrates the best merge; empty if it cannot be calibrated."""
     verdict: list[str] = field(default_factory=list)
     """What a user should know, in sentences."""
 

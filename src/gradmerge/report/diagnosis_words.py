@@ -13,6 +13,7 @@ from ..diagnostics.scores import headline, higher_is_better, measured
 from ..diagnostics.setting_ties import are_tied
 from ..tasks.uncertainty import Difference, difference
 from ..text import counted, plus_minus
+from .calibration_words import calibration_words
 from .numbers import in_plain_words, number
 
 #: Where a model's P comes from, in words.
@@ -47,7 +48,10 @@ def verdict(found: Diagnosis) -> list[str]:
     words += [*_interference_words(found), *_gauge_words(found)]
     if found.recipe.method == "removal":
         return [*words, f"To try: {PREVIEW} over the strengths, with rows of what is to go and of what is to stay."]
-    return [*words, *(_advice(found) if found.measured is None else _measured_advice(found, found.measured))]
+    words += _advice(found) if found.measured is None else _measured_advice(found, found.measured)
+    measured_all = set(tuned) <= set(found.examples)
+    loses = not measured_all or any(_lost(found, task) for task in found.examples)
+    return [*words, *(calibration_words(found.calibrate_command) if loses else [])]
 
 
 def base_of(found: Diagnosis) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..diagnostics.preview import Outcome, Preview
+from ..diagnostics.setting_ties import lost_share
 from ..diagnostics.suggest import Suggestion
 from ..recipe import Varying, in_words
+from ..tasks.uncertainty import TIE
 from ..text import plus_minus
+from .calibration_words import calibration_words
 from .numbers import in_plain_words, number
 
 TRUST = (
@@ -39,7 +43,19 @@ def verdict(found: Preview, suggestion: Suggestion | None = None) -> list[str]:
         words.append("A share of 0 is as good as each task's own model, and 1 as bad as the base.")
     if suggestion is not None and suggestion.weights:
         words.append(f"Suggested weights: {by_task(suggestion.weights)}.")
-    return words if found.measured else [*words, TRUST]
+    words += [] if found.measured else [TRUST]
+    return [*words, *(calibration_words(found.calibrate_command) if _may_lose(found, best) else [])]
+
+
+def _may_lose(found: Preview, row: Outcome) -> bool:
+    """Whether a merge loses beside a task's own model by more than noise, or nothing measured says that it does not."""
+    if not found.measured:
+        return True
+    shares = {task: lost_share(row, task) for task in found.tasks}
+    known = {task: share for task, share in shares.items() if share is not None and math.isfinite(share)}
+    if not set(found.models) <= set(known):
+        return True
+    return any(share > TIE * (getattr(share, "error", None) or 0.0) for share in known.values())
 
 
 def _predicted_words(found: Preview, best: Outcome) -> list[str]:

@@ -1,0 +1,91 @@
+"""The `gradmerge calibrate` command that diagnoses and previews advise: it runs, and is absent if it cannot help."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.api.calibrate_command import calibrate_command
+from gradmerge.cli.app import app
+from gradmerge.recipe import make_recipe
+from gradmerge.report.preview_words import verdict
+
+from ..diagnostics.conftest import write_texts
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(write_texts(tmp_path))
+    gm.merge("recipe.yml", "merged")
+    return tmp_path
+
+
+def run(command: str) -> None:
+    name, *arguments = shlex.split(command)
+    done = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
+    assert name == "gradmerge" and done.exit_code == 0, done.output
+
+
+def advised(stdout: str) -> str:
+    return stdout[stdout.index("gradmerge calibrate") :].splitlines()[0]
+
+
+def test_the_command_that_a_preview_prints_runs(place: Path) -> None:
+    options = ["--weights", "0,0.4", "-d", "a=a.jsonl", "-d", "base=b.jsonl", "--columns", "text=text,label=label"]
+    done = CliRunner().invoke(app, ["preview", "recipe.yml", *options, "--device", "cpu", "-o", "report"])
+    assert done.exit_code == 0, done.output
+    command = advised(done.stdout)
+    assert "gradmerge calibrate" in (place / "report" / "report.html").read_text()
+    run(command.replace(" OUT ", " merged ").replace("b=ROWS", "b=b.jsonl"))
+    record = json.loads((place / "calibrated" / "gradmerge.json").read_text())
+    assert set(record["calibration"]["data"]) == {"a", "b", "base"}
+
+
+def test_the_command_of_a_diagnosis_names_the_merged_model_and_models_that_have_no_record(place: Path) -> None:
+    (place / "merged" / "gradmerge.json").unlink()
+    for name in ("base", "a", "b"):
+        gm.estimate_curvature(name, "a.jsonl", out=f"{name}/curvature", device="cpu")
+    data = ["-d", "a=a.jsonl", "-d", "b=b.jsonl"]
+    done = CliRunner().invoke(
+        app, ["diagnose", "recipe.yml", "--merged", "merged", *data, "--device", "cpu", "-o", "report"]
+    )
+    assert done.exit_code == 0, done.output
+    found = gm.diagnose("recipe.yml", merged="merged", data={"a": "a.jsonl", "b": "b.jsonl"}, device="cpu")
+    run(found.calibrate_command)
+    assert (place / "calibrated" / "model.safetensors").exists()
+
+
+def test_models_have_the_names_of_the_record(tmp_path: Path) -> None:
+    recipe = make_recipe({"method": "average", "base": "base", "models": ["x/one", "y/one", "z/it's two"]})
+    words = shlex.split(calibrate_command(recipe, {"x/one": "1.jsonl", "z/it's two": "other"}))
+    assert [word for word in words if "=" in word] == ["x/one=1.jsonl", "y/one=ROWS", "it's two=ROWS"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"method": "removal", "models": [{"model": "a", "weight": 1}]}, {"tokenizer": {"source": "union"}}]
+)
+def test_merges_that_cannot_be_calibrated_have_no_command(changes: dict[str, object]) -> None:
+    recipe = make_recipe({"method": "average", "base": "base", "models": ["a", "b"]} | changes)
+    assert calibrate_command(recipe, {}) == ""
+
+
+def test_a_name_that_would_look_like_markup_gives_no_command() -> None:
+    recipe = make_recipe({"method": "average", "base": "base", "models": ["a", "b"]})
+    assert calibrate_command(recipe, {"a": "`a`.jsonl"}) == "" and calibrate_command(recipe, {"a": "a\n.jsonl"}) == ""
+
+
+def test_a_preview_advises_calibration_only_for_a_merge_that_loses(place: Path) -> None:
+    recipe = {"method": "task-arithmetic", "base": str(place / "base"), "models": [str(place / "a")]}
+    found = gm.preview(recipe, changes={"exclude": []}, weights="1", data={"a": "a.jsonl"}, device="cpu")
+    assert found.calibrate_command not in verdict(found)[-1]  # the merge is the model itself
+    row = found.rows[0]
+    for shares, loses in (([0.5, 0.6, 0.7, 0.6], True), ([0.9, -0.8, 0.9, -0.7], False)):
+        row.shares["a"] = torch.tensor(shares, dtype=torch.float64)
+        row.costs["a"] = float(row.shares["a"].mean())
+        assert (found.calibrate_command in verdict(found)[-1]) == loses
