@@ -574,3 +574,60 @@ def test_the_folder_of_a_demo_is_a_recipe_with_data(tmp_path: Path) -> None:
         assert found.tasks == ["tilted", "base"] and found.examples == {"tilted": 6, "base": 6}
     with gm.explore(demo / "recipes" / "negation.yml") as found:
         assert found.tasks == ["joint-tilted", "base"]
+
+
+def test_a_calibrated_setting_measures_as_the_saved_merge_does_after_calibration(texts: Path, tmp_path: Path) -> None:
+    """On disk: calibrated on the rows with even numbers, evaluated on those with odd ones."""
+    for name in ("a", "b"):
+        lines = (texts / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / f"{name}-fit.jsonl").write_text("".join(lines[::2]))
+        (tmp_path / f"{name}-rest.jsonl").write_text("".join(lines[1::2]))
+    with gm.explore(
+        texts / "recipe.yml", {name: data_of(texts)[name] for name in ("a", "b")}, device="cpu"
+    ) as explorer:
+        setting = explorer.setting("task-arithmetic", {"a": 0.4, "b": 0.4})
+        explorer.save(setting, tmp_path / "merged", progress=False)
+        found = explorer.calibrate(setting)
+    rows = {name: str(tmp_path / f"{name}-fit.jsonl") for name in ("a", "b")}
+    teachers = {name: str(texts / name) for name in ("a", "b")}
+    gm.calibrate(
+        str(tmp_path / "merged"),
+        rows,
+        teachers=teachers,
+        out=tmp_path / "calibrated",
+        curvature="none",
+        device="cpu",
+        progress=False,
+    )
+    for metrics, model in ((found.before, "merged"), (found.after, "calibrated")):
+        for name in ("a", "b"):
+            want = gm.evaluate(str(tmp_path / model), str(tmp_path / f"{name}-rest.jsonl"), device="cpu")
+            assert metrics[name]["loss_per_example"] == pytest.approx(want["loss_per_example"], rel=1e-3), model
+    assert found.rows == {"a": 20, "b": 20} and found.result.improved
+
+
+def test_others_measure_while_a_setting_is_calibrated(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gm.explore(texts / "recipe.yml", {"a": data_of(texts)["a"]}, device="cpu", limit=8) as explorer:
+
+        def calibrate(*given: Any, **options: Any) -> Any:
+            other = threading.Thread(target=explorer.measure, args=[explorer.setting("average")])
+            other.start()
+            other.join(60)
+            assert not other.is_alive()
+            return gm.calibrate(*given, **options)
+
+        monkeypatch.setattr("gradmerge.api.exploring.calibrate", calibrate)
+        explorer.calibrate(explorer.own)
+        assert [row.setting.method for row in explorer.history] == ["average"]
+
+
+def test_calibration_needs_four_rows_and_memory(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gm.explore(texts / "recipe.yml", {"a": data_of(texts)["a"]}, device="cpu", limit=4) as explorer:
+        assert explorer.calibrate(explorer.own).rows == {"a": 2}
+        monkeypatch.setattr("gradmerge.diagnostics.moves.free_memory", lambda: 1000)
+        with pytest.raises(gm.InputError):
+            explorer.calibrate(explorer.own)
+    monkeypatch.undo()
+    with gm.explore(texts / "recipe.yml", {"a": data_of(texts)["a"]}, device="cpu", limit=3) as explorer:
+        with pytest.raises(gm.InputError):
+            explorer.calibrate(explorer.own)

@@ -246,5 +246,6 @@ def test_wrong_requests_are_refused():
     assert "alpha" in refused(alpha=1.5)
     assert "ridge" in refused(ridge=-1.0)
     assert "check" in refused(check=False)
+    assert "check" in refused(data={task: split(batch, 1)[:1] for task, (batch,) in data.items()})
     other, _ = make("mpnet")
     assert "task0" in refused(teachers=teachers | {"task0": other})

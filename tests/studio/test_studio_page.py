@@ -174,6 +174,16 @@ def test_a_sweep_draws_the_front(page: Page) -> None:
     page.wait_for_function("document.querySelector('.gm-tip:not([hidden])')?.innerText === 'now'", timeout=10000)
 
 
+def test_a_merge_is_calibrated_and_shown_before_and_after(page: Page) -> None:
+    move(page, "yelp", 0.6)
+    page.get_by_role("tab", name="Calibrate", exact=True).click()
+    page.get_by_role("button", name="Calibrate", exact=True).click()
+    row = page.locator(".gm-table:visible tbody tr")
+    row.first.wait_for()
+    assert row.count() == 2 and all("±" in (text or "") for text in row.all_text_contents())
+    assert page.get_by_text("task-arithmetic 0.6, 0", exact=True).first.is_visible()
+
+
 def test_names_labels_and_texts_are_shown_and_never_run(page: Page) -> None:
     assert page.get_by_text(HOSTILE, exact=True).count() > 0
     page.wait_for_selector(".gm-answers td")
@@ -236,7 +246,7 @@ def test_a_phone_needs_no_sideways_scrolling(tab: Page, address: str, scheme: st
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     opened(page, address, 390)
     page.wait_for_selector(".gm-answers td")
-    for name in ("What flipped", "Trade-offs", "Layers", "Tried"):
+    for name in ("What flipped", "Trade-offs", "Layers", "Calibrate", "Tried"):
         if page.get_by_role("tab", name=name, exact=True).is_visible():
             page.get_by_role("tab", name=name, exact=True).click()
             page.wait_for_timeout(200)

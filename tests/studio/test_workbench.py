@@ -153,6 +153,21 @@ def test_layers_say_what_they_show(explorer: Any) -> None:
     bench.close()
 
 
+def test_calibration_shows_every_task_before_and_after(explorer: Any) -> None:
+    bench, setting = Workbench(explorer), explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 0.5})
+    *states, shown = bench.calibrated(Visit(), setting)
+    assert all("gm-state" in state for state in states)
+    found = explorer.calibrate(setting)
+    for task in ("yelp", "base"):
+        for metrics in (found.before, found.after):
+            assert f"{100 * metrics[task]['accuracy']:.1f} <i>±" in shown
+        assert f"{task} <small>" in shown and found.rows[task] == 6
+    assert "img src=x" not in shown
+    with pytest.raises(gm.GradmergeError):
+        list(bench.calibrated(Visit(closed=True), setting))
+    bench.close()
+
+
 def test_long_answers_have_all_the_room() -> None:
     said = [SimpleNamespace(text=text) for text in ("good", "a whole sentence, and another one")]
     assert [_shaped([one, None]) for one in said] == ["gm-answers", "gm-answers gm-long"]

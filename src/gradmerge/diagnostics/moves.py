@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..curvature.summary import group_of
 from ..engine.candidates import Block, Candidate, KnownStatistics, look_at, plan_of
@@ -112,6 +113,33 @@ class Moves(Evaluator):
             self._filled = self._model.with_state(state)
             self._inside = who
         return self._filled
+
+    def copies(self, setting: Setting, tasks: Sequence[str], times: int) -> dict[str, nn.Module]:
+        """Copies in float32 of a merge, under an empty name, and of the models of some tasks.
+
+        Raise if ``times`` as much does not fit into the free memory.
+        """
+        if self._any.loaded.task == "embedding":
+            raise InputError(
+                "embedding models are not calibrated in memory: save the merge, and use gradmerge calibrate"
+            )
+        needed = times * (len(tasks) + 1) * 4 * sum(job.info.numel for job in self.plan.jobs)
+        if needed > free_memory():
+            raise InputError(f"calibration in memory needs {size(needed)}: save the merge, and use gradmerge calibrate")
+        found: dict[str, nn.Module] = {}
+        for name in ("", *tasks):
+            model = self.model(name or setting)
+            if model is None:
+                raise InputError(
+                    f"{name}: its head does not fit the merge's config: save the merge, and use gradmerge calibrate"
+                )
+            found[name] = copy.deepcopy(model).float().eval()
+        return found
+
+    def unlabeled(self, task: str, batches: Iterable[Mapping[str, Tensor] | Sequence[Any]]) -> list[dict[str, Tensor]]:
+        """Batches without labels; text to text keeps them, as inputs of the decoder."""
+        labels = self._data[task].loaded.task == "seq2seq"
+        return [{name: value for name, value in dict(one).items() if labels or name != "labels"} for one in batches]
 
     def _form(self, setting: Setting, between: Callable[[], None]) -> State:
         plan, known, candidate = self._ready(setting)

@@ -445,6 +445,10 @@ def calibrate_model(
     fit = {task: one.fit for task, one in rows.items()}
     held_out = {task: one.held_out for task, one in rows.items() if one.held_out}
     every = {task: [*one.fit, *one.held_out] for task, one in rows.items()}
+    if check and not held_out:
+        raise InputError(
+            "data: every task has one row only, so none can be held out. Give more rows, or check=False (--no-check)"
+        )
     passes = len(candidates) + 1 if check else 1
     progress.begin("calibrating", passes * len(merged.structure.stages))
     factors: dict[str, dict[str, Tensor]] = {}
@@ -507,10 +511,10 @@ def take_rows(batch: Batch, indices: Sequence[int]) -> Batch:
     return [take(value) for value in batch]
 
 
-def hold_out(batches: Sequence[Batch]) -> TaskRows:
-    """Hold out every tenth row, and at least one if there are two."""
+def hold_out(batches: Sequence[Batch], every: int = 10) -> TaskRows:
+    """Hold out every tenth row, or another share of the rows, and at least one if there are two."""
     total = sum(map(count_rows, batches))
-    out = set(range(9, total, 10)) or ({total - 1} if total > 1 else set())
+    out = set(range(every - 1, total, every)) or ({total - 1} if total > 1 else set())
     fit: list[Batch] = []
     held_out: list[Batch] = []
     first = 0

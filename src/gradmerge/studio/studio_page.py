@@ -22,6 +22,12 @@ _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"
 #: While one is under way the page remembers the latest of those that follow.
 _MOVES: dict[str, Any] = {**_QUIET, "trigger_mode": "always_last", "concurrency_limit": None}
 
+CALIBRATION = (
+    "Calibration brings this merge closer to its fine-tuned models. It reads the inputs of every other row, without "
+    "labels. Before and after are measured on the other half of the rows. For speed, it runs without output factors "
+    "(<code>--curvature none</code>). <code>gradmerge calibrate</code> calibrates a saved merge."
+)
+
 
 def build(benches: Mapping[str, Workbench], read_only: bool) -> gr.Blocks:
     """The page of one or several workbenches, each by its title."""
@@ -133,6 +139,13 @@ class _Desk:
                     self.curve, self.every = gr.Button(curve, size="sm"), gr.Button("Try every method", size="sm")
             with gr.Tab("Layers") as self.tabs["layers"]:
                 self.layers = _html()
+            self.calibrate: gr.Button | None = None
+            if not removes and set(explorer.tasks) & set(explorer.models):
+                with gr.Tab("Calibrate") as self.tabs["calibrate"]:
+                    _html("", f'<p class="gm-told">{CALIBRATION}</p>')
+                    with gr.Row(elem_classes="gm-buttons"):
+                        self.calibrate = gr.Button("Calibrate", size="sm")
+                    self.calibrated = _html()
             with gr.Tab("Tried") as self.tabs["tried"]:
                 self.tried = _html()
                 self.taken, self.place = gr.Button("", elem_classes="gm-taken"), gr.Textbox(visible=False)
@@ -183,6 +196,8 @@ class _Desk:
             button.click(
                 sweep, inputs, [self.state, self.front, self.board, self.error], concurrency_limit=None, **_QUIET
             )
+        if self.calibrate is not None:
+            self.calibrate.click(self._calibrate, inputs, self.calibrated, **_QUIET, concurrency_limit=None)
         self.copy.click(None, self.recipe, None, js=COPY, **_QUIET)
         if not self._read_only:
             self.save.click(self._save, [self.folder, *inputs], self.kept, **_QUIET, concurrency_limit=None)
@@ -256,6 +271,10 @@ class _Desk:
             yield "", gr.skip(), self._bench.board(visit), gr.skip()
         except Exception as error:
             yield "", gr.skip(), gr.skip(), markup.message(explained(error))
+
+    def _calibrate(self, request: gr.Request, *values: Any) -> Iterator[str]:
+        visit = self._bench.visit(request)
+        yield from self._told(lambda: self._bench.calibrated(visit, self.panel.read(values)))
 
     def _save(self, folder: str, *values: Any) -> Iterator[str]:
         yield from self._told(lambda: self._bench.saved(self.panel.read(values), folder))

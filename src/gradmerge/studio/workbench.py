@@ -66,6 +66,7 @@ class LongWork:
     text: str
     ended: Callable[[], bool] = lambda: False
     """Whether the page is being closed: then work that tells how far it is gives up, and cleans up behind itself."""
+    unit: str = "bytes"
     share: float | None = None
     _total: int = 0
     _done: int = field(default=0, repr=False)
@@ -85,6 +86,8 @@ class LongWork:
 
     def shown(self) -> str:
         far = f", {size(self._done)} of {size(self._total)}" if self._total else ""
+        if self._total and self.unit != "bytes":
+            far = f", {self._done} of {self._total} {self.unit}"
         return markup.state(f"{self.text}{far} …", self.share)
 
 
@@ -331,6 +334,38 @@ class Workbench:
                     yield work.shown(), ""
             yield work.shown(), self.figures(visit, [chart])
         yield "", self.figures(visit, [chart])
+
+    def calibrated(self, visit: Visit, setting: Any) -> Iterator[str]:
+        """Calibrate a setting's merge: how far it is again and again, at last every task before and after."""
+
+        def closed() -> bool:
+            return visit.closed or self._closed
+
+        work = LongWork("preparing the calibration", closed, "blocks")
+        calibrate = functools.partial(self.explorer.calibrate, setting, stop=closed, progress=work)
+        for found in self.running(calibrate):
+            yield work.shown() if found is None else self._before_and_after(setting, found)
+
+    def _before_and_after(self, setting: Any, found: Any) -> str:
+        rows = []
+        for task, metric in found.metric.items():
+            scores = [markup.score_of(metrics[task], metric) for metrics in (found.before, found.after)]
+            apart, better = found.differences[task], markup.chip("tied", "tied")
+            if apart is None or not apart.tied:
+                gap = apart.value if apart is not None else found.after[task][metric] - found.before[task][metric]
+                good = (gap > 0) == markup.higher_is_better(metric)
+                better = markup.chip(*(("good", "better") if good else ("bad", "worse")))
+            if not found.result.improved:
+                better = markup.chip("tied", "unchanged")
+            about = f"{esc(task)} <small>{markup.words(metric)}{markup.unit(metric)}</small>"
+            rows.append([about, f"{found.rows[task]:,}", *map(str, scores), better])
+        table = markup.table(["task", "rows", "before", "after", ""], rows)
+        notes = [str(note) for note in found.result.notes]
+        if not found.result.improved:
+            notes.insert(
+                0, "The calibrated merge was not closer to the fine-tuned models, so the merge stays as it is."
+            )
+        return f"<p><code>{esc(setting.name)}</code></p>{table}{markup.notes(notes)}"
 
     def saved(self, setting: Any, out: str) -> Iterator[str]:
         """Merge a setting to disk: how far it is again and again, at last where it lies."""
