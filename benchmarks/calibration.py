@@ -72,11 +72,12 @@ def variants(rows: int, quick: bool) -> Iterator[tuple[str, Callable[[str], obje
             yield f"calibrate, curvature none, ridge {ridge:g}", calibrate(curvature="none", ridge=ridge)
         for alpha in (0.0, 0.5, 1.0):
             yield f"calibrate, curvature none, alpha {alpha:g}", calibrate(curvature="none", alpha=alpha)
-    yield "distill representations", distill(merged, match="representations")
-    yield "calibrate + distill representations", distill("variants/calibrate", match="representations")
+    yield "distill", distill(merged)
+    yield "calibrate + distill", distill("variants/calibrate")
+    yield "calibrate + distill, lr 0.002", distill("variants/calibrate", lr=2e-3)
     if not quick:
         yield "distill answers", distill(merged, match="answers", steps=670)
-        yield "distill both", distill(merged, match="both")
+        yield "distill representations", distill(merged, match="representations")
         for rate in (3e-4, 3e-3):
             yield f"distill representations, lr {rate:g}", distill(merged, match="representations", lr=rate)
 
@@ -128,7 +129,8 @@ def main() -> None:
         print(f"{name:45} {table[name]['mean']:6.2f} ± {table[name]['sd'] or 0:.2f}")
     if options.json:
         facts = {
-            "command": f"python -m benchmarks.calibration --seeds {options.seeds} --rows {options.rows}",
+            "command": f"python -m benchmarks.calibration --seeds {options.seeds} --rows {options.rows}"
+            + (" --quick" if options.quick else ""),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "gradmerge": gm.__version__},
             "accuracy_percent": table,
             "seeds": seeds,

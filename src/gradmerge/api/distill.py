@@ -25,9 +25,9 @@ from ..errors import InputError, MachineError
 from ..progress import Progress, shown
 from ..refinement.calibrate import TaskRows, count_rows, hold_out
 from ..refinement.distill import (
-    DEFAULT_MATCH,
     MATCHES,
     Distillation,
+    default_match,
     distill_model,
     head_parameters,
 )
@@ -130,7 +130,7 @@ def distill(
             record. For a module: a module for every task.
         out: For a folder: the new folder to write.
         match: What is compared with the teachers: ``representations``, ``answers`` or ``both``. By default language
-            models match answers, and all others representations.
+            models match answers, classifiers that share a head both, and all others representations.
         steps: Number of steps. Default: 50 times the square root of the rows per task, or 6 times if answers are
             matched.
         lr: Highest learning rate. Default: 0.06 over the width of the model.
@@ -176,7 +176,7 @@ class _Request:
     seed: int
 
     def matched(self, task: str, shared_head: bool) -> str:
-        match = DEFAULT_MATCH.get(task, "representations") if self.match == "auto" else self.match
+        match = default_match(task, shared_head) if self.match == "auto" else self.match
         if match != "representations" and not shared_head:
             raise InputError(f"match {match}: the tasks do not share a head. Use representations.")
         return match
@@ -220,6 +220,7 @@ def _distill_module(
     name = type(model).__name__
     task = "causal-lm" if name.endswith(("ForCausalLM", "LMHeadModel")) else "other"
     task = "seq2seq" if name.endswith("ForConditionalGeneration") else task
+    task = "classify" if name.endswith("Classification") else task
     rows = {name: hold_out(given) for name, given in batches.items()}
     done = request.run(model, copies, rows, task, shared, progress)
     return _result(done, rows, None, model.train(merged.training), time.perf_counter() - begun, [])

@@ -31,7 +31,7 @@ def distill(
         str,
         typer.Option(
             metavar="M",
-            help="representations, answers, both, or auto: answers for language models.",
+            help="representations, answers, both, or auto, which goes by the task.",
         ),
     ] = "auto",
     steps: Annotated[

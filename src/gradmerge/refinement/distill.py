@@ -24,8 +24,6 @@ from .calibrate import TaskRows, count_rows
 from .distances import Outputs, answer_divergence
 
 MATCHES = ("representations", "answers", "both")
-#: The task type → what is matched by default.
-DEFAULT_MATCH = {"causal-lm": "answers", "seq2seq": "answers"}
 #: The default learning rate is this over the width of the model: 1e-4 at 640, 3e-4 at 200.
 RATE_TIMES_WIDTH = 0.06
 #: The default number of steps is one of these times the square root of the rows per task. A row of a language model has
@@ -56,6 +54,13 @@ class Distillation:
     def losses_at(self, step: int) -> dict[str, float]:
         """Task → loss on held-out rows at a step."""
         return dict(self.losses)[step]
+
+
+def default_match(task: str, shared_head: bool) -> str:
+    """What is matched by default: answers of language models, and of classifiers that share a head both."""
+    if task in ("causal-lm", "seq2seq"):
+        return "answers"
+    return "both" if shared_head and task in ("classify", "image") else "representations"
 
 
 def default_steps(rows: Mapping[str, TaskRows], match: str) -> int:
