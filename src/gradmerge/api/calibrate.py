@@ -49,7 +49,7 @@ from ..tasks.models import device_of
 from ..text import count, parse_size
 from .dry_run import PROCESS, JobSize, free_disk, free_memory
 
-#: Layers with more inputs or outputs have G = I.
+#: Layers with more inputs or outputs have no output factor.
 MAX_KRONECKER_DIM = 16384
 #: Share of the free memory that hidden states may take, and that all G matrices together may take.
 CACHE_SHARE, FACTOR_SHARE, TEACHER_SHARE = 0.5, 0.5, 0.1
@@ -155,14 +155,15 @@ def calibrate(
         teachers: Task → its fine-tuned model. For a folder the default is the model of that name in the merge's
             record. For a module: a module for every task.
         out: For a folder: the new folder to write.
-        curvature: Output factors G: ``none`` (the identity), ``merge`` (at the merge), or ``auto``, which tries both.
+        curvature: ``none``; ``merge``, which weights errors by output factors, the curvature of a layer's output; or
+            ``auto``, which tries both.
         alpha: Share of the fine-tuned model's activations in the targets, from 0 to 1.
         ridge: How strongly the weights are held to the merge.
-        max_kronecker_dim: Layers with more inputs or outputs have G = I.
+        max_kronecker_dim: Layers with more inputs or outputs have no output factor.
         cache_memory: Bytes of hidden states in memory, or a size such as "8GB"; more go to a temporary file. Default:
             half of the free memory.
-        check: Hold out rows and compare with the merge. Without it, all rows are used once, with G = I or ``merge``.
-        seed: Of the labels that are sampled for G.
+        check: Hold out rows and compare with the merge. Without it, all rows are used once.
+        seed: Of the labels that are sampled for output factors.
         progress: Show a bar; or an object that is told how far it is.
         force: Replace ``out`` if gradmerge wrote it.
         command: What the report says to repeat the run with.
@@ -355,13 +356,13 @@ def _factor_finder(
         (wide if size > request.max_kronecker_dim else layers).append(name)
     if wide:
         notes.append(
-            f"{count(len(wide))} layers are wider than {request.max_kronecker_dim} and have G = I: {wide[0]}, …"
+            f"{count(len(wide))} layers wider than {request.max_kronecker_dim} have no output factor: {wide[0]}, …"
         )
     needed = 2 * tasks * sum(4 * _sizes(merged.get_submodule(name))[0] ** 2 for name in layers)
     needed += 2 * sum(4 * p.numel() for p in merged.parameters())
     free = free_memory(device)
     if not layers or (free is not None and needed > FACTOR_SHARE * free):
-        notes.append("the output factors G do not fit into memory: G = I is used")
+        notes.append("the output factors do not fit into memory: curvature none is used")
         return None
 
     def find(task: str, batches: Sequence[Batch], first_row: int) -> dict[str, Tensor]:
@@ -513,7 +514,7 @@ def _disk_factor_finder(
     task, prefix = inputs.merged.info.task, encoder_prefix(inputs.merged.module)
     if task == "embedding":
         if request.curvature != "none":
-            notes.append("an embedding model has no answers to sample: G = I is used")
+            notes.append("an embedding model has no answers to sample: curvature none is used")
         return None
 
     def with_head(name: str) -> nn.Module:
@@ -589,7 +590,7 @@ def dry_run_calibrate(
     check: bool = True,
     **loading: Unpack[LoadOptions],
 ) -> JobSize:
-    """Return how much a calibration with G = I reads, writes and holds in memory."""
+    """Return how much a calibration with curvature none reads, writes and holds in memory."""
     options = complete(loading, dry_run_calibrate)
     device = device_of(options["device"])
     free = free_memory(device)

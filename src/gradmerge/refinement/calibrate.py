@@ -395,11 +395,13 @@ def _scaled_factors(factors: Sequence[Tensor | None]) -> list[Tensor] | None:
 
 MERGE = "merge"
 """The model before calibration, among the candidates."""
+PLAIN = "no output factors"
+"""The candidate with G = I."""
 #: Setting of ``curvature`` → candidates: a name, and the ε that goes with G; None stands for G = I.
 CANDIDATES: Mapping[str, Mapping[str, float | None]] = {
-    "none": {"G = I": None},
-    "merge": {"G, epsilon 0.1": 0.1},
-    "auto": {"G = I": None, "G, epsilon 1": 1.0, "G, epsilon 0.1": 0.1},
+    "none": {PLAIN: None},
+    "merge": {"output factors, epsilon 0.1": 0.1},
+    "auto": {PLAIN: None, "output factors, epsilon 1": 1.0, "output factors, epsilon 0.1": 0.1},
 }
 
 
@@ -441,7 +443,7 @@ def calibrate_model(
     candidates = dict(CANDIDATES[curvature])
     notes: list[str] = []
     if find_factors is None:
-        candidates = {"G = I": None}
+        candidates = {PLAIN: None}
     fit = {task: one.fit for task, one in rows.items()}
     held_out = {task: one.held_out for task, one in rows.items() if one.held_out}
     every = {task: [*one.fit, *one.held_out] for task, one in rows.items()}
