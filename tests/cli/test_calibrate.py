@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,7 @@ def invoke(*arguments):
 
 def fine_tune(base, folder, seed, head=False):
     """A copy of a model folder whose weights moved."""
-    folder.mkdir()
-    for path in base.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(base, folder)
     state = load_file(base / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)
     for name, value in state.items():
