@@ -130,8 +130,8 @@ def measure(data: Path, layers: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("bench-data"), help="folder for the models (10 GB)")
-    parser.add_argument("--layers", default="26,105", help="depths of the models")
+    parser.add_argument("--data", type=Path, default=Path("bench-data"), help="folder for the models (4 GB)")
+    parser.add_argument("--layers", default="8,32", help="depths of the models")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.data.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from ..checkpoints.model import TORCH_TYPES, Buffers
 from ..checkpoints.opening import open_checkpoint
 from ..checkpoints.quantised import quantisation
 from ..curvature.stored_names import names_of_parameters, stored_sources
+from ..curvature.totals import give_memory_back
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..tasks.folders import offline
@@ -139,6 +140,7 @@ class CheckpointWeights:
     """Reads weights of a checkpoint into a module, as float32 (float64 where they are stored so), and frees them."""
 
     def __init__(self, files: ModelFiles, device: torch.device) -> None:
+        give_memory_back()  # else the allocator keeps more of what is freed
         self.files, self.device = files, device
         self._aliases = {names[0]: names for names in names_of_parameters(files.module).values()}
         self._buffers = Buffers()
