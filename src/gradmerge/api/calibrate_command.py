@@ -13,7 +13,7 @@ from ..refinement.inputs import model_reference, recorded_models as models_of_fo
 from ..text import one_line
 from ..urls import hidden
 
-#: What stands for a merged model and for rows that are not known.
+#: Placeholders for a merged model and for rows that are not known.
 OUT, ROWS = "OUT", "ROWS"
 
 
@@ -23,7 +23,7 @@ def calibrate_command(
     """Return the command that calibrates the merge of a recipe, to paste into a shell.
 
     It is empty for recipes whose merge cannot be calibrated: a removal, or models of other layers or another vocabulary
-    than the merge. ``OUT`` stands for a merge that is not written yet, ``ROWS`` for rows that were not given.
+    than the merge. ``OUT`` is the placeholder for a merge that is not written yet, ``ROWS`` for missing rows.
 
     Args:
         recipe: The recipe.
