@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmerge.curvature.files import metadata
-from gradmerge.storage.tensorwriter import TensorWriter
+from gradmerge.curvature.format import metadata
+from gradmerge.io.writer import TensorWriter
 
 
 def llama_config(layers: int, hidden: int = 2048, intermediate: int = 5632, vocabulary: int = 32000) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import gradmerge as gm
-from gradmerge.curvature.files import PRECISIONS
+from gradmerge.curvature.format import PRECISIONS
 from gradmerge.tasks.data_sources import read_rows
 
 TASKS = ("imdb", "yelp", "rotten_tomatoes", "sst2", "amazon")

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from gradmerge.diagnostics.in_memory import TaskData, materialise
-from gradmerge.diagnostics.predict import open_to_look, predict
-from gradmerge.engine.candidates import Candidate
+from gradmerge.compare.candidates import Candidate
+from gradmerge.compare.in_memory import TaskData, materialise
+from gradmerge.compare.predict import open_to_look, predict
 from gradmerge.recipe import make_recipe
 from gradmerge.tasks import load_task
 

@@ -10,7 +10,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 
 from gradmerge.errors import InputError
-from gradmerge.recipe.documents import of_documents
+from gradmerge.recipe.load import of_documents
 from gradmerge.safe_yaml import parse_documents
 
 

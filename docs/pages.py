@@ -24,7 +24,7 @@ import gradmerge
 from experiments import results_summary, results_tables
 from gradmerge.cli.app import app
 from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice, SliceModel, TokenizerChoice
-from gradmerge.recipe.mergekit_methods import MERGEKIT_METHODS
+from gradmerge.recipe.mergekit.methods import MERGEKIT_METHODS
 from gradmerge.rules import METHODS, Rule
 from gradmerge.tasks import MEANINGS, columns
 

@@ -8,31 +8,31 @@ from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .api.calibrate import CalibrationResult as CalibrationResult, calibrate as calibrate
-    from .api.diagnosing import diagnose as diagnose
+    from .api.diagnose import diagnose as diagnose
     from .api.distill import DistillationResult as DistillationResult, distill as distill
-    from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
-    from .api.evaluating import evaluate as evaluate
-    from .api.exploring import Explorer as Explorer, explore as explore
-    from .api.extracting import extract_lora as extract_lora
-    from .api.merging import merge as merge
-    from .api.previewing import preview as preview, suggest_weights as suggest_weights
+    from .api.estimate import Estimate as Estimate, estimate_curvature as estimate_curvature
+    from .api.evaluate import evaluate as evaluate
+    from .api.explore import Explorer as Explorer, explore as explore
+    from .api.extract_lora import extract_lora as extract_lora
+    from .api.merge import merge as merge
+    from .api.posterior import sample_posterior as sample_posterior
+    from .api.preview import preview as preview, suggest_weights as suggest_weights
     from .api.publishing import push as push
-    from .api.removing import remove as remove
-    from .api.sampling import sample_posterior as sample_posterior
+    from .api.remove import remove as remove
     from .api.state_dicts import merge_state_dicts as merge_state_dicts
     from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
+    from .compare.controls import Control as Control
+    from .compare.diagnosis import Diagnosis as Diagnosis
+    from .compare.grid import Setting as Setting
+    from .compare.interactive import Superseded as Superseded
+    from .compare.predictions import Answer as Answer, Flip as Flip
+    from .compare.preview import Outcome as Outcome, Preview as Preview
+    from .compare.search import Suggestion as Suggestion
     from .curvature import Curvature as Curvature
+    from .curvature.from_optimizer import import_curvature as import_curvature
     from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
     from .curvature.kronecker import KroneckerCurvature as KroneckerCurvature
-    from .curvature.optimizers import import_curvature as import_curvature
-    from .diagnostics.answering import Answer as Answer, Flip as Flip
-    from .diagnostics.controls import Control as Control
-    from .diagnostics.diagnosis import Diagnosis as Diagnosis
-    from .diagnostics.grid import Setting as Setting
-    from .diagnostics.moves import Superseded as Superseded
-    from .diagnostics.preview import Outcome as Outcome, Preview as Preview
-    from .diagnostics.suggest import Suggestion as Suggestion
-    from .engine.to_folder import MergeResult as MergeResult
+    from .engine.run.to_folder import MergeResult as MergeResult
     from .errors import GradmergeError as GradmergeError, InputError as InputError, MachineError as MachineError
     from .notes import Note as Note
     from .progress import Progress as Progress
@@ -54,31 +54,31 @@ if TYPE_CHECKING:
 # Where names come from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
 _NAMES = {
     "api.calibrate": "CalibrationResult calibrate",
-    "api.diagnosing": "diagnose",
-    "api.estimating": "Estimate estimate_curvature",
+    "api.diagnose": "diagnose",
+    "api.estimate": "Estimate estimate_curvature",
     "api.distill": "DistillationResult distill",
-    "api.evaluating": "evaluate",
-    "api.exploring": "Explorer explore",
-    "api.extracting": "extract_lora",
-    "api.merging": "merge",
-    "api.previewing": "preview suggest_weights",
+    "api.evaluate": "evaluate",
+    "api.explore": "Explorer explore",
+    "api.extract_lora": "extract_lora",
+    "api.merge": "merge",
+    "api.preview": "preview suggest_weights",
     "api.publishing": "push",
-    "api.removing": "remove",
-    "api.sampling": "sample_posterior",
+    "api.remove": "remove",
+    "api.posterior": "sample_posterior",
     "api.state_dicts": "merge_state_dicts",
     "checkpoints": "Checkpoint open_checkpoint",
     "curvature": "Curvature",
     "curvature.gram": "Gram estimate_gram",
     "curvature.kronecker": "KroneckerCurvature",
-    "curvature.optimizers": "import_curvature",
-    "diagnostics.answering": "Answer Flip",
-    "diagnostics.controls": "Control",
-    "diagnostics.diagnosis": "Diagnosis",
-    "diagnostics.grid": "Setting",
-    "diagnostics.moves": "Superseded",
-    "diagnostics.preview": "Outcome Preview",
-    "diagnostics.suggest": "Suggestion",
-    "engine.to_folder": "MergeResult",
+    "curvature.from_optimizer": "import_curvature",
+    "compare.predictions": "Answer Flip",
+    "compare.controls": "Control",
+    "compare.diagnosis": "Diagnosis",
+    "compare.grid": "Setting",
+    "compare.interactive": "Superseded",
+    "compare.preview": "Outcome Preview",
+    "compare.search": "Suggestion",
+    "engine.run.to_folder": "MergeResult",
     "errors": "GradmergeError InputError MachineError",
     "notes": "Note",
     "progress": "Progress",

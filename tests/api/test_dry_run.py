@@ -14,11 +14,11 @@ import torch
 import gradmerge as gm
 from gradmerge.api import dry_run
 from gradmerge.api.dry_run import JobSize, activations_size, dry_run_estimate, dry_run_merge
-from gradmerge.api.merging import as_recipe
+from gradmerge.api.merge import as_recipe
 from gradmerge.curvature.losses import LOSSES, logits_of
-from gradmerge.engine import to_folder
+from gradmerge.engine.run import to_folder
 from gradmerge.errors import InputError
-from gradmerge.storage.tensorfile import PositionalFile
+from gradmerge.io.reader import PositionalFile
 from gradmerge.tasks import load_task
 
 from ..making import near, random_curvature, random_state, run, three_models, write_model, write_recipe

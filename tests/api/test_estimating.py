@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api.estimating import Estimate, estimate_curvature
+from gradmerge.api.estimate import Estimate, estimate_curvature
 from gradmerge.tasks import load_task
 
 from ..curvature import slow

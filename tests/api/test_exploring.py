@@ -17,9 +17,9 @@ import yaml
 from safetensors.torch import save_file
 
 import gradmerge as gm
-from gradmerge.diagnostics import quick_predictor
-from gradmerge.diagnostics.in_memory import TaskData
-from gradmerge.diagnostics.pareto import unbeaten
+from gradmerge.compare import sampled_predictor as quick_predictor
+from gradmerge.compare.in_memory import TaskData
+from gradmerge.compare.pareto import unbeaten
 from gradmerge.tasks import Generation
 
 from ..making import near, random_curvature, read_model, weight_bytes, write_recipe
@@ -616,7 +616,7 @@ def test_others_measure_while_a_setting_is_calibrated(texts: Path, monkeypatch: 
             assert not other.is_alive()
             return gm.calibrate(*given, **options)
 
-        monkeypatch.setattr("gradmerge.api.exploring.calibrate", calibrate)
+        monkeypatch.setattr("gradmerge.api.explore.calibrate", calibrate)
         explorer.calibrate(explorer.own)
         assert [row.setting.method for row in explorer.history] == ["average"]
 
@@ -624,7 +624,7 @@ def test_others_measure_while_a_setting_is_calibrated(texts: Path, monkeypatch: 
 def test_calibration_needs_four_rows_and_memory(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gm.explore(texts / "recipe.yml", {"a": data_of(texts)["a"]}, device="cpu", limit=4) as explorer:
         assert explorer.calibrate(explorer.own).rows == {"a": 2}
-        monkeypatch.setattr("gradmerge.diagnostics.moves.free_memory", lambda: 1000)
+        monkeypatch.setattr("gradmerge.compare.interactive.free_memory", lambda: 1000)
         with pytest.raises(gm.InputError):
             explorer.calibrate(explorer.own)
     monkeypatch.undo()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradmerge as gm
-from gradmerge.api.previewing import suggest_weights
+from gradmerge.api.preview import suggest_weights
 from gradmerge.curvature.kronecker import LayerFactors
 
 from ..making import random_curvature, three_models, write_recipe

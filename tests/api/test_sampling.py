@@ -56,7 +56,7 @@ def test_draws_have_the_mean_and_the_variance_of_the_posterior(merged: Path, tem
 
 
 def test_a_draw_is_the_merged_model_plus_scaled_normal_numbers(merged: Path) -> None:
-    from gradmerge.engine.randomness import standard_normal
+    from gradmerge.engine.run.randomness import standard_normal
 
     centre, curvature = read_model(merged), gm.Curvature.load(merged)
     settings: dict[str, Any] = {"temperature": 0.3, "seed": 5, "damping": 2.0}
@@ -71,7 +71,7 @@ def test_a_draw_is_the_merged_model_plus_scaled_normal_numbers(merged: Path) -> 
 
 def test_draws_depend_on_the_seed_and_the_number_and_on_nothing_else(merged: Path, monkeypatch) -> None:
     first = list(gm.sample_posterior(merged, 3, seed=1, threads=1))
-    monkeypatch.setattr("gradmerge.api.sampling.BLOCK", 37)
+    monkeypatch.setattr("gradmerge.api.posterior.BLOCK", 37)
     again = list(gm.sample_posterior(merged, 2, seed=1, threads=3))
     other = next(gm.sample_posterior(merged, 1, seed=2))
     for name, value in first[0].items():
@@ -109,7 +109,7 @@ def test_nothing_is_left_of_a_failed_write_and_the_merged_model_is_not_overwritt
     before = read_model(merged)
     with pytest.raises(gm.InputError, match=str(merged)):
         gm.sample_posterior(merged, 1, out=merged, force=True)
-    monkeypatch.setattr("gradmerge.api.sampling.copy_sidecars", fail)
+    monkeypatch.setattr("gradmerge.api.posterior.copy_sidecars", fail)
     with pytest.raises(OSError, match="full"):
         gm.sample_posterior(merged, 2, out=tmp_path / "draws")
     assert not list(tmp_path.glob("draws*"))

@@ -20,8 +20,8 @@ import gradmerge as gm
 from gradmerge import process_group
 from gradmerge.api.saved_sums import SavedSums, estimate_saving
 from gradmerge.curvature.totals import Keeping
+from gradmerge.io.atomic_dir import Staging
 from gradmerge.processes import ALONE
-from gradmerge.storage.staging import Staging
 from gradmerge.tasks import load_task
 
 from ..curvature import slow

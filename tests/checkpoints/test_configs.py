@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.checkpoints import Checkpoint, compare
-from gradmerge.checkpoints.configs import differences
-from gradmerge.checkpoints.kinship import kinship
+from gradmerge.checkpoints.compat.config_diff import differences
+from gradmerge.checkpoints.compat.lineage import kinship
 from gradmerge.cli.app import app
 from gradmerge.errors import InputError
 from gradmerge.notes import Note

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.checkpoints import Buffers, Checkpoint, open_checkpoint
-from gradmerge.checkpoints.dequantised import dequantised
+from gradmerge.checkpoints.dequantize import dequantised
 from gradmerge.cli.app import app
 from gradmerge.errors import InputError
 from tests.making import near, random_state, read_model, write_model

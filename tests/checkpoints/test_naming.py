@@ -23,8 +23,8 @@ from transformers import (
 
 import gradmerge as gm
 from gradmerge.checkpoints import Checkpoint
-from gradmerge.checkpoints.configs import comparable, differences
-from gradmerge.checkpoints.naming import RenamedCheckpoint
+from gradmerge.checkpoints.compat.config_diff import comparable, differences
+from gradmerge.checkpoints.compat.rename import RenamedCheckpoint
 from gradmerge.errors import InputError
 from tests.checkpoints.families import moved, randomise
 from tests.making import assert_close, near, random_curvature, random_state, read_model, write_model

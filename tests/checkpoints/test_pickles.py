@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradmerge.checkpoints import open_checkpoint, pickles
-from gradmerge.checkpoints.model import Buffers
-from gradmerge.checkpoints.pickles import PickleFile
+from gradmerge.checkpoints import open_checkpoint, pickle as pickles
+from gradmerge.checkpoints.checkpoint import Buffers
+from gradmerge.checkpoints.pickle import PickleFile
 from gradmerge.errors import InputError, MachineError
-from gradmerge.storage import smallfile
+from gradmerge.io import small_files as smallfile
 
 T = torch.arange(6.0).reshape(2, 3)
 

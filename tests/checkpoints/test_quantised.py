@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.checkpoints import Checkpoint, compare
-from gradmerge.checkpoints.quantised import quantisation
+from gradmerge.checkpoints.quantization import quantisation
 from gradmerge.cli.app import app
 from gradmerge.errors import InputError
 from tests.making import near, random_state, read_model, write_model

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradmerge.checkpoints.layer_config import config_of_layers, main_stack
-from gradmerge.checkpoints.layer_names import is_before_layers
-from gradmerge.checkpoints.model import Buffers, Checkpoint
-from gradmerge.checkpoints.stacked import LayerRange, StackedCheckpoint, compare_parts
+from gradmerge.checkpoints.checkpoint import Buffers, Checkpoint
+from gradmerge.checkpoints.layers.config import config_of_layers, main_stack
+from gradmerge.checkpoints.layers.names import is_before_layers
+from gradmerge.checkpoints.layers.stack import LayerRange, StackedCheckpoint, compare_parts
 from gradmerge.errors import InputError
 
 #: Tensors outside the layers in the architectures that mergekit 0.1.5 knows, as it divides them. Those of vision towers

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from gradmerge.checkpoints import Checkpoint, compare
-from gradmerge.checkpoints.ties import tied_to
+from gradmerge.checkpoints.compat.tied_weights import tied_to
 from tests.forked import forked
 from tests.making import random_state, write_model
 

@@ -24,12 +24,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from gradmerge.checkpoints.chat_templates import chat_templates
-from gradmerge.checkpoints.model import Buffers, Checkpoint
-from gradmerge.checkpoints.result_tokenizer import result_tokenizer
-from gradmerge.checkpoints.token_differences import token_difference
-from gradmerge.checkpoints.token_files import read_vocabulary, vocabulary_of
-from gradmerge.checkpoints.vocabulary import (
+from gradmerge.checkpoints.checkpoint import Buffers, Checkpoint
+from gradmerge.checkpoints.tokenizer.chat_template import chat_templates
+from gradmerge.checkpoints.tokenizer.differences import token_difference
+from gradmerge.checkpoints.tokenizer.embedding_rows import (
     ELSEWHERE,
     PADDING,
     Defaults,
@@ -38,6 +36,8 @@ from gradmerge.checkpoints.vocabulary import (
     gather,
     vocabulary_tensors,
 )
+from gradmerge.checkpoints.tokenizer.result_tokenizer import result_tokenizer
+from gradmerge.checkpoints.tokenizer.vocabulary import read_vocabulary, vocabulary_of
 from gradmerge.errors import InputError
 
 from .vocabularies import ENGLISH, KINDS, MERGING, save_tokenizer, vocabulary

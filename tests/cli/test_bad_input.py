@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
-from gradmerge.storage.staging import Staging
+from gradmerge.io.atomic_dir import Staging
 from tests.making import (
     cli,
     near,

@@ -14,9 +14,9 @@ import gradmerge as gm
 from gradmerge.api.calibrate_command import calibrate_command
 from gradmerge.cli.app import app
 from gradmerge.recipe import make_recipe
-from gradmerge.report.preview_words import verdict
+from gradmerge.report.preview_text import verdict
 
-from ..diagnostics.conftest import write_texts
+from ..compare.conftest import write_texts
 
 
 @pytest.fixture

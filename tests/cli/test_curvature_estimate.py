@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api import estimating
+from gradmerge.api import estimate as estimating
 from gradmerge.cli.output import PlainProgress
 
 from ..forked import forked
@@ -267,7 +267,7 @@ def test_resume_goes_on_and_refuses_what_is_different(
 ) -> None:
     words = ["-d", place / "labels.jsonl", "--batch-size", 2, "-o", tmp_path / "c"]
     defaults = estimating.estimate_to_disk.__kwdefaults__ | {"save_every": 0.0}
-    monkeypatch.setattr("gradmerge.api.estimating.estimate_to_disk.__kwdefaults__", defaults)
+    monkeypatch.setattr("gradmerge.api.estimate.estimate_to_disk.__kwdefaults__", defaults)
     with monkeypatch.context() as patch:
         calls = 0
 

@@ -17,7 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.api.estimating import estimate_curvature
+from gradmerge.api.estimate import estimate_curvature
 from gradmerge.cli.app import app
 
 from ..checkpoints.test_lora import make_base, write_adapter

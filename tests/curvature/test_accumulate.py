@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature import accumulate, kernels, sums
+from gradmerge.curvature import accumulate, kernels, parameter_sum as sums
 from gradmerge.curvature.batches import examples_in, is_out_of_memory
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.curvature.losses import logits_of

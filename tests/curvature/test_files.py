@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import gradmerge as gm
 from gradmerge.curvature import log8, spectra
-from gradmerge.curvature.files import open_curvature
+from gradmerge.curvature.format import open_curvature
 from gradmerge.curvature.kronecker import LayerFactors
 from gradmerge.curvature.summary import group_of, pieces, summarize
 from gradmerge.text import size

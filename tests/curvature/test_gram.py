@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature.files import open_curvature
+from gradmerge.curvature.format import open_curvature
 from gradmerge.curvature.gram import estimate_gram
 
 from . import slow

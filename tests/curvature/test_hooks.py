@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradmerge.curvature.formulas import formulas_for
 from gradmerge.curvature.hooks import Recorder
 from gradmerge.curvature.kernels import OuterGradient, Term
-from gradmerge.curvature.sums import ParameterSum
+from gradmerge.curvature.parameter_sum import ParameterSum
+from gradmerge.curvature.per_example_gradients import formulas_for
 
 
 class Factors(Recorder):

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature import factors, kernels
+from gradmerge.curvature import kernels, kfac as factors
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.curvature.kronecker import KroneckerCurvature
 from gradmerge.curvature.losses import LOSSES

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Adafactor
 
 import gradmerge as gm
-from gradmerge.curvature.optimizers import read_optimizer
+from gradmerge.curvature.from_optimizer import read_optimizer
 
 from .training import Run, assert_same, examples, fresh, moments_by_hand, squared_gradients, train
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import gradmerge as gm
-from gradmerge.curvature import stored_names
-from gradmerge.curvature.stored_names import stored_shapes, stored_tensors
+from gradmerge.curvature import checkpoint_names as stored_names
+from gradmerge.curvature.checkpoint_names import stored_shapes, stored_tensors
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 60,

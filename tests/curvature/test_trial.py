@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradmerge.curvature.estimate import estimate_curvature
-from gradmerge.curvature.trial import Trial
+from gradmerge.curvature.verify import Trial
 
 from . import slow
 from .families import EXACT, FAMILIES, batch_of, batches_of

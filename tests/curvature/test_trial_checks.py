@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature import trial as trials
+from gradmerge.curvature import verify as trials
 from gradmerge.curvature.batches import Again
 from gradmerge.curvature.estimate import estimate_curvature
-from gradmerge.curvature.trial import Trial
+from gradmerge.curvature.verify import Trial
 
 from . import slow
 from .families import EXACT, FAMILIES, batch_of
@@ -213,7 +213,7 @@ def test_a_check_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.M
 
     def one_by_one() -> Iterator[Any]:
         yield batches[0]
-        monkeypatch.setattr("gradmerge.curvature.trial.FormulaChooser._try", full)
+        monkeypatch.setattr("gradmerge.curvature.verify.FormulaChooser._try", full)
         yield batches[1]
 
     assert_same(estimate_curvature(model, one_by_one()), want, EXACT)

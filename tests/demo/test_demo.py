@@ -23,7 +23,7 @@ from gradmerge.demo import DemoResult, run_demo
 from gradmerge.demo.commands import highlights
 from gradmerge.demo.tables import EVERY
 from gradmerge.demo.training import train
-from gradmerge.engine.workers import one_thread_each
+from gradmerge.engine.thread_pool import one_thread_each
 from gradmerge.errors import InputError
 from gradmerge.rules import METHODS
 

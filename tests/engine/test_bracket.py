@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from gradmerge.engine.bracket import Bracket, ends_of
+from gradmerge.engine.run.bracket import Bracket, ends_of
 
 GENERATOR = np.random.default_rng(0)
 KINDS = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import gradmerge as gm
-from gradmerge.api.merging import planned
-from gradmerge.engine import coefficients
-from gradmerge.engine.coefficients import coefficient_notes, share_above
+from gradmerge.api.merge import planned
+from gradmerge.engine.checks import coefficients
+from gradmerge.engine.checks.coefficients import coefficient_notes, share_above
 from gradmerge.notes import Kind, Note
 from gradmerge.recipe import make_recipe
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradmerge.engine.journal import Journal
-from gradmerge.engine.statistics import Statistics
+from gradmerge.engine.run.journal import Journal
+from gradmerge.engine.run.statistics import Statistics
 
 
 def test_units_made_with_a_guess_count_until_the_statistics_turn_out_to_be_others(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_journal_of_another_boot_is_not_believed(tmp_path: Path, monkeypatch) 
     journal.open(fresh=True)
     journal.units([0])
     journal.close()
-    monkeypatch.setattr("gradmerge.engine.journal._boot", lambda: "another")
+    monkeypatch.setattr("gradmerge.engine.run.journal._boot", lambda: "another")
     after = Journal(tmp_path, "one")
     assert after.load() is None
     assert not after.belongs_to_another_merge()

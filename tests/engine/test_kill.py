@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import gradmerge as gm
-from gradmerge.engine.journal import NAME, Journal
-from gradmerge.engine.statistics import Statistics
+from gradmerge.engine.run.journal import NAME, Journal
+from gradmerge.engine.run.statistics import Statistics
 from tests.forked import forked
 from tests.making import near, random_state, weight_bytes, write_model
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api.merging import planned
+from gradmerge.api.merge import planned
+from gradmerge.compare.candidates import Candidate
+from gradmerge.compare.in_memory import materialise
+from gradmerge.compare.predict import open_to_look, predict
 from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
-from gradmerge.diagnostics.in_memory import materialise
-from gradmerge.diagnostics.predict import open_to_look, predict
-from gradmerge.engine.candidates import Candidate
-from gradmerge.engine.target import Target
+from gradmerge.engine.run.output import Target
 from gradmerge.recipe import make_recipe
 
 from ..forked import forked

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api.merging import planned
-from gradmerge.engine import statistics
-from gradmerge.engine.selection import Guess
+from gradmerge.api.merge import planned
+from gradmerge.engine.run import statistics
+from gradmerge.engine.run.selection import Guess
 
 from ..making import (
     SHAPES,

@@ -23,19 +23,20 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api.merging import planned
-from gradmerge.engine import on_worker, ray_crew, statistics
-from gradmerge.engine.journal import NAME
-from gradmerge.engine.on_ray import RayCluster
-from gradmerge.engine.ray_crew import Crew
-from gradmerge.engine.reads import state_of
-from gradmerge.engine.selection import Guess
-from gradmerge.engine.to_folder import MergeResult, files_read, fingerprint_of, merge_to_folder
+from gradmerge.api.merge import planned
+from gradmerge.engine.input_state import state_of
+from gradmerge.engine.ray import crew as ray_crew, worker as on_worker
+from gradmerge.engine.ray.cluster import RayCluster
+from gradmerge.engine.ray.crew import Crew
+from gradmerge.engine.run import statistics
+from gradmerge.engine.run.journal import NAME
+from gradmerge.engine.run.selection import Guess
+from gradmerge.engine.run.to_folder import MergeResult, files_read, fingerprint_of, merge_to_folder
 from gradmerge.errors import InputError, MachineError
+from gradmerge.io.atomic_dir import MARK
 from gradmerge.progress import NoProgress
 from gradmerge.recipe import make_recipe
 from gradmerge.rules import METHODS
-from gradmerge.storage.staging import MARK
 from gradmerge.urls import place_of
 
 from ..making import SHAPES, Stop, near, random_curvature, random_state, weight_bytes, write_model
@@ -283,7 +284,7 @@ def test_a_worker_with_other_versions_or_without_gradmerge_is_named(monkeypatch:
     name, pid, status, message = worker.open({}, {"gradmerge": gm.__version__, "torch": "1.0"}, "")
     assert (pid, status) == (os.getpid(), 2) and platform.node() in name
     assert torch.__version__ in message and "1.0" in message
-    monkeypatch.setitem(sys.modules, "gradmerge.engine.on_worker", None)
+    monkeypatch.setitem(sys.modules, "gradmerge.engine.ray.worker", None)
     *_, status, message = worker.open({}, {}, "")
     assert status == 2 and "gradmerge" in message
 

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.api.recipe_yaml import recipe_documents
-from gradmerge.checkpoints import opening
+from gradmerge.checkpoints import open as opening
 from gradmerge.cli.app import app
-from gradmerge.storage import remote
-from gradmerge.storage.uploads import UNFINISHED, Upload
+from gradmerge.io import remote
+from gradmerge.io.upload import UNFINISHED, Upload
 
 from ..api.hub_stand_in import TOKEN, Hub, stand_in
 from ..http_stand_in import web_server
@@ -364,13 +364,13 @@ def hub(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hu
 def test_a_hub_model_is_read_by_ranges_and_each_byte_once(
     hub: Hub, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradmerge.storage import ranges
+    from gradmerge.io import range_reader as ranges
 
     monkeypatch.setattr(ranges, "HEAD", 700)
     monkeypatch.setattr(ranges, "PIECE", 600)
     # Of models as small as these, a sample would be all.
-    monkeypatch.setattr("gradmerge.checkpoints.kinship.RUN", 1)
-    monkeypatch.setattr("gradmerge.engine.to_folder.coefficient_notes", lambda *_: [])
+    monkeypatch.setattr("gradmerge.checkpoints.compat.lineage.RUN", 1)
+    monkeypatch.setattr("gradmerge.engine.run.to_folder.coefficient_notes", lambda *_: [])
     monkeypatch.setattr(ranges, "SAMPLE", 4)
     monkeypatch.setattr(ranges, "FAR", 0)
     gm.merge(recipe(s3.here), tmp_path / "local/out")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradmerge as gm
-from gradmerge.engine.rounding import rounded
+from gradmerge.engine.run.rounding import rounded
 
 #: Bits of the significand, and the exponents of the smallest and of the largest binade.
 KINDS = {torch.bfloat16: (8, -126, 127), torch.float16: (11, -14, 15)}

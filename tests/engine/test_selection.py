@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings, strategies as st
 
-from gradmerge.engine.selection import Guess, Selection
+from gradmerge.engine.run.selection import Guess, Selection
 
 
 def search(values: torch.Tensor, k: int, guess: Guess | None, block: int = 97) -> tuple[float, int]:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from gradmerge.engine.selection import Guess
-from gradmerge.engine.statistics import _guess
+from gradmerge.engine.run.selection import Guess
+from gradmerge.engine.run.statistics import _guess
 
 
 def test_a_sample_of_few_values_gives_an_exact_guess_and_one_of_many_values_a_rough_one() -> None:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.engine import adapter_changes
-from gradmerge.engine.factoring import factored
+from gradmerge.engine.adapter import build as adapter_changes
+from gradmerge.engine.adapter.low_rank import factored
 from gradmerge.errors import InputError
 from tests.checkpoints.families import FAMILIES, load, moved, randomise, save
 from tests.checkpoints.test_lora import LLAMA, make_base, merged_by_peft, write_adapter

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api.merging import planned
-from gradmerge.engine import trust
-from gradmerge.engine.damping import find_damping
-from gradmerge.engine.trust import judge, trust_notes
+from gradmerge.api.merge import planned
+from gradmerge.engine.checks import step_size as trust
+from gradmerge.engine.checks.damping import find_damping
+from gradmerge.engine.checks.step_size import judge, trust_notes
 from gradmerge.notes import Kind, Note
 
 from ..making import SHAPES, near, random_curvature, random_state, read_model, three_models, write_model

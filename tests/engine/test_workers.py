@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gradmerge.engine.workers import run_parallel
+from gradmerge.engine.thread_pool import run_parallel
 from gradmerge.errors import MachineError
 
 TOO_MUCH = 1 << 46

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 import gradmerge as gm
-from gradmerge.api.estimating import estimate_curvature
+from gradmerge.api.estimate import estimate_curvature
 from gradmerge.errors import GradmergeError
 from tests.making import near, random_curvature, random_state, write_model
 
@@ -292,8 +292,8 @@ def run_kills(kills: int, seed: int, processes: int, root: Path, failures: Path)
     total: dict[str, Counter[str]] = {}
     if kills:
         # What every process would import by itself.
-        import gradmerge.api.diagnosing
-        import gradmerge.api.previewing
+        import gradmerge.api.diagnose
+        import gradmerge.api.preview
         import gradmerge.cli.app  # noqa: F401
 
         shares = [(first, kills, processes, seed, root, failures.absolute()) for first in range(processes)]

@@ -12,7 +12,7 @@ import torch
 
 import gradmerge as gm
 from gradmerge.checkpoints import open_checkpoint
-from gradmerge.checkpoints.model import Buffers
+from gradmerge.checkpoints.checkpoint import Buffers
 from tests.fuzz.models import Adapters, Index, Weights
 from tests.fuzz.mutate import with_length
 from tests.fuzz.trial import REFUSED, WORKED, Case, run_case

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.cli.app import app
-from gradmerge.curvature.files import open_curvature
+from gradmerge.curvature.format import open_curvature
 from gradmerge.curvature.kronecker import LayerFactors
 from gradmerge.curvature.summary import group_of
 from gradmerge.report.curvature_plot import LayerRow, draw, legible, spread

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradmerge.diagnostics.diagnosis import Diagnosis
-from gradmerge.diagnostics.gauge import Gauge
-from gradmerge.diagnostics.measured_merges import compare_merges
-from gradmerge.diagnostics.predict import Cost, Interference, Prediction
+from gradmerge.compare.diagnosis import Diagnosis
+from gradmerge.compare.measured_merges import compare_merges
+from gradmerge.compare.penalty_check import Gauge
+from gradmerge.compare.predict import Cost, Interference, Prediction
 from gradmerge.recipe import make_recipe
 from gradmerge.report.diagnosis_page import _metrics_section, measured_table
-from gradmerge.report.diagnosis_words import verdict
-from gradmerge.tasks.uncertainty import standard_errors
+from gradmerge.report.diagnosis_text import verdict
+from gradmerge.tasks.standard_errors import standard_errors
 
 OWN, OTHER, THIRD = "gradient-matching", "average", "task-arithmetic"
 TASKS = ["a", "b", "base"]

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradmerge.report import numbers, palette
-from gradmerge.report.embedded import SHOWN_ROWS
+from gradmerge.report import formatting as numbers, palette
+from gradmerge.report.assets import SHOWN_ROWS
 from gradmerge.report.figures import MOST_POINTS, Series, bars, curves, heat_map, trade_off
+from gradmerge.report.layout import label_places
 from gradmerge.report.page import Figure, Table
-from gradmerge.report.placing import label_places
 from gradmerge.rules import METHODS
 from gradmerge.text import Measured, printable
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from gradmerge.errors import MachineError
-from gradmerge.report.cells import columns_of
-from gradmerge.report.embedded import digest, library
+from gradmerge.report.assets import digest, library
 from gradmerge.report.figures import Series, bars, curves, heat_map, trade_off
 from gradmerge.report.page import Figure, Page, Section, Table, html, rich, write_report
+from gradmerge.report.tables import columns_of
 from gradmerge.text import Measured
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&`**"

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.checkpoints.model import Checkpoint
-from gradmerge.engine import measuring
-from gradmerge.engine.candidates import Candidate, look_at
-from gradmerge.engine.local import run
-from gradmerge.engine.planning import inputs_of, make_plan, open_plan
-from gradmerge.engine.randomness import keep_mask, uniform
-from gradmerge.engine.statistics import find_statistics
+from gradmerge.checkpoints.checkpoint import Checkpoint
+from gradmerge.compare.candidates import Candidate, look_at
+from gradmerge.engine.plan.build import inputs_of, make_plan, open_plan
+from gradmerge.engine.run import reduce as measuring
+from gradmerge.engine.run.executor import run
+from gradmerge.engine.run.randomness import keep_mask, uniform
+from gradmerge.engine.run.statistics import find_statistics
 from gradmerge.recipe import make_recipe
 from gradmerge.rules import METHODS
 

@@ -14,11 +14,11 @@ import gradio
 import pytest
 
 import gradmerge as gm
-from gradmerge.studio import markup
-from gradmerge.studio.panel import Panel
-from gradmerge.studio.serving import address, is_local, listen
-from gradmerge.studio.studio_page import build
-from gradmerge.studio.workbench import Visit, Workbench, _shaped, explained
+from gradmerge.studio import html as markup
+from gradmerge.studio.app import build
+from gradmerge.studio.controls import Panel
+from gradmerge.studio.server import address, is_local, listen
+from gradmerge.studio.session import Visit, Workbench, _shaped, explained
 
 from .making import HOSTILE, tiny_recipe
 

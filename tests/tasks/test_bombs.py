@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 
 from gradmerge.errors import InputError
-from gradmerge.storage import smallfile
+from gradmerge.io import small_files as smallfile
 from gradmerge.tasks import data_sources
 from gradmerge.tasks.columns import choose_columns
 from gradmerge.tasks.data_sources import LONGEST_ROW, read_rows

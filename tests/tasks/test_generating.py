@@ -13,7 +13,7 @@ from torch import nn
 
 import gradmerge as gm
 from gradmerge.tasks import LoadedTask, load_task
-from gradmerge.tasks.generating import generate, prompts
+from gradmerge.tasks.generation import generate, prompts
 
 from .making import (
     sentences,

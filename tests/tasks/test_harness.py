@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.cli.app import app
 from gradmerge.tasks import load_model
-from gradmerge.tasks.harness import Harness
+from gradmerge.tasks.lm_eval import Harness
 from gradmerge.tasks.processors import load_tokenizer
 
-from ..diagnostics.conftest import tuned_from
+from ..compare.conftest import tuned_from
 from ..making import write_recipe
 from .making import sentences, tiny_bert_checkpoint, tiny_llama_checkpoint, write_jsonl
 
@@ -210,7 +210,7 @@ def test_generated_text_decides_a_preview_where_it_is_asked_for(place: Path) -> 
 def test_what_cannot_be_asked_is_said(
     place: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradmerge.tasks import harness
+    from gradmerge.tasks import lm_eval as harness
 
     known = type("Manager", (), {"all_tasks": ["cities"]})()  # to index all tasks of the harness takes half a minute
     monkeypatch.setattr(harness, "_task_manager", lambda folder, defaults: known)

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from gradmerge.cli.app import app
 from gradmerge.errors import InputError
 from gradmerge.tasks import load_model, load_task
-from gradmerge.tasks.folders import offline
+from gradmerge.tasks.resolve_model import offline
 
 from .making import labelled, tiny_bert_checkpoint, write_jsonl
 

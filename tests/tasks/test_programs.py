@@ -16,11 +16,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from gradmerge.checkpoints import open_checkpoint, patterns
-from gradmerge.checkpoints.model import Buffers
+from gradmerge.checkpoints import open_checkpoint, regex_timeout as patterns
+from gradmerge.checkpoints.checkpoint import Buffers
 from gradmerge.errors import InputError
 from gradmerge.tasks import causal_lm, load_model, load_task
-from gradmerge.tasks.patience import patience
+from gradmerge.tasks.limits import patience
 
 from .making import tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
 

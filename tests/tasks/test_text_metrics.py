@@ -13,9 +13,9 @@ import torch
 
 import gradmerge as gm
 from gradmerge.tasks import Generation, load_task
-from gradmerge.tasks.generating import generate
+from gradmerge.tasks.generation import generate
+from gradmerge.tasks.standard_errors import standard_error
 from gradmerge.tasks.text_metrics import normalised, score_texts
-from gradmerge.tasks.uncertainty import standard_error
 
 from .making import sentences, tiny_gpt2_checkpoint, write_jsonl
 

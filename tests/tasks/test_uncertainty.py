@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradmerge.curvature.losses import LOSSES, MASKED
 from gradmerge.tasks.metrics import METRICS, Metrics
-from gradmerge.tasks.uncertainty import Difference, averaged, difference, standard_error, standard_errors
+from gradmerge.tasks.standard_errors import Difference, averaged, difference, standard_error, standard_errors
 
 Batch = tuple[Tensor, Tensor]
 N = 400

@@ -10,7 +10,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 
 from gradmerge.errors import InputError
-from gradmerge.training.measured_tensors import measured_tensors
+from gradmerge.training.curvature_targets import measured_tensors
 
 from .callback_runs import bert
 

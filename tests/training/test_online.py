@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from gradmerge.errors import InputError
-from gradmerge.training.online import RunningAverage
+from gradmerge.training.running_average import RunningAverage
 
 SHAPES = {"w": torch.Size([2])}
 CPU = torch.device("cpu")

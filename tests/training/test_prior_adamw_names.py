@@ -39,7 +39,7 @@ def model_of(kind: str, seed: int = 0) -> Any:
 
 def curvature_of(model: nn.Module, examples: int = 5) -> gm.Curvature:
     """Every entry another number, as measured: by names in memory, saved by those of files."""
-    from gradmerge.curvature.stored_names import for_files
+    from gradmerge.curvature.checkpoint_names import for_files
 
     generator = torch.Generator().manual_seed(3)
     sums = {n: torch.rand(p.shape, generator=generator) + 0.5 for n, p in model.named_parameters()}

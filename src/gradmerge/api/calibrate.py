@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import check_known, checked
-from ..checkpoints.published import name_of
+from ..checkpoints.hub_metadata import name_of
 from ..curvature.batches import moved
 from ..display import Displayed, View
-from ..engine.reads import changed, model_paths, state_of
+from ..engine.input_state import changed, model_paths, state_of
 from ..errors import InputError, MachineError
+from ..io.atomic_dir import Staging
 from ..notes import Note
 from ..progress import Progress, shown
 from ..refinement.blocks import Batch, BlockModel, HiddenCache, Structure, block_lists, examine, is_linear
@@ -41,7 +42,6 @@ from ..refinement.result_folder import write_card, write_record, write_weights
 from ..refinement.streaming import ModelFiles, load_model_whole, load_whole
 from ..report.calibration_page import calibration_page, calibration_verdict
 from ..report.page import write_report
-from ..storage.staging import Staging
 from ..tasks import LoadOptions, complete
 from ..tasks.data_sources import data_paths
 from ..tasks.encoder import encoder_prefix, representation_modules

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..diagnostics.predict import BASE, task_names
+from ..compare.predict import BASE, task_names
 from ..engine.record import recorded_models as models_of_recipe
 from ..recipe import Recipe
 from ..refinement.inputs import model_reference, recorded_models as models_of_folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..diagnostics.predict import BASE, task_names
+from ..compare.predict import BASE, task_names
 from ..errors import InputError
 from ..recipe import load_recipe
 

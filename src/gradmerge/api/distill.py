@@ -15,13 +15,14 @@ from torch import nn
 
 from ..arguments import check_known, checked
 from ..checkpoints.adapter_config import is_adapter
+from ..checkpoints.hub_metadata import name_of
 from ..checkpoints.lora import AdapterCheckpoint
-from ..checkpoints.published import name_of
 from ..curvature.batches import moved
-from ..curvature.stored_names import adapter_names
+from ..curvature.checkpoint_names import adapter_names
 from ..display import Displayed, View
-from ..engine.reads import changed, model_paths, state_of
+from ..engine.input_state import changed, model_paths, state_of
 from ..errors import InputError, MachineError
+from ..io.atomic_dir import Staging
 from ..progress import Progress, shown
 from ..refinement.calibrate import TaskRows, count_rows, hold_out
 from ..refinement.distill import (
@@ -37,7 +38,6 @@ from ..refinement.result_folder import write_card, write_record, write_weights
 from ..refinement.streaming import load_model_whole, load_whole
 from ..report.distillation_page import distillation_page, distillation_verdict
 from ..report.page import write_report
-from ..storage.staging import Staging
 from ..tasks import LoadOptions, complete
 from ..tasks.data_sources import data_paths
 from ..tasks.models import device_of, load_model

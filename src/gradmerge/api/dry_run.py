@@ -12,20 +12,20 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.published import all_published
-from ..curvature.formulas import is_conv1d
+from ..checkpoints.hub_metadata import all_published
 from ..curvature.kernels import HELD_CPU, HELD_CUDA
 from ..curvature.kronecker import MAX_KRONECKER_DIM, factors_for, stored_alone
-from ..curvature.reaching import blocks_of
-from ..engine.coefficients import coefficient_notes
+from ..curvature.offload import blocks_of
+from ..curvature.per_example_gradients import is_conv1d
+from ..engine.checks.coefficients import coefficient_notes
+from ..engine.checks.step_size import trust_notes
 from ..engine.front_matter import licence_notes
-from ..engine.penalties import used
-from ..engine.trust import trust_notes
+from ..engine.plan.penalties import used
 from ..errors import InputError
+from ..io.reader import close_files, open_files
+from ..io.writer import split_into_shards
 from ..quiet import quiet_transformers
 from ..recipe import Recipe, plain
-from ..storage.tensorfile import close_files, open_files
-from ..storage.tensorwriter import split_into_shards
 from ..tasks import LoadedTask, LoadOptions, complete
 from ..tasks.data_sources import read_rows
 from ..tasks.loading import joined
@@ -33,8 +33,8 @@ from ..tasks.model_args import ModelArgs
 from ..tasks.models import device_of, model_without_weights
 from ..text import size
 from ..urls import is_url
-from .estimating import check_estimate_options
-from .merging import default_threads, planned
+from .estimate import check_estimate_options
+from .merge import default_threads, planned
 
 #: Bytes of a process before it loads a model: Python, PyTorch and transformers, or the context of a GPU.
 PROCESS = 600_000_000

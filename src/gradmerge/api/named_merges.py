@@ -7,13 +7,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..engine.reads import recipe_paths
-from ..engine.to_folder import MergeResult
+from ..engine.input_state import recipe_paths
+from ..engine.run.to_folder import MergeResult
 from ..errors import InputError
+from ..io.atomic_dir import Staging
+from ..io.reader import local_path
 from ..notes import Note
 from ..recipe import Recipe
-from ..storage.staging import Staging
-from ..storage.tensorfile import local_path
 
 
 @contextlib.contextmanager

@@ -12,18 +12,18 @@ from typing import Any
 import yaml
 
 from ..checkpoints.adapter_config import is_adapter
-from ..checkpoints.model import Checkpoint
-from ..checkpoints.opening import open_checkpoint
-from ..checkpoints.published import CARD, MAX_CARD, RECORD, may_be_hub_id
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.hub_metadata import CARD, MAX_CARD, RECORD, may_be_hub_id
+from ..checkpoints.open import open_checkpoint
 from ..checkpoints.sidecars import sidecars
 from ..curvature.curvature_card import curvature_card
-from ..curvature.files import STEM, open_curvature
-from ..engine.journal import NAME as JOURNAL
-from ..engine.penalties import PENALTY
+from ..curvature.format import STEM, open_curvature
+from ..engine.plan.penalties import PENALTY
+from ..engine.run.journal import NAME as JOURNAL
 from ..errors import InputError
-from ..storage.smallfile import MAX_TOKENIZER, read_bounded, read_json
-from ..storage.staging import MARK, PARTIAL
-from ..storage.tensorfile import close_files, open_files
+from ..io.atomic_dir import MARK, PARTIAL
+from ..io.reader import close_files, open_files
+from ..io.small_files import MAX_TOKENIZER, read_bounded, read_json
 from ..text import first_line, to_json
 
 #: Keys of front matter that the Hub shows, and what their absence means.

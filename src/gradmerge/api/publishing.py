@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments import checked
-from ..checkpoints.opening import HUB_ID
-from ..checkpoints.published import CARD, MAX_CARD, RECORD
+from ..checkpoints.hub_metadata import CARD, MAX_CARD, RECORD
+from ..checkpoints.open import HUB_ID
 from ..display import Displayed
-from ..engine.evaluations import evaluation, with_evaluations
+from ..engine.eval_results import evaluation, with_evaluations
 from ..errors import InputError, MachineError
+from ..io.small_files import MAX_TOKENIZER, read_bounded, read_json
 from ..progress import Progress, shown
 from ..report.whole_file import whole_file
-from ..storage.smallfile import MAX_TOKENIZER, read_bounded, read_json
 from ..tasks.data_names import dataset_type, named_data
 from ..text import size, to_json
 from ..urls import on_this_machine, remote_url
+from .hub_upload import send
 from .package import pack
-from .sending import send
 
 
 @dataclass(repr=False)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.card import recipe_as_written
+from ..io.reader import local_path
 from ..markdown import to_yaml
 from ..recipe import NONE, Identity, Recipe
-from ..storage.tensorfile import local_path
 from ..urls import is_url
 
 
@@ -28,7 +28,7 @@ def _moved(recipe: Recipe, folder: Path, names: dict[str, Recipe]) -> dict[str, 
             return reference
         path = local_path(reference, recipe.folder)
         if is_url(recipe.folder) and path.exists():
-            from ..storage.remote import url_of
+            from ..io.remote import url_of
 
             return url_of(path) or reference
         if Path(reference).expanduser().is_absolute() or not path.exists():

@@ -13,13 +13,13 @@ from typing import Any
 from ..curvature.batches import Placed
 from ..curvature.curvature import Curvature, require_finite, write_sums
 from ..curvature.estimate import estimate_curvature
-from ..curvature.files import open_curvature
+from ..curvature.format import open_curvature
 from ..curvature.kronecker import KroneckerCurvature
 from ..curvature.together import Together, parts, without
 from ..errors import InputError, MachineError
+from ..io.atomic_dir import MARK, Staging
 from ..processes import Processes
 from ..progress import Progress
-from ..storage.staging import MARK, Staging
 from ..tasks import LoadedTask
 
 #: The file with the sums, and the file that replaces it once it is complete.

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..checkpoints.model import STORED_TYPES, Checkpoint
+from ..checkpoints.checkpoint import STORED_TYPES, Checkpoint
 from ..curvature.curvature import Curvature
 from ..curvature.kronecker import KroneckerCurvature
-from ..engine.damping import find_damping
-from ..engine.inputs import CurvatureInput
-from ..engine.local import MergedBlock, run
-from ..engine.plan import torch_type
-from ..engine.planning import inputs_of, make_plan
-from ..engine.statistics import find_statistics
+from ..engine.checks.damping import find_damping
+from ..engine.plan.build import inputs_of, make_plan
+from ..engine.plan.inputs import CurvatureInput
+from ..engine.plan.plan import torch_type
+from ..engine.run.executor import MergedBlock, run
+from ..engine.run.statistics import find_statistics
 from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
 from ..rules import METHODS
-from .merging import check_device, default_threads
+from .merge import check_device, default_threads
 
 CurvatureLike = Mapping[str, Tensor] | float
 

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from ..errors import InputError
-from ..storage.links import require_within
-from ..storage.smallfile import read_json
+from ..io.links import require_within
+from ..io.small_files import read_json
 
 #: Settings that change what the adapter means, and that are not LoRA as in base + scale · BA.
 UNSUPPORTED = {

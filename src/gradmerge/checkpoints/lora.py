@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..storage.tensorfile import PositionalFile
+from ..io.reader import PositionalFile
 from ..text import listed
 from .adapter_config import ADVICE
-from .class_names import stored_by_class
-from .model import Buffers, Checkpoint
-from .orientation import stores_inputs_first
-from .patterns import Patterns
-from .quantised import refuse_quantised
-from .ties import TIED, equal, has_head, in_layer, is_head, same_values, tied_to, ties_of_class
+from .checkpoint import Buffers, Checkpoint
+from .compat.tied_weights import TIED, equal, has_head, in_layer, is_head, same_values, tied_to, ties_of_class
+from .conv1d import stores_inputs_first
+from .hf_key_conversion import stored_by_class
+from .quantization import refuse_quantised
+from .regex_timeout import Patterns
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16

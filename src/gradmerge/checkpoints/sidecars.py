@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..storage.links import lies_within
-from ..storage.smallfile import read_json
+from ..io.links import lies_within
+from ..io.small_files import read_json
 from ..text import some
-from .compare import matches
-from .dequantised import DequantisedCheckpoint
-from .model import Checkpoint
-from .opening import PIPELINE, stem_of
-from .quantised import without_quantisation
+from .checkpoint import Checkpoint
+from .compat.compare import matches
+from .dequantize import DequantisedCheckpoint
+from .open import PIPELINE, stem_of
+from .quantization import without_quantisation
 from .views import beneath
 
 MAX_BYTES = 100_000_000

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .model import Buffers, Checkpoint
+from .checkpoint import Buffers, Checkpoint
 
 
 class View(Checkpoint):

@@ -36,7 +36,7 @@ from . import (
 )
 from .help import Commands, GroupWithHelp
 from .output import OUT_OF_MEMORY
-from .streams import hush, prepare_streams, say, settle
+from .stdio import hush, prepare_streams, say, settle
 
 #: Depending on its version, typer brings its own click or uses the installed one.
 UsageError: Any = typer.BadParameter.__base__

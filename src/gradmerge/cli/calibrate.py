@@ -9,7 +9,7 @@ import typer
 
 from .options import DryRun, Force, LoadingOptions, Printing, command, named
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
-from .streams import say
+from .stdio import say
 
 EXAMPLE = (
     "Examples: gradmerge calibrate ./merged --data yelp=yelp.jsonl --data imdb=imdb.jsonl -o ./calibrated   ·   "

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..text import count, one_line
-from . import estimate, importing
+from . import curvature_import as importing, estimate
 from .help import Commands
 from .options import Printing, command
 from .output import print_json, print_table, progress
-from .streams import say
+from .stdio import say
 
 if TYPE_CHECKING:
     from ..curvature.spectra import LayerSpectra, Spectrum
@@ -43,7 +43,7 @@ def show(
 
     Of Kronecker factors these are of the diagonal that they make; sizes, traces and eigenvalues of every layer follow.
     """
-    from ..curvature.files import open_curvature
+    from ..curvature.format import open_curvature
     from ..curvature.spectra import layers_of, spectra
     from ..curvature.summary import pieces, summarize
 

@@ -13,7 +13,7 @@ import typer
 
 from .options import Printing, command
 from .output import heavy_imports, print_json, print_table, progress
-from .streams import say
+from .stdio import say
 
 if TYPE_CHECKING:
     from ..demo import DemoResult

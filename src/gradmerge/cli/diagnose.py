@@ -10,7 +10,7 @@ import typer
 from ..text import one_line
 from .options import LoadingOptions, Printing, RecipeOptions, Settings, SweepOption, command, named
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
-from .streams import say
+from .stdio import say
 
 EXAMPLE = (
     "Examples: gradmerge diagnose recipe.yml -o report   ·   gradmerge diagnose recipe.yml --data yelp=yelp.jsonl "
@@ -56,9 +56,9 @@ def diagnose(
     with --data also measured.
     """
     with heavy_imports():
-        from ..api import diagnosing
+        from ..api import diagnose as diagnosing
         from ..report.diagnosis_page import measured_table, prediction_table
-        from .request import read_recipe
+        from .recipe_args import read_recipe
 
     with progress(printing.silent) as shown:
         found = diagnosing.diagnose(

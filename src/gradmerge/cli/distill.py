@@ -10,7 +10,7 @@ import typer
 from .calibrate import NamedRows, NamedTeacher
 from .options import Force, LoadingOptions, Printing, command, named
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
-from .streams import say
+from .stdio import say
 
 EXAMPLE = (
     "Examples: gradmerge distill ./calibrated --data yelp=yelp.jsonl --data imdb=imdb.jsonl -o ./distilled   ·   "

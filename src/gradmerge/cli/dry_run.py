@@ -8,7 +8,7 @@ from ..api.dry_run import JobSize
 from ..recipe import in_words
 from ..text import count, size
 from .output import continued, print_json, print_table
-from .streams import say
+from .stdio import say
 
 
 def print_merge(facts: dict[str, Any], job: JobSize, as_json: bool) -> None:

@@ -23,7 +23,7 @@ from .options import (
     on_processes,
 )
 from .output import Notes, heavy_imports, memory_of, print_json, print_notes, progress
-from .streams import say
+from .stdio import say
 
 EXAMPLE = (
     "Examples: gradmerge curvature estimate ./yelp --data reviews.jsonl -o ./yelp/curvature   ·   "
@@ -34,7 +34,7 @@ EXAMPLE = (
 
 @dataclass(frozen=True)
 class EstimateOptions:
-    """How curvature is estimated and written: options of :func:`gradmerge.api.estimating.estimate_to_disk`."""
+    """How curvature is estimated and written: options of :func:`gradmerge.api.estimate.estimate_to_disk`."""
 
     likelihood: Annotated[
         str,
@@ -106,7 +106,7 @@ def estimate(
     if out is None:
         raise InputError("say where to write the result: -o OUT")
     with heavy_imports():
-        from ..api.estimating import estimate_to_disk
+        from ..api.estimate import estimate_to_disk
 
     logging.basicConfig(handlers=[Notes()], level=logging.ERROR if printing.quiet else logging.WARNING)
     with progress(printing.silent, "examples") as shown:

@@ -19,7 +19,7 @@ from .options import (
     on_processes,
 )
 from .output import heavy_imports, print_json, print_notes, print_table, progress
-from .streams import say
+from .stdio import say
 
 if TYPE_CHECKING:
     from ..tasks import LoadedTask
@@ -54,7 +54,7 @@ def evaluate(
     On data: accuracy and F1, errors of a regression, or loss and perplexity; with --generate the answers too.
     """
     with heavy_imports():
-        from ..api.evaluating import evaluated
+        from ..api.evaluate import evaluated
 
     begun = time.perf_counter()
     given = loading.as_keywords()

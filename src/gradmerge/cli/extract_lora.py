@@ -10,7 +10,7 @@ import typer
 from ..text import one_line, size
 from .options import Force, Model, Printing, RecipeOptions, command
 from .output import heavy_imports, note, print_json, print_table, progress
-from .streams import say
+from .stdio import say
 
 EXAMPLE = (
     "Examples: gradmerge extract-lora --base ./base ./yelp --rank 16 -o ./yelp-lora   ·   "
@@ -49,8 +49,8 @@ def extract_lora(
     that are also the head) are saved whole; --exclude leaves them out.
     """
     with heavy_imports():
-        from ..api.extracting import extract_lora as extract
-        from ..engine.adapter_entries import ROUNDING
+        from ..api.extract_lora import extract_lora as extract
+        from ..engine.adapter.peft_config import ROUNDING
 
     with progress(printing.silent) as shown:
         found = extract(

@@ -12,7 +12,7 @@ import typer
 from ..text import count, one_line, size
 from .options import Printing, command
 from .output import AllowConfig, AllowPickle, Dequantize, continued, print_json, print_table
-from .streams import say
+from .stdio import say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,10 +73,10 @@ def inspect(
 
 
 def _facts(checkpoint: Checkpoint, tensors: bool) -> dict[str, Any]:
-    from ..checkpoints.compare import is_buffer
+    from ..checkpoints.compat.compare import is_buffer
     from ..checkpoints.lora import AdapterCheckpoint
-    from ..checkpoints.quantised import quantisation
-    from ..curvature.files import default_curvature
+    from ..checkpoints.quantization import quantisation
+    from ..curvature.format import default_curvature
 
     types: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
@@ -114,9 +114,9 @@ def _shown(path: Path, folder: Path | None) -> str:
 
 def _layers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Which layers came from where, if the model was made of slices and its record says so."""
-    from ..engine.slicing import shown_layers
+    from ..engine.plan.slices import shown_layers
     from ..errors import InputError
-    from ..storage.smallfile import MAX_TOKENIZER, read_json
+    from ..io.small_files import MAX_TOKENIZER, read_json
 
     path = None if checkpoint.folder is None else checkpoint.folder / "gradmerge.json"
     try:

@@ -13,7 +13,7 @@ from ..text import size
 from .completion import method_names, words_of
 from .options import VARIABLES, DryRun, Force, Printing, RecipeOptions, Settings, command, from_environment
 from .output import heavy_imports, note, print_json, progress
-from .streams import say
+from .stdio import say
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
@@ -112,7 +112,7 @@ def merge(
     or the URL of one of these (s3://, hf://, …).
     """
     with heavy_imports():
-        from .request import build_recipe, from_options
+        from .recipe_args import build_recipe, from_options
 
     given = None
     if recipe is None:
@@ -135,7 +135,7 @@ def run_recipe(
 ) -> None:
     """Merge, or print the plan."""
     with heavy_imports():
-        from ..api import merging
+        from ..api import merge as merging
 
     if device == "auto" or (device == "mps" and from_environment("device", device)):
         device = "cpu"  # a default for running models; a merge waits for the disk, and runs on cpu or cuda

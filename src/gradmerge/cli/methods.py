@@ -11,7 +11,7 @@ from ..text import nearest
 from .completion import method_names
 from .options import Printing, command
 from .output import print_json, print_table
-from .streams import say
+from .stdio import say
 
 EXAMPLE = "Examples: gradmerge methods   ·   gradmerge methods ties"
 

@@ -22,7 +22,7 @@ from ..processes import joined
 from ..progress import BarProgress, NoProgress, Progress, on_terminal
 from ..text import one_line, size, to_json
 from ..urls import hidden
-from .streams import say, speak_up, write
+from .stdio import say, speak_up, write
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
@@ -207,7 +207,7 @@ class Notes(logging.Handler):
 @contextlib.contextmanager
 def fetching_noted(quiet: bool) -> Iterator[None]:
     """Say it as a note when a model or data are fetched: that may take a while."""
-    log = logging.getLogger("gradmerge.storage.fetching")
+    log = logging.getLogger("gradmerge.io.download")
     handler = Notes(logging.CRITICAL if quiet else logging.WARNING)
     log.addHandler(handler)
     log.propagate = False

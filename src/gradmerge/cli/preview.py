@@ -23,7 +23,7 @@ from .options import (
     named,
 )
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
-from .streams import say
+from .stdio import say
 
 EXAMPLE = (
     "Examples: "
@@ -103,9 +103,9 @@ def preview(
     rows of each task every setting is merged in memory and evaluated.
     """
     with heavy_imports():
-        from ..api.previewing import as_json, merge_best, preview as run, suggest_weights
+        from ..api.preview import as_json, merge_best, preview as run, suggest_weights
         from ..report.preview_tables import best_table
-        from .request import read_recipe
+        from .recipe_args import read_recipe
 
     if objective is not None and (data or harness.lm_eval) and not suggest:
         raise InputError(
@@ -163,7 +163,7 @@ def preview(
 
 def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:
     """Say so before the work if the best setting will have no place."""
-    from ..storage.staging import check_place
+    from ..io.atomic_dir import check_place
     from ..tasks.data_sources import data_paths
 
     check_place(save_best, [recipe, *(path for source in data.values() for path in data_paths(source))])

@@ -10,7 +10,7 @@ import typer
 from ..text import one_line, size, some
 from .options import Printing, command
 from .output import heavy_imports, note, print_json, print_notes, print_table, progress
-from .streams import say
+from .stdio import say
 
 EXAMPLE = (
     "Examples: gradmerge push ./merged your-name/merged --dry-run   ·   "

@@ -12,7 +12,7 @@ from ..errors import InputError
 from .merge import CurvatureOption, MergeOptions, Out, run_recipe
 from .options import DryRun, LoadingOptions, Printing, Settings, command, from_environment
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
-from .streams import say
+from .stdio import say
 
 EXAMPLE = (
     "Examples: gradmerge remove --base ./gpt2 --forget toxic.jsonl --retain other.jsonl -o gpt2-clean   ·   "
@@ -136,7 +136,7 @@ def remove(
     if not model:
         raise InputError(f"--method {method} needs a model that was fine-tuned on the data to remove: --model MODEL")
     with heavy_imports():
-        from .request import build_recipe, from_options
+        from .recipe_args import build_recipe, from_options
 
     rule = METHODS[method]
     given = from_options(rule, base, model, curvature or [] if rule == "removal" else [])
@@ -160,7 +160,7 @@ def _by_influence(
     base: str, out: Path, given: dict[str, Any], loading: LoadingOptions, options: MergeOptions, printing: Printing
 ) -> None:
     with heavy_imports():
-        from ..api.removing import remove as remove_on_disk
+        from ..api.remove import remove as remove_on_disk
 
     with progress(printing.silent, "batches") as shown:
         keywords = loading.as_keywords()

@@ -10,7 +10,7 @@ import typer
 from ..errors import InputError
 from .options import LoadingOptions, Printing, RecipeOptions, command, named
 from .output import heavy_imports, note, print_json
-from .streams import say
+from .stdio import say
 
 EXAMPLE = (
     "Examples: gradmerge studio demo   ·   "
@@ -55,7 +55,7 @@ def studio(
     Every move is merged in memory and evaluated on the data given. Ctrl-C ends it. Needs Gradio
     (pip install 'gradmerge[studio]').
     """
-    from ..studio.serving import check_extra, is_local, listen
+    from ..studio.server import check_extra, is_local, listen
 
     check_extra()
     jobs = _jobs(source, named(data or []))

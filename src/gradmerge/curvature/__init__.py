@@ -1,6 +1,6 @@
 """Where curvature comes from, and its file format."""
 
 from .curvature import Curvature
-from .files import open_curvature
+from .format import open_curvature
 
 __all__ = ["Curvature", "open_curvature"]

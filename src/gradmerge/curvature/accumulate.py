@@ -7,18 +7,18 @@ y, and instead of the weight's gradient, Σ_i (Σ_t y_it x_itᵀ)² is formed. F
 
 1. :func:`~gradmerge.curvature.estimate.estimate_curvature` calls :meth:`Accumulator.add`.
 2. On the first batch, and on those that are due for a check, the layers' formulas are tried out
-   (:mod:`gradmerge.curvature.trial`). The hooks of those that fit are put on the layers.
+   (:mod:`gradmerge.curvature.verify`). The hooks of those that fit are put on the layers.
 3. The model runs. Each layer's hooks note x and tap the output (:mod:`gradmerge.curvature.hooks`).
-4. The backward pass hands y to the layer's formula (:mod:`gradmerge.curvature.formulas`), which makes a term of the
-   gradient from x and y and hands it to :meth:`Accumulator.take`.
-5. A parameter's only term is squared and added to its :class:`~gradmerge.curvature.sums.ParameterSum` at once, by
-   :mod:`gradmerge.curvature.kernels`. Small terms, and several of one parameter, wait for the end of the pass.
-   Where Kronecker factors are asked for, a layer's only x and y go into those (:mod:`gradmerge.curvature.factors`).
+4. The backward pass hands y to the layer's formula (:mod:`gradmerge.curvature.per_example_gradients`), which makes a
+   term of the gradient from x and y and hands it to :meth:`Accumulator.take`.
+5. A parameter's only term is squared and added to its :class:`~gradmerge.curvature.parameter_sum.ParameterSum` at
+   once, by :mod:`gradmerge.curvature.kernels`. Small terms, and several of one parameter, wait for the end of the pass.
+   Where Kronecker factors are asked for, a layer's only x and y go into those (:mod:`gradmerge.curvature.kfac`).
 6. Parameters that no formula fits follow by plain autograd, one example at a time. These are called slow.
 
 If memory runs out, the batch is done in halves, without what was already added. If a formula turns out not to fit this
 batch before anything is added for it, its parameters are slow from here on. If sums may be wrong by then,
-:class:`~gradmerge.curvature.sums.Distrusted` is raised, and all is estimated again.
+:class:`~gradmerge.curvature.parameter_sum.Distrusted` is raised, and all is estimated again.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ import torch
 from torch import Tensor, nn
 
 from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory
-from .factors import BatchInputs, KroneckerSums
 from .hooks import Recorder, Unsuited
 from .kernels import DirectGradient, OuterGradient, Term, add_many_direct, add_outer, add_squares
+from .kfac import BatchInputs, KroneckerSums
 from .padding import masks_of
-from .sums import Distrusted, ParameterSum, differentiable, for_each_example, without_gradients
+from .parameter_sum import Distrusted, ParameterSum, differentiable, for_each_example, without_gradients
 from .totals import Keeping
-from .trial import FormulaChooser, Trial
+from .verify import FormulaChooser, Trial
 
 Objectives = Callable[[Any, int], list[Callable[[], Tensor]]]
 """(batch, index of its first example) → a function per backward pass, which gives the sum to differentiate."""

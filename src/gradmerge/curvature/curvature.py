@@ -13,12 +13,12 @@ from torch import Tensor
 from ..arguments import checked
 from ..display import Displayed, View
 from ..errors import InputError
-from ..storage.bytesof import bytes_of
-from ..storage.staging import Staging, require_space
-from ..storage.tensorwriter import TensorWriter
+from ..io.atomic_dir import Staging, require_space
+from ..io.bytesof import bytes_of
+from ..io.writer import TensorWriter
 from . import log8
 from .curvature_card import write_curvature_card
-from .files import PENALTY, PRECISIONS, STEM, metadata, open_curvature
+from .format import PENALTY, PRECISIONS, STEM, metadata, open_curvature
 from .summary import GroupSummary, summarize
 from .totals import let_go
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..markdown import as_block, as_card, as_code, as_text
 from ..text import size
-from .files import STEM, CurvatureFile, open_curvature
+from .format import STEM, CurvatureFile, open_curvature
 
 CARD = "README.md"
 SUMS = {

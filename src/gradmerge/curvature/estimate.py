@@ -19,8 +19,9 @@ from ..errors import InputError
 from ..text import listed
 from .accumulate import Accumulator
 from .batches import examples_in, moved, with_places
+from .checkpoint_names import for_files
 from .curvature import Curvature
-from .factors import KroneckerSums
+from .kfac import KroneckerSums
 from .kronecker import (
     MAX_KRONECKER_DIM,
     KroneckerCurvature,
@@ -31,12 +32,11 @@ from .kronecker import (
     stored_alone,
 )
 from .losses import ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_named, loss_of
-from .reaching import reaching
-from .stored_names import for_files
-from .sums import Distrusted
+from .offload import reaching
+from .parameter_sum import Distrusted
 from .together import Together
 from .totals import Keeping
-from .trial import Trial
+from .verify import Trial
 
 STRUCTURES = ("diagonal", "kronecker")
 LIKELIHOODS = ("empirical", "sampled", "exact")

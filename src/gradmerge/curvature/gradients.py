@@ -13,7 +13,7 @@ from ..text import listed
 from .batches import moved, with_places
 from .estimate import Objective, prepared
 from .losses import ExampleLoss, labels_of, logits_of, loss_named
-from .sums import handing_over
+from .parameter_sum import handing_over
 
 #: How far a parameter without a gradient is moved to see whether the output depends on it, relative to its size.
 NUDGE = 2**-6

@@ -17,13 +17,13 @@ from ..errors import InputError
 from ..processes import ALONE, Processes
 from ..progress import Progress, shown
 from .batches import examples_in, moved, watched
+from .checkpoint_names import stored_sources
 from .curvature import SHARD_SIZE, NamedSums, require_finite, write_sums
-from .files import metadata
-from .formulas import is_conv1d
+from .format import metadata
 from .losses import logits_of
+from .offload import input_device
 from .padding import masks_of, sees_decoder
-from .reaching import input_device
-from .stored_names import stored_sources
+from .per_example_gradients import is_conv1d
 from .totals import Keeping, Total
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .batches import examples_in, values_of
 from .kernels import DirectGradient, Term, sum_type
-from .sums import ParameterSum, Sums
+from .parameter_sum import ParameterSum, Sums
 
 
 class Unsuited(Exception):

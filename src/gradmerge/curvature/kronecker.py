@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from ..arguments import checked
 from ..display import View
 from ..errors import InputError
+from .checkpoint_names import for_files, stored_shapes, stored_sources
 from .curvature import SHARD_SIZE, NamedSums, require_finite, write_sums
-from .factors import KroneckerSums
-from .files import INPUTS, OUTPUTS, metadata, open_curvature
-from .formulas import is_conv1d
-from .stored_names import for_files, stored_shapes, stored_sources
-from .sums import ParameterSum
+from .format import INPUTS, OUTPUTS, metadata, open_curvature
+from .kfac import KroneckerSums
+from .parameter_sum import ParameterSum
+from .per_example_gradients import is_conv1d
 from .totals import Keeping
 
 #: Layers with more inputs or outputs get a diagonal: their factors would be of a gigabyte or more each.

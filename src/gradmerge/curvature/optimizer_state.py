@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..text import first_line
-from .parameter_order import Shape
+from .match_parameters import Shape
 
 #: The keys of a parameter's state where `exp_avg_sq` means what it does in Adam; the last two are PriorAdamW's.
 _ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "mu_product", "anchor", "prior"}

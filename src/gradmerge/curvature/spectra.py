@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..text import natural
-from .files import INPUTS, OUTPUTS, CurvatureFile
+from .format import INPUTS, OUTPUTS, CurvatureFile
 
 #: Of wider matrices only the largest eigenvalue is found: all of them would take minutes.
 WIDEST_SPECTRUM = 4096

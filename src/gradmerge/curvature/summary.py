@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..text import natural
-from .files import INPUTS, OUTPUTS, CurvatureFile
+from .format import INPUTS, OUTPUTS, CurvatureFile
 
 _CHUNK = 1 << 20
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from ..processes import ALONE, Processes
 from .curvature import Curvature
-from .factors import KroneckerSums
+from .kfac import KroneckerSums
 from .kronecker import KroneckerCurvature, LayerFactors
-from .sums import Distrusted, ParameterSum
+from .parameter_sum import Distrusted, ParameterSum
 
 Sums = Curvature | KroneckerCurvature
 ON, DONE, AGAIN = "on", "done", "again"

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ..api.calibrate import calibrate
-from ..api.diagnosing import diagnose
+from ..api.diagnose import diagnose
 from ..api.distill import distill
-from ..api.estimating import estimate_curvature
-from ..api.merging import merge
-from ..api.previewing import preview
-from ..api.removing import remove
-from ..engine.workers import one_thread_each
+from ..api.estimate import estimate_curvature
+from ..api.merge import merge
+from ..api.preview import preview
+from ..api.remove import remove
+from ..engine.thread_pool import one_thread_each
+from ..io.atomic_dir import Staging
 from ..progress import NoProgress, Progress
-from ..storage.staging import Staging
 from ..text import to_json
 from . import commands, recipes, tables
 from .commands import Command, EstimateRun, data_of

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from .._version import __version__
-from ..checkpoints.model import Checkpoint
-from ..checkpoints.published import Published, all_published, name_of, published, short_names
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.hub_metadata import Published, all_published, name_of, published, short_names
 from ..checkpoints.sidecars import library_of
 from ..markdown import as_block, as_card, as_code, as_text, to_yaml
 from ..recipe import NONE, Base, Identity, Model, Recipe, in_words
 from ..urls import is_url
-from .evaluations import PLACE
+from .eval_results import PLACE
 from .front_matter import front_matter_of, licence_text
-from .inputs import CurvatureInput, Inputs
-from .penalties import used
-from .plan import Plan
-from .slicing import layer_table, shown_layers
+from .plan.inputs import CurvatureInput, Inputs
+from .plan.penalties import used
+from .plan.plan import Plan
+from .plan.slices import layer_table, shown_layers
 from .usage import pipeline_tag, usage
 
 Shown = Callable[[str], str]

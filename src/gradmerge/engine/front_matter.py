@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..checkpoints.published import Published
+from ..checkpoints.hub_metadata import Published
 from ..markdown import as_code, as_text
 from ..notes import Note
 

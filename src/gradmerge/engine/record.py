@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from .._version import __version__
-from ..checkpoints.model import Checkpoint
-from ..checkpoints.published import short_names
-from ..checkpoints.stacked import StackedCheckpoint
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.hub_metadata import short_names
+from ..checkpoints.layers.stack import StackedCheckpoint
+from ..io.reader import local_path
 from ..recipe import Recipe, plain
-from ..storage.tensorfile import local_path
-from .inputs import Inputs, Source
-from .penalties import used
-from .plan import Plan
-from .slicing import layer_table
+from .plan.inputs import Inputs, Source
+from .plan.penalties import used
+from .plan.plan import Plan
+from .plan.slices import layer_table
 
 
 def merge_record(
@@ -88,7 +88,7 @@ def _input_record(plan: Plan, source: Source) -> dict[str, Any]:
     record: dict[str, Any] = {"role": _role(source, plan.inputs), "source": source.label}
     if isinstance(source, Checkpoint) and source.hub_id:
         record["hub_id"] = source.hub_id
-        from ..storage.remote import commit_of
+        from ..io.remote import commit_of
 
         if source.folder is not None and (commit := commit_of(source.folder)) is not None:
             record["commit"] = commit

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.opening import PIPELINE
+from ..checkpoints.open import PIPELINE
 from ..checkpoints.sidecars import library_of
+from ..io.small_files import readable_json
 from ..markdown import as_block
-from ..storage.smallfile import readable_json
 
 #: Ends of the names of architectures → `pipeline_tag` of the Hub, and the class of transformers that opens them.
 TASKS = {

@@ -1,11 +1,11 @@
 """The recipe: what to merge and how."""
 
-from .documents import check_penalty, load_recipe, make_recipe
+from .fields import NONE, CurvatureSource, Identity, MeanTimes, reduction_factor
+from .load import check_penalty, load_recipe, make_recipe
 from .rule_options import check_options
+from .schedules import Case, Varying, in_words, leaves, mapped, plain, spread_over_layers, value_at
 from .schema import Base, Model, Output, Recipe, Slice, SliceModel
-from .tokenizer_choice import ZERO, ModelToken, TokenizerChoice, TokenRule
-from .values import NONE, CurvatureSource, Identity, MeanTimes, reduction_factor
-from .varying import Case, Varying, in_words, leaves, mapped, plain, spread_over_layers, value_at
+from .tokenizer import ZERO, ModelToken, TokenizerChoice, TokenRule
 
 __all__ = ["NONE", "ZERO", "Base", "Case", "CurvatureSource", "Identity", "MeanTimes", "Model", "ModelToken", "Output"]
 __all__ += ["Recipe", "Slice", "SliceModel", "TokenRule", "TokenizerChoice", "Varying", "check_options"]

@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 from ..errors import InputError
 from ..rules import Rule
 from ..rules.spec import Option, OrNone
-from .explaining import explain
-from .values import NONE, Number, RecipePart, number_or
-from .varying import VARYING
+from .fields import NONE, Number, RecipePart, number_or
+from .schedules import VARYING
+from .validation_errors import explain
 
 
 def check_options(

@@ -10,11 +10,11 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from ..display import OneLine
 from ..notes import Note
 from ..rules import METHODS, Rule
+from .fields import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
 from .rule_options import check_options
-from .sliced import options_in_common
-from .tokenizer_choice import Tokenizer
-from .values import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
-from .varying import Varying, Weight
+from .schedules import Varying, Weight
+from .slices import options_in_common
+from .tokenizer import Tokenizer
 
 
 def _from_path(value: Any) -> Any:

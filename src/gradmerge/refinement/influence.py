@@ -36,7 +36,7 @@ from ..display import Displayed, View
 from ..errors import InputError
 from ..progress import NoProgress, Progress
 from ..tasks.metrics import ratio_rows
-from ..tasks.uncertainty import standard_errors
+from ..tasks.standard_errors import standard_errors
 from ..text import Measured
 from .kronecker_basis import KroneckerBasis
 from .rows import count_rows, sample_rows

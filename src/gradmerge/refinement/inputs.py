@@ -12,15 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.opening import HUB_ID
-from ..checkpoints.published import RECORD
-from ..checkpoints.token_differences import token_difference
+from ..checkpoints.hub_metadata import RECORD
+from ..checkpoints.open import HUB_ID
+from ..checkpoints.tokenizer.differences import token_difference
 from ..errors import InputError
-from ..storage.smallfile import MAX_TOKENIZER, read_json
-from ..storage.tensorfile import local_path
+from ..io.reader import local_path
+from ..io.small_files import MAX_TOKENIZER, read_json
 from ..tasks.encoder import encoder_prefix
-from ..tasks.folders import folder_of
 from ..tasks.model_args import BASIC_KEYS, ModelArgs
+from ..tasks.resolve_model import folder_of
 from ..tasks.unlabeled import UnlabeledRows, read_unlabeled
 from ..text import listed, nearest
 from .streaming import ModelFiles, open_model_files

@@ -24,25 +24,25 @@ from torch import Tensor, nn
 
 from .._version import __version__
 from ..checkpoints.adapter_config import is_adapter, read_adapter_config
-from ..checkpoints.model import TORCH_TYPES, Checkpoint
-from ..checkpoints.published import CARD, RECORD, Published, may_be_hub_id, name_of, published
-from ..checkpoints.quantised import quantisation
+from ..checkpoints.checkpoint import TORCH_TYPES, Checkpoint
+from ..checkpoints.compat.tied_weights import same_values, tied_to
+from ..checkpoints.hub_metadata import CARD, RECORD, Published, may_be_hub_id, name_of, published
+from ..checkpoints.quantization import quantisation
 from ..checkpoints.sidecars import copy_sidecars, sidecars
-from ..checkpoints.ties import same_values, tied_to
-from ..curvature.stored_names import adapter_names, stored_shapes, stored_sources, stored_tensors
-from ..engine.evaluations import PLACE, with_evaluations
+from ..curvature.checkpoint_names import adapter_names, stored_shapes, stored_sources, stored_tensors
+from ..engine.eval_results import PLACE, with_evaluations
 from ..engine.front_matter import front_matter_of
-from ..engine.rounding import rounded
+from ..engine.run.rounding import rounded
 from ..engine.usage import pipeline_tag, usage
 from ..errors import InputError, MachineError
+from ..io.atomic_dir import Staging
+from ..io.bytesof import bytes_of
+from ..io.links import lies_within
+from ..io.reader import TensorFile, open_files
+from ..io.small_files import read_json
 from ..markdown import as_card, as_text
-from ..storage.bytesof import bytes_of
-from ..storage.links import lies_within
-from ..storage.smallfile import read_json
-from ..storage.staging import Staging
-from ..storage.tensorfile import TensorFile, open_files
 from ..tasks import LoadedTask, LoadingInfo, LoadOptions, load_model, with_data
-from ..tasks.folders import folder_of
+from ..tasks.resolve_model import folder_of
 from ..text import listed, to_json
 
 #: Dtypes of the weights in memory.

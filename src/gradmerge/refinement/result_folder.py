@@ -12,18 +12,18 @@ from torch import Tensor
 
 from .._version import __version__
 from ..checkpoints import Checkpoint
-from ..checkpoints.model import TORCH_TYPES, Buffers
-from ..checkpoints.published import CARD, RECORD, published
+from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
+from ..checkpoints.hub_metadata import CARD, RECORD, published
 from ..checkpoints.sidecars import copy_sidecars, stems
-from ..engine.evaluations import PLACE
+from ..engine.eval_results import PLACE
 from ..engine.front_matter import front_matter_of
-from ..engine.rounding import rounded
+from ..engine.run.rounding import rounded
 from ..engine.usage import pipeline_tag, usage
 from ..errors import InputError
+from ..io.atomic_dir import Staging
+from ..io.bytesof import bytes_of
+from ..io.writer import TensorWriter
 from ..markdown import as_card, as_text
-from ..storage.bytesof import bytes_of
-from ..storage.staging import Staging
-from ..storage.tensorwriter import TensorWriter
 from ..text import to_json
 from .streaming import CHUNK, ModelFiles
 

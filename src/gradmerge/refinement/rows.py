@@ -13,8 +13,8 @@ from torch import Tensor
 from ..curvature.batches import batch_rows, examples_in, values_of
 from ..curvature.losses import MASKED
 from ..errors import InputError
+from ..io.bytesof import bytes_of
 from ..quiet import quiet_transformers
-from ..storage.bytesof import bytes_of
 from ..tasks import LoadedTask
 
 #: One row of this many is held out.

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints import Checkpoint
-from ..checkpoints.model import TORCH_TYPES, Buffers
-from ..checkpoints.opening import open_checkpoint
-from ..checkpoints.quantised import quantisation
-from ..curvature.stored_names import names_of_parameters, stored_sources
+from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
+from ..checkpoints.open import open_checkpoint
+from ..checkpoints.quantization import quantisation
+from ..curvature.checkpoint_names import names_of_parameters, stored_sources
 from ..curvature.totals import give_memory_back
 from ..errors import InputError
 from ..quiet import quiet_transformers
-from ..tasks.folders import offline
 from ..tasks.models import LoadingInfo, class_name, locate
+from ..tasks.resolve_model import offline
 from ..text import first_line, listed
 
 #: Elements that are read at a time.

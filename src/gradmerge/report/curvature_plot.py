@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..curvature.files import CurvatureFile
+from ..curvature.format import CurvatureFile
 from ..curvature.summary import group_of, pieces
 from ..errors import InputError
 from ..text import count, one_line

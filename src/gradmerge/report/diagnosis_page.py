@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..diagnostics.diagnosis import Diagnosis
-from ..diagnostics.gauge import FAR, NEAR
-from ..diagnostics.predict import BASE
-from ..diagnostics.scores import headline, higher_is_better, loss_of, measured
+from ..compare.diagnosis import Diagnosis
+from ..compare.penalty_check import FAR, NEAR
+from ..compare.predict import BASE
+from ..compare.scores import headline, higher_is_better, loss_of, measured
 from ..text import Measured
-from .diagnosis_words import PENALTIES, base_of, pairs, ratio, tuned_of, verdict
+from .diagnosis_text import PENALTIES, base_of, pairs, ratio, tuned_of, verdict
 from .figures import Series, bars, heat_map, trade_off
+from .formatting import in_plain_words, number
 from .notebook import in_notebooks
-from .numbers import in_plain_words, number
 from .page import Figure, Page, Section, Table, Value
 
 TRUST = (

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..text import printable
 from . import palette
-from .numbers import finite, number
-from .placing import label_places, spaced, thinned
+from .formatting import finite, number
+from .layout import label_places, spaced, thinned
 
 if TYPE_CHECKING:
     from altair import LayerChart

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..display import DRAWN
 from . import palette
-from .embedded import Figure, colours, digest, in_script, library, page_script
+from .assets import Figure, colours, digest, in_script, library, page_script
 from .page import template
 
 #: Figures that a result shows; a report has all.

@@ -15,8 +15,8 @@ from .._version import __version__
 from ..errors import MachineError
 from ..text import printable
 from . import palette
-from .cells import Column, Table, Value, columns_of
-from .embedded import Figure, colours, digest, in_script, library, page_script
+from .assets import Figure, colours, digest, in_script, library, page_script
+from .tables import Column, Table, Value, columns_of
 from .whole_file import whole_file
 
 if TYPE_CHECKING:

@@ -7,20 +7,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..diagnostics.predict import BASE
-from ..diagnostics.preview import Outcome, Preview
-from ..diagnostics.suggest import Suggestion
+from ..compare.predict import BASE
+from ..compare.preview import Outcome, Preview
+from ..compare.search import Suggestion
 from ..text import Measured
 from .figures import Series, curves, heat_map, trade_off
+from .formatting import finite, in_plain_words as _words
 from .notebook import in_notebooks
-from .numbers import finite, in_plain_words as _words
 from .page import Figure, Page, Section
 from .preview_tables import alone_table, best_table, task_unit as _task_unit, top_table, unit_of as _unit
-from .preview_words import (
-    reference_words as _reference,
-    verdict,
-    weights_words as _weights,
-)
+from .preview_text import reference_words as _reference, verdict, weights_words as _weights
 
 WHISKERS = "Lines through points reach one standard error to each side."
 STARS = "A star is the setting that is taken of a method."

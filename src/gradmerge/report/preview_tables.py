@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..diagnostics.preview import Outcome, Preview
-from ..diagnostics.scores import measured
-from ..diagnostics.setting_ties import lost_share
+from ..compare.preview import Outcome, Preview
+from ..compare.scores import measured
+from ..compare.significance import lost_share
 from ..recipe import in_words
 from ..text import Measured
-from .numbers import in_plain_words
+from .formatting import in_plain_words
 from .page import Table, Value
-from .preview_words import range_words, reference_words, weights_words
+from .preview_text import range_words, reference_words, weights_words
 
 #: Settings that the report's own table shows; preview.csv has all.
 SHOWN = 50

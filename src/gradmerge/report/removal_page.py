@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..refinement.influence import RemovalResult
-from ..tasks.uncertainty import TIE
+from ..tasks.standard_errors import TIE
 from .figures import Series, curves
 from .notebook import in_notebooks
 from .page import Figure, Page, Section, Table, Value, made

@@ -8,9 +8,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from .arithmetic import positive, task_arithmetic
 from .averages import weighted_average
 from .spec import Help, rule, unusual
+from .task_arithmetic import positive, task_arithmetic
 
 
 def _terms(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .matching import Penalty, penalties
+from .gradient_matching import Penalty, penalties
 
 
 def gradient_matching_full(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .measures import spanned
-from .singular_values import plain_mean, rounding, svd
 from .sparse import Scale
 from .spec import rule, unusual
+from .svd import plain_mean, rounding, svd
 
 
 @rule(

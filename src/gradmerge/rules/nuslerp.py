@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .measures import DELTA_PRODUCTS, spanned
+from .slerp import arc_factors
 from .spec import Help, negative, rule
-from .spherical import arc_factors
 
 _TINY = 1e-7
 _STRAIGHT = 1e-16  # of the squared sine

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .singular_values import plain_mean, rounding, svd
 from .sparse import Scale
 from .spec import rule, unusual
+from .svd import plain_mean, rounding, svd
 
 
 @rule(

@@ -13,7 +13,7 @@ from typing import Any
 
 import gradmerge as gm
 
-from .serving import LOCAL, check_extra, listen, private_files, run
+from .server import LOCAL, check_extra, listen, private_files, run
 
 Jobs = Mapping[str, tuple[str | Path, Mapping[str, str]]]
 """Title → recipe and the data of its tasks."""
@@ -33,7 +33,7 @@ def serve(
 
     Args:
         jobs: Title → recipe and data (task → source); with several the page has a tab for each.
-        listening: A socket of :func:`gradmerge.studio.serving.listen`; by default one at ``host`` and ``port``.
+        listening: A socket of :func:`gradmerge.studio.server.listen`; by default one at ``host`` and ``port``.
         host, port: Where to serve; by default for this machine only, at the first free port from 7860 on.
         read_only: The page writes nothing to the disk.
         ready: Told the address once the page is there.
@@ -51,9 +51,9 @@ def serve(
         }
         open_until_end.enter_context(private_files())
         # Gradio, which these import, is told where to write before.
-        from . import look
-        from .studio_page import build
-        from .workbench import Workbench
+        from . import theme as look
+        from .app import build
+        from .session import Workbench
 
         benches = {title: Workbench(explorer) for title, explorer in opened.items()}
         for bench in benches.values():

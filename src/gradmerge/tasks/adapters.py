@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..checkpoints.adapter_config import is_adapter
-from ..checkpoints.patterns import Patterns
+from ..checkpoints.regex_timeout import Patterns
 from ..errors import InputError
-from ..storage.tensorfile import local_path, open_files
+from ..io.reader import local_path, open_files
 from ..text import first_line
-from .folders import folder_of
+from .resolve_model import folder_of
 
 if TYPE_CHECKING:
     from .models import LoadingInfo

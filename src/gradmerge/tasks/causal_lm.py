@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..text import first_line, size
 from .columns import Fields
 from .data_sources import LONGEST_ROW
-from .patience import little_memory, patience
+from .limits import little_memory, patience
 from .rows import Rows, shown
 from .tokens import Prompt, Tokens
 

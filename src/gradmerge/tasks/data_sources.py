@@ -17,8 +17,8 @@ from typing import IO, Any
 
 from ..arguments import checked
 from ..errors import InputError, MachineError
-from ..storage.smallfile import require_unpackable
-from ..storage.tensorfile import in_utf8, local_path
+from ..io.reader import in_utf8, local_path
+from ..io.small_files import require_unpackable
 from ..text import first_line, listed, size
 from ..urls import as_url, remote_url, revealed
 from .rows import Row, Rows, shown
@@ -89,7 +89,7 @@ def at_hand(place: str) -> Path:
     """Where a file or folder of data lies on this machine; a file at a URL is fetched for that."""
     if (url := remote_url(place)) is None:
         return local_path(place, None)
-    from ..storage.fetching import fetched_file
+    from ..io.download import fetched_file
 
     return fetched_file(url)
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from ..curvature.batches import moved
 from ..curvature.losses import ExampleLoss, labels_of, logits_of
-from ..curvature.reaching import input_device
+from ..curvature.offload import input_device
 from ..errors import GradmergeError, InputError, MachineError
 from ..processes import ALONE, Processes
 from ..text import first_line
 from .loading import LoadedTask
 from .metrics import METRICS, Metrics
+from .standard_errors import standard_errors
 from .text_metrics import Generation, written_rows
-from .uncertainty import standard_errors
 
 Advance = Callable[[int], None]
 """Called with the number of examples of every batch that is done."""

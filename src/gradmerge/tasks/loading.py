@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..arguments import check
 from ..curvature.losses import ExampleLoss
-from ..curvature.reaching import spread_device
+from ..curvature.offload import spread_device
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..text import nearest

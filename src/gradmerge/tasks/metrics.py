@@ -13,7 +13,7 @@ from torch import Tensor
 from ..curvature.losses import MASKED
 from ..errors import InputError
 from ..processes import Processes
-from .uncertainty import standard_errors
+from .standard_errors import standard_errors
 
 Number = int | float | None
 """None where a number is not defined, such as the correlation with a constant."""

@@ -13,9 +13,9 @@ import torch
 from ..arguments import check
 from ..curvature.totals import give_memory_back
 from ..errors import InputError
+from ..io.remote_code_guard import check_implementation
+from ..io.small_files import read_json
 from ..processes import announced
-from ..storage.modelconfig import check_implementation
-from ..storage.smallfile import read_json
 from ..text import nearest
 from ..urls import as_url
 

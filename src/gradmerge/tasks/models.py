@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.adapter_config import is_adapter, read_adapter_config
-from ..checkpoints.model import TORCH_TYPES, Buffers
-from ..checkpoints.opening import open_checkpoint
-from ..checkpoints.quantised import quantisation
-from ..curvature.reaching import elsewhere
+from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
+from ..checkpoints.open import open_checkpoint
+from ..checkpoints.quantization import quantisation
+from ..curvature.offload import elsewhere
 from ..errors import InputError
+from ..io.reader import close_files, open_files
+from ..io.remote_code_guard import refuse_hub_code
+from ..io.small_files import read_json
 from ..processes import announced
 from ..quiet import quiet_transformers
-from ..storage.modelconfig import refuse_hub_code
-from ..storage.smallfile import read_json
-from ..storage.tensorfile import close_files, open_files
 from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
 from .encoder import encoder_prefix, with_encoder_of
-from .folders import check_small_files, check_weights, folder_of, offline
 from .model_args import ModelArgs
+from .resolve_model import check_small_files, check_weights, folder_of, offline
 from .sentence_model import EmbeddingModel, SentenceSetup, read_setup
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image", "embedding")

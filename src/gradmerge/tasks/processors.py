@@ -7,8 +7,8 @@ from typing import Any
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..text import first_line
-from .folders import check_small_files, folder_of, offline
 from .models import LoadingInfo
+from .resolve_model import check_small_files, folder_of, offline
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.tiktoken", "tekken.json")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")

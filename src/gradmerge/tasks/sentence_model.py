@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.configs import poolings
-from ..checkpoints.opening import modules_of
-from ..curvature.stored_names import skeleton
+from ..checkpoints.compat.config_diff import poolings
+from ..checkpoints.open import modules_of
+from ..curvature.checkpoint_names import skeleton
 from ..errors import InputError
-from ..storage.smallfile import read_json
-from ..storage.tensorfile import open_files
-from .folders import check_small_files, check_weights
+from ..io.reader import open_files
+from ..io.small_files import read_json
+from .resolve_model import check_small_files, check_weights
 
 #: cos / temperature is the logit of a candidate, with the temperature of sentence-transformers' ranking losses.
 TEMPERATURE = 0.05

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..processes import ALONE, Processes
 from ..text import nearest
-from .generating import Advance, generate, prompts
+from .generation import Advance, generate, prompts
 from .loading import LoadedTask
 
 #: What does not count at the ends of a text.

@@ -14,13 +14,13 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from ..arguments import check_known
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import LIKELIHOODS
-from ..curvature.files import PRECISIONS, STEM
+from ..curvature.format import PRECISIONS, STEM
 from ..errors import GradmergeError, InputError
-from ..storage.staging import Staging
-from ..storage.tensorfile import close_files, open_files
-from .measured_tensors import measured_tensors
-from .online import STATE
-from .origins import CallbackOptions, FromAdam, FromPass, FromRunningAverage, Origin, Training
+from ..io.atomic_dir import Staging
+from ..io.reader import close_files, open_files
+from .curvature_sources import CallbackOptions, FromAdam, FromPass, FromRunningAverage, Origin, Training
+from .curvature_targets import measured_tensors
+from .running_average import STATE
 from .trainer_processes import sharding
 
 SOURCES = ("adam", "online", "pass")

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ..curvature.batches import Placed, with_places
 from ..curvature.estimate import estimate_curvature
-from ..curvature.trial import Trial
+from ..curvature.verify import Trial
 from ..errors import InputError
-from .measured_tensors import MeasuredTensors
+from .curvature_targets import MeasuredTensors
 
 Batch = Mapping[str, Any]
 #: What the Trainer gives to a model besides the batch.

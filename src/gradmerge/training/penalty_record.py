@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from ..curvature import Curvature
-from ..curvature.files import PENALTY
-from ..curvature.stored_names import for_files, is_adapted
+from ..curvature.checkpoint_names import for_files, is_adapted
+from ..curvature.format import PENALTY
 from ..errors import InputError
 from ..text import listed
-from .prior_inputs import CURVATURE
+from .prior_options import CURVATURE
 
 RECORD = "gradmerge_penalty.json"
 FORMAT = "gradmerge-penalty/1"

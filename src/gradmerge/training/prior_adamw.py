@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..text import listed
-from . import prior_inputs
-from .anchors import AnchorTensors, Reduction, trainable
+from . import prior_options as prior_inputs
+from .named_tensors import AnchorTensors, Reduction, trainable
 from .penalty_record import write_penalty
-from .prior_inputs import CURVATURE, KEPT, Coupling, Gone, Prior, placed
 from .prior_kernels import Moments, Pull, pull
+from .prior_options import CURVATURE, KEPT, Coupling, Gone, Prior, placed
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+from ..curvature.checkpoint_names import is_adapted
 from ..curvature.losses import loss_of
-from ..curvature.stored_names import is_adapted
 from ..errors import GradmergeError, InputError
 from ..text import listed, nearest
-from .anchors import AnchorTensors, NamedTensors, Reduction, find, open_anchor, open_prior, trainable
 from .callback import CurvatureCallback
-from .measured_tensors import AdapterTensors
-from .origins import loss_scale
+from .curvature_sources import loss_scale
+from .curvature_targets import AdapterTensors
+from .named_tensors import AnchorTensors, NamedTensors, Reduction, find, open_anchor, open_prior, trainable
 from .prior_adamw import PriorAdamW
-from .prior_inputs import CURVATURE, Coupling, Prior, check_options
+from .prior_options import CURVATURE, Coupling, Prior, check_options
 from .trainer_processes import sharding
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,195 @@
+"""What a recipe's merge costs, and the report on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Unpack
+
+from ..arguments import checked
+from ..compare.diagnosis import Diagnosis, find_costs
+from ..compare.grid import Space, grid
+from ..compare.predict import task_names
+from ..compare.preview import Preview
+from ..compare.significance import are_tied
+from ..compare.sweeps import Sweeps, parse_sweeps, with_changes
+from ..compare.weight_ranges import parse_weights
+from ..engine.input_state import model_paths, recipe_paths
+from ..io.atomic_dir import Staging
+from ..markdown import to_yaml
+from ..progress import Progress, shown
+from ..recipe import Recipe
+from ..report.diagnosis_page import diagnosis_page
+from ..report.diagnosis_text import costliest, verdict
+from ..report.page import made, write_report
+from ..tasks import LoadOptions, complete, tokenizer_of
+from ..tasks.data_sources import data_paths
+from ..text import to_json
+from .calibrate_command import calibrate_command
+from .merge import default_threads, merged_first, recipe_of_models
+
+
+@checked()
+def diagnose(
+    recipe: str | Path | Recipe | Mapping[str, Any],
+    out: str | Path | None = None,
+    *,
+    merged: str | Path | None = None,
+    target: str | Path | None = None,
+    sweep: Sweeps | None = None,
+    changes: Sweeps | None = None,
+    data: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
+    dequantize: bool = False,
+    force: bool = False,
+    progress: bool | Progress = True,
+    command: str = "",
+    **loading: Unpack[LoadOptions],
+) -> Diagnosis:
+    """Say what a recipe's merge costs: which task loses, in which layers, and where tasks pull apart.
+
+    Args:
+        recipe: A recipe file, a mapping with its keys, or a :class:`Recipe`, with curvature of every model.
+        out: A new folder for `report.html`, its figures and tables, and `diagnosis.json`; without it none is written.
+        merged: A model that was merged already, to look at instead of what the recipe would give.
+        target: A model that was trained on everything, for the true mismatch; it needs ``data``.
+        sweep: Keys of the recipe with values, as of :func:`gradmerge.preview`: its merge with each of them is looked at
+            too.
+        changes: Keys of the recipe to set before: `{"damping": 1e-3}`.
+        data: Task (the name of its model's folder, or `base`) → data, on which the merges are then also evaluated.
+        threads, allow_pickle, allow_config, dequantize, force, progress: As of :func:`gradmerge.merge`.
+        command: What the report says to repeat it with.
+        loading: How models and data are loaded: the keywords of :class:`gradmerge.LoadOptions`.
+
+    Returns:
+        Predictions (multiples of a reference merge's, and ranks), what data says, and a verdict in sentences.
+
+    >>> print(*diagnose("recipe.yml", "./report").verdict)  # doctest: +SKIP
+    """
+    options = complete(loading, diagnose)
+    recipe, _ = with_changes(recipe_of_models(recipe, "diagnose"), changes, None)
+    space = Space(parse_weights(None, task_names(recipe), recipe, None), parse_sweeps(sweep, [recipe.method]))
+    space.check([recipe.method], recipe)
+    allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
+    merged, target = (None if model is None else str(model) for model in (merged, target))
+    with (
+        report_folder(recipe, out, data or {}, force, merged, target, tokenizer_of(options)) as staging,
+        shown(progress) as told,
+        merged_first(recipe, out, threads, allowed) as ready,
+    ):
+        found = find_costs(
+            ready,
+            settings=grid([recipe.method], space) if space.sweeps else (),
+            merged=merged,
+            target=target,
+            data=data,
+            threads=threads or default_threads(),
+            progress=told,
+            **allowed,
+            **options,
+        )
+        found.calibrate_command = calibrate_command(recipe, data or {}, merged, options["columns"])
+        found.verdict = verdict(found)
+        if staging is not None:
+            text = recipe_text(recipe)
+            page = diagnosis_page(found, provenance(recipe, data or {}), text, [command] if command else [])
+            write_report(staging.folder, page)
+            (staging.folder / "recipe.yml").write_text(text, "utf-8")
+            (staging.folder / "diagnosis.json").write_text(to_json(as_json(found)) + "\n", "utf-8")
+    return found
+
+
+def report_folder(
+    recipe: Recipe, out: str | Path | None, data: Mapping[str, str], force: bool, *models: str | None
+) -> AbstractContextManager[Staging | None]:
+    """A folder for a report, if one is wanted, which appears if all goes well; ``models`` are others that are read."""
+    if out is None:
+        return nullcontext()
+    reads = recipe_paths(recipe)
+    reads += [path for model in models for path in model_paths(model)]
+    reads += [path for source in data.values() for path in data_paths(source)]
+    return Staging(Path(out), "report", force=force, reads=reads)
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The full recipe, defaults filled in."""
+    return to_yaml(recipe.model_dump(mode="json"))
+
+
+def provenance(recipe: Recipe, data: Mapping[str, str]) -> dict[str, str]:
+    """Where a report comes from."""
+    facts = {
+        **made(),
+        "recipe": recipe.file.name if recipe.file is not None else "given on the command line",
+        "method": recipe.method,
+        "reduction": str(recipe.reduction),
+        "damping": recipe.damping if isinstance(recipe.damping, str) else f"{recipe.damping:g}",
+    }
+    return facts | {f"data of {name}": source for name, source in data.items()}
+
+
+def as_json(found: Diagnosis) -> dict[str, Any]:
+    """Everything that was found, for machines. Predictions are quadratic forms in the curvature, not losses in nats."""
+    prediction = found.prediction
+    tasks = prediction.tasks
+    return {
+        "merge": found.own,
+        "tasks": tasks,
+        "candidates": found.candidates,
+        "reference": found.reference,
+        "predicted": {
+            candidate: {
+                task: {
+                    "relative_loss": found.relative(candidate, task),
+                    "rank": found.rank(candidate, task),
+                    "excess_loss": prediction.excess(candidate, task),
+                    "quadratic_form": prediction.cost(candidate, task).quadratic,
+                    "first_order": prediction.cost(candidate, task).first_order,
+                    "mismatch_norm": prediction.mismatch(candidate, task),
+                    "by_layer": {group: prediction.excess(candidate, task, group) for group in prediction.groups},
+                }
+                for task in tasks
+            }
+            for candidate in found.candidates
+        },
+        "costliest_layers": [{"layer": name, "share": share} for name, share in costliest(found)],
+        "interference": [
+            {
+                "task": one,
+                "other": other,
+                "layer": group,
+                "overlap": value.overlap,
+                "overlap_by_chance": value.chance,
+                "opposed_share": value.share,
+            }
+            for (one, other, group), value in prediction.interference.items()
+        ],
+        "measured": found.metrics,
+        **({"compared": _compared(found.measured)} if found.measured is not None else {}),
+        "examples": found.examples,
+        "residuals": {name: asdict(residual) for name, residual in found.residuals.items()},
+        "gauges": {task: asdict(gauge) for task, gauge in found.gauges.items()},
+        "true_mismatch": [
+            {"merge": candidate, "task": task, "norm": value} for (candidate, task), value in found.mismatch.items()
+        ],
+        "notes": found.notes,
+        "verdict": found.verdict,
+    }
+
+
+def _compared(compared: Preview) -> dict[str, Any]:
+    """The merges on the same rows: their scores, and how much more each has than the one that is diagnosed."""
+    merges = {}
+    for row in compared.rows:
+        apart = compared.difference(row, compared.reference) if row is not compared.reference else None
+        merges[row.setting.method] = {
+            "score": row.score,
+            "standard_error": getattr(compared.shown_score(row), "error", None),
+            "more_than_own": None if apart is None else {"value": apart.value, "standard_error": apart.error},
+            "tied_with_own": row is compared.reference or are_tied(row, compared.reference, compared.criterion),
+        }
+    return {"by": compared.criterion.name, "higher_is_better": compared.criterion.higher, "merges": merges}

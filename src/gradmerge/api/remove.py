@@ -1,0 +1,311 @@
+"""Remove what a model has learned from data: for a module in memory, or from folder to folder."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, overload
+
+from torch import nn
+
+from ..arguments import check_known, checked
+from ..curvature.kronecker import MAX_KRONECKER_DIM
+from ..curvature.losses import ExampleLoss, loss_named
+from ..engine.eval_results import evaluation
+from ..engine.input_state import changed, model_paths, state_of
+from ..engine.run.to_folder import MergeResult
+from ..errors import InputError, MachineError
+from ..io.atomic_dir import Staging
+from ..progress import Progress, shown
+from ..refinement.influence import Dataset, RemovalResult, remove_influence
+from ..refinement.model_io import LoadedModel, notes_of_folder, open_model, write_folder
+from ..refinement.rows import RowBatches, as_batches, count_common_rows, count_rows, hold_out
+from ..report.page import write_report
+from ..report.removal_page import removal_card, removal_page
+from ..tasks import LoadedTask, LoadOptions, complete, tokenizer_of
+from ..tasks.data_names import named_data
+from ..tasks.data_sources import data_paths
+from ..tasks.resolve_model import folder_of
+from .merge import merge
+
+#: Methods with fine-tuned models → merge rules.
+METHODS = {"removal": "removal", "negation": "task-arithmetic"}
+
+
+@overload
+def remove(base: nn.Module, *, forget: Iterable[Any], retain: Iterable[Any], **options: Any) -> RemovalResult: ...
+@overload
+def remove(
+    base: str | Path, out: str | Path, *, forget: str | Path, retain: str | Path, **options: Any
+) -> RemovalResult: ...
+@overload
+def remove(
+    base: str | Path, out: str | Path, *, models: Sequence[str | Path] | Mapping[str, float], **options: Any
+) -> MergeResult: ...
+@checked()
+def remove(
+    base: nn.Module | str | Path,
+    out: str | Path | None = None,
+    *,
+    forget: Iterable[Any] | str | Path | None = None,
+    retain: Iterable[Any] | str | Path | None = None,
+    retain_size: int | None = None,
+    budget: float | str | None = None,
+    steps: int | None = None,
+    unseen: Iterable[Any] | str | Path | None = None,
+    until: float | None = None,
+    max_kronecker_dim: int | None = None,
+    models: Sequence[str | Path] | Mapping[str, float] | None = None,
+    method: str | None = None,
+    output: str | ExampleLoss | None = None,
+    force: bool = False,
+    progress: bool | Progress = True,
+    command: str | None = None,
+    **loading: Any,
+) -> RemovalResult | MergeResult:
+    """Remove what a model has learned from data, and keep what it has learned from other data.
+
+    With ``forget`` and ``retain``, no fine-tuned model is needed. One step θ + s (S + λ)⁻¹ g is taken, where g is the
+    gradient on the forget set, S the curvature on the retain set, and s the longest step within the budget. With
+    ``models``, the changes of fine-tuned models are subtracted, as in :func:`gradmerge.merge`.
+
+    Args:
+        base: A module, which is changed in place, except for parameters with ``requires_grad=False``. Or the folder or
+            Hub id of a model, or the folder of an adapter; then ``out`` is written.
+        out: The new folder, for a model on disk.
+        forget: The forget set, all rows of it. For a module: batches, as of :func:`gradmerge.estimate_curvature`. On
+            disk: a file or dataset, as of :func:`gradmerge.evaluate`.
+        retain: The retain set, or a sample of it, in the same form. A tenth is held out to measure the budget. The
+            curvature uses at most 1,000 of the other rows.
+        retain_size: Number of examples that ``retain`` stands for; by default, its number of rows.
+        budget: Allowed relative increase of the mean loss on the held-out rows: 0.02 or "2%" (the default).
+        steps: Most steps; 1 by default. More than one requires ``unseen`` or ``until``.
+        unseen: Rows of the same kind as ``forget`` that the model has not seen. No step raises the mean loss on
+            ``forget`` above the loss of ``base`` on these rows.
+        until: The same limit as a number: the mean loss of an example in nats.
+        max_kronecker_dim: Layers with more inputs or outputs have a diagonal in S; 0: all layers. 16384 by default.
+        models: Models that were fine-tuned from the base on the data to remove, instead of ``forget`` and ``retain``. A
+            list, or a mapping from the models to their strengths.
+        method: With ``models``: ``removal`` (the default) or ``negation``.
+        output: For a module: the meaning of its output, as of :func:`gradmerge.estimate_curvature`.
+        force: Replace ``out`` if gradmerge wrote it, or if it is empty.
+        progress: Show a progress bar; False for none; or an object that receives the progress, in batches.
+        command: The command that repeats this, for the report.
+        loading: On disk: how to load the model and the data, see :class:`gradmerge.LoadOptions`.
+
+    Returns:
+        The losses before and after, and all step lengths that were tried. With ``models``, the result of the merge.
+
+    >>> remove(module, forget=toxic_batches, retain=other_batches).used  # doctest: +SKIP
+    >>> remove("./gpt2", "./gpt2-clean", forget="toxic.jsonl", retain="other.jsonl", budget="2%")  # doctest: +SKIP
+    """
+    options = complete(cast(LoadOptions, loading), remove)
+    by_influence = {"forget": forget, "retain": retain, "retain_size": retain_size, "budget": budget, "steps": steps}
+    by_influence |= {"unseen": unseen, "until": until, "max_kronecker_dim": max_kronecker_dim}
+    if models is not None or method is not None:
+        method = method or "removal"
+        check_known(f"method {method!r}", method, METHODS)
+        for name, value in by_influence.items():
+            if value is not None:
+                raise InputError(f"{name} does not go with {method}, which takes models")
+        if isinstance(base, nn.Module) or out is None or not models:
+            raise InputError(f"{method} takes the folders of base, out and models")
+        sign = -1.0 if method == "negation" else 1.0
+        strengths = dict(models) if isinstance(models, Mapping) else {str(one): 1.0 for one in models}
+        tuned = [{"model": name, "weight": sign * strength} for name, strength in strengths.items()]
+        recipe = {"method": METHODS[method], "base": str(base), "models": tuned}
+        device = "cpu" if options["device"] == "auto" else options["device"]
+        return merge(recipe, out, device=device, force=force, progress=progress)
+    if forget is None or retain is None:
+        raise InputError("give forget and retain, the rows to forget and rows to keep; or models")
+    settings = _settings(retain_size, budget, steps, unseen is not None, until, max_kronecker_dim)
+    module = isinstance(base, nn.Module)
+    for name, value in (("forget", forget), ("retain", retain), ("unseen", unseen)):
+        if value is not None and module is isinstance(value, str | os.PathLike):
+            expected = "batches, for a module" if module else "a path or name, for a model on disk"
+            raise InputError(f"{name} is {type(value).__name__}, but must be {expected}")
+    wrong: dict[str, Any] = {"out": out, **loading} if module else {"output": output}
+    if given := [name for name, value in wrong.items() if value is not None]:
+        raise InputError(f"{given[0]} is an option for a {'model on disk' if module else 'module'}")
+    with shown(progress, "batches") as reported:
+        if isinstance(base, nn.Module):
+            rows = {"forget": forget, "retain": retain, "unseen": unseen}
+            batches = {name: cast(Iterable[Any], value) for name, value in rows.items() if value is not None}
+            return _in_memory(base, batches, loss_named(output), settings, reported)
+        if out is None:
+            raise InputError("out is None, but must be the folder to write, for a model on disk")
+        sources = {"forget": str(forget), "retain": str(retain)} | ({} if unseen is None else {"unseen": str(unseen)})
+        return _on_disk(str(base), Path(out), sources, options, settings, reported, command, force)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    retain_size: int | None
+    budget: float
+    steps: int
+    until: float | None
+    max_kronecker_dim: int
+
+
+def _settings(
+    retain_size: int | None,
+    budget: float | str | None,
+    steps: int | None,
+    unseen: bool,
+    until: float | None,
+    max_kronecker_dim: int | None,
+) -> _Settings:
+    """The options of influence steps with their defaults; raises InputError if they are wrong."""
+    steps, max_kronecker_dim = (
+        1 if steps is None else steps,
+        MAX_KRONECKER_DIM if max_kronecker_dim is None else max_kronecker_dim,
+    )
+    if steps < 1:
+        raise InputError(f"steps {steps}: at least one step is needed")
+    if unseen and until is not None:
+        raise InputError("give unseen or until, not both: each sets the loss at which removal stops")
+    if steps > 1 and not unseen and until is None:
+        raise InputError(
+            f"steps {steps}: more than one step needs a loss at which removal stops, or the model forgets too much. "
+            "Give unseen (rows of the same kind that the model has not seen) or until (a mean loss)"
+        )
+    if until is not None and not (math.isfinite(until) and until > 0):
+        raise InputError(f"until {until}: must be a mean loss in nats, more than 0")
+    if max_kronecker_dim < 0:
+        raise InputError(
+            f"max_kronecker_dim {max_kronecker_dim}: a number of inputs or outputs, or 0 for diagonals only"
+        )
+    return _Settings(retain_size, read_budget(0.02 if budget is None else budget), steps, until, max_kronecker_dim)
+
+
+def read_budget(budget: float | str) -> float:
+    """The relative increase that a number or text such as 2% or 0.02 stands for."""
+    text = str(budget).strip()
+    try:
+        share = float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = math.nan
+    if not (math.isfinite(share) and share > 0):
+        raise InputError(f"budget {text}: must be more than 0, such as 2% or 0.02")
+    if isinstance(budget, str) and share >= 1 and not text.endswith("%"):
+        raise InputError(f"budget {text}: write {text}% or {100 * share:g}%, whichever is meant")
+    return share
+
+
+def _in_memory(
+    model: nn.Module,
+    rows: Mapping[str, Iterable[Any]],
+    loss: ExampleLoss | None,
+    settings: _Settings,
+    progress: Progress,
+) -> RemovalResult:
+    begun = time.perf_counter()
+    datasets = {name: Dataset(as_batches(name, batches), loss) for name, batches in rows.items()}
+    result = _removed(model, datasets, settings, progress)
+    result.seconds = time.perf_counter() - begun
+    return result
+
+
+def _removed(
+    model: nn.Module, datasets: Mapping[str, Dataset], settings: _Settings, progress: Progress, **options: Any
+) -> RemovalResult:
+    """Check the rows, hold out some of the retain set, and take the steps."""
+    forget, retain, unseen = datasets["forget"], datasets["retain"], datasets.get("unseen")
+    retain_rows, forget_rows = count_rows(retain.batches), count_rows(forget.batches)
+    if settings.retain_size is not None and settings.retain_size < retain_rows:
+        raise InputError(f"retain_size {settings.retain_size}: retain has {retain_rows} rows, which is more")
+    for name in ("retain", "unseen"):
+        if name in datasets and (common := count_common_rows(forget.batches, datasets[name].batches)):
+            raise InputError(
+                f"{common} of the {forget_rows} rows to forget {'is' if common == 1 else 'are'} also in {name}, with "
+                "the same label. Remove them from one of the two"
+            )
+    rest, held_out = hold_out("retain", retain.batches)
+    retain_size = settings.retain_size or retain_rows
+    result = remove_influence(
+        model,
+        forget,
+        Dataset(rest, retain.loss),
+        Dataset(held_out, retain.loss),
+        retain_size=retain_size,
+        budget=settings.budget,
+        steps=settings.steps,
+        until=settings.until,
+        unseen=unseen,
+        max_kronecker_dim=settings.max_kronecker_dim,
+        progress=progress,
+        **options,
+    )
+    result.rows = {"forget_rows": forget_rows, "retain_rows": count_rows(rest), "held_out_rows": count_rows(held_out)}
+    result.rows["retain_size"] = retain_size
+    if unseen is not None:
+        result.rows["unseen_rows"] = count_rows(unseen.batches)
+    return result
+
+
+def _on_disk(
+    base: str,
+    out: Path,
+    sources: Mapping[str, str],
+    options: LoadOptions,
+    settings: _Settings,
+    progress: Progress,
+    command: str | None,
+    force: bool,
+) -> RemovalResult:
+    begun = time.perf_counter()
+    models = [path for reference in (base, tokenizer_of(options)) for path in model_paths(reference)]
+    data = [path for source in sources.values() for path in data_paths(source)]
+    with Staging(out, "removal", reads=[*models, *data], force=force) as staging:
+        if (folder_of(base) / "modules.json").is_file():
+            raise InputError(
+                f"{base}: a sentence-transformers folder. Kronecker curvature requires that every layer runs once per "
+                "example, but a pair of texts is two runs. Use models, fine-tuned models, instead."
+            )
+        with open_model(base, options) as loaded:
+            files = state_of(models) + state_of(data, deep=True)
+            tasks = {name: loaded.with_data(source) for name, source in sources.items()}
+            datasets = {n: Dataset(RowBatches(task, range(task.examples)), task.output) for n, task in tasks.items()}
+            result = _removed(loaded.model, datasets, settings, progress, round_weights=loaded.round_weights)
+            if path := changed(files, state_of(models) + state_of(data, deep=True)):
+                raise MachineError(f"{path}: changed during the removal, so nothing was written. Run it again.")
+            _finish(staging, loaded, tasks, result, settings, sources, command, time.perf_counter() - begun)
+    result.output = out
+    return result
+
+
+def _finish(
+    staging: Staging,
+    loaded: LoadedModel,
+    tasks: Mapping[str, LoadedTask],
+    result: RemovalResult,
+    settings: _Settings,
+    sources: Mapping[str, str],
+    command: str | None,
+    seconds: float,
+) -> None:
+    """Write the model folder with its record, card and report."""
+    notes = [*staging.notes, *(note for task in tasks.values() for note in task.notes), *notes_of_folder(loaded)]
+    result.notes = list(dict.fromkeys([*notes, *result.notes]))
+    result.seconds = seconds
+    numbers = {"task": loaded.info.task, "loss_per_example": result.after.retain}
+    numbers |= {"examples": result.rows["held_out_rows"]}
+    numbers["standard_errors"] = {"loss_per_example": result.standard_errors["after"]["retain"]}
+    described = "held-out rows of the retain set, which chose the step length"
+    write_folder(
+        staging,
+        loaded,
+        [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad],
+        action="removal",
+        facts={**sources, "max_kronecker_dim": settings.max_kronecker_dim, **result.facts()},
+        card=removal_card(result),
+        measured=[evaluation(*named_data(sources["retain"]), numbers, described)],
+        seconds=result.seconds,
+        notes=result.notes,
+    )
+    page = removal_page(result, loaded.reference, sources, [command] if command else [])
+    write_report(staging.folder, page)

@@ -1,0 +1,1 @@
+"""Whether checkpoints can be merged with one another."""

@@ -1,0 +1,1 @@
+"""How the layers of a model are named, configured and stacked."""

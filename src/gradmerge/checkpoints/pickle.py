@@ -1,0 +1,183 @@
+"""PyTorch's own checkpoint files (`.bin`, `.pt`), opened only on request and only with ``weights_only``."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import io
+import os
+import pickletools
+import threading
+import zipfile
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, MachineError
+from ..io.reader import Entry, PositionalFile, is_text
+from ..io.small_files import require_unpackable
+from ..urls import copies
+from .checkpoint import STORED_TYPES
+
+SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
+#: Keys under which training programs store a state dict beside the state of an optimizer and the like.
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "params")
+#: Bytes read from all maps before one is made anew: until then pages that were read count as memory of this process.
+REMAPPED_AFTER = 1 << 27
+#: Characters of a global's name. The time that torch takes to word its refusal of one grows with the square of this.
+MAX_GLOBAL = 1000
+#: A read of fewer bytes than this counts as a huge page, which the operating system may map for it.
+SMALL, HUGE_PAGE = 1 << 17, 1 << 21
+
+
+class PickleFile(PositionalFile):
+    """A ``torch.save`` file, mapped and not loaded; positions count through its mapped tensors, one after the other."""
+
+    _read: ClassVar[dict[PickleFile, int]] = {}
+    """Bytes that were read from the map of each open file; the file that was read last is last."""
+    _lock: ClassVar = threading.Lock()
+
+    def __init__(self, path: Path) -> None:
+        if copies():
+            from ..io.download import make_whole
+
+            make_whole(path)
+        super().__init__(path)
+        self.entries: dict[str, Entry] = {}
+        self._opened = os.fstat(self._fd)
+        try:
+            sizes = _stored_sizes(path)
+            _check_globals(path)
+            tensors = _load(path, mapped=bool(sizes))
+            for name, tensor in tensors.items():
+                _check(path, name, tensor, sizes)
+            self._place(tensors, mapped=bool(sizes))
+        except Exception as error:
+            self.close()
+            if isinstance(error, InputError | MemoryError):
+                raise
+            # torch has an error for every way in which a tensor may be strange
+            raise _unreadable(path, error) from error
+
+    def _place(self, tensors: dict[str, Tensor], mapped: bool) -> None:
+        self._names = [
+            n for n, t in tensors.items() if mapped and t.is_contiguous() and not t.is_conj() and not t.is_neg()
+        ]
+        scattered = tensors.keys() - set(self._names)
+        # With strides of 0, a tensor may repeat one number any number of times.
+        require_unpackable(self.path, sum(tensors[name].numel() * tensors[name].element_size() for name in scattered))
+        self.memory = {n: t.resolve_conj().resolve_neg().contiguous() for n, t in tensors.items() if n in scattered}
+        end = 0
+        for name in self._names:
+            self.entries[name] = Entry(STORED_TYPES[tensors[name].dtype], tuple(tensors[name].shape), end)
+            end += self.entries[name].nbytes
+        self._starts = [entry.start for entry in self.entries.values()]
+        self._map(tensors)
+
+    def _map(self, tensors: dict[str, Tensor]) -> None:
+        self._mapped = [tensors[name].detach().reshape(-1).view(torch.uint8) for name in self._names]
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        size = os.fstat(self._fd).st_size
+        if size < self._opened.st_size:  # reading behind the end of a mapped file would end the process
+            raise MachineError(f"{self.path}: ends at byte {size}; it was longer when the merge began")
+        with self._lock:
+            self._read[self] = self._read.pop(self, 0) + (HUGE_PAGE if len(buffer) < SMALL else len(buffer))
+            idle, due = next(iter(self._read)), sum(self._read.values()) > REMAPPED_AFTER
+            if due:
+                del self._read[idle]
+        if due and idle._is_as_opened():
+            idle._map(_load(idle.path, mapped=True))
+        place = bisect.bisect_right(self._starts, offset) - 1
+        begin = offset - self._starts[place]
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(self._mapped[place][begin : begin + len(buffer)])
+
+    def _is_as_opened(self) -> bool:
+        """Whether the path still leads to the file that was opened; another one is not mapped in its place."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return False
+        return os.path.samestat(now, self._opened) and now.st_mtime_ns == self._opened.st_mtime_ns
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        """The operating system reads ahead in maps by itself."""
+
+    def close(self) -> None:
+        super().close()
+        with self._lock:
+            self._read.pop(self, 0)
+        self._mapped = []
+
+
+def _check(path: Path, name: str, tensor: Tensor, sizes: set[int]) -> None:
+    """Refuse a tensor that cannot be merged, or whose storage has none of the ``sizes`` that the file holds."""
+    if tensor.dtype not in STORED_TYPES:
+        raise InputError(f"{path}: tensor {name!r} has the type {tensor.dtype}, which cannot be merged")
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
+        raise InputError(f"{path}: tensor {name!r} is sparse, nested, or has no data; it cannot be merged")
+    if sizes and tensor.numel() and tensor.untyped_storage().nbytes() not in sizes:
+        raise InputError(f"{path}: tensor {name!r} does not have the size of its data; the file is damaged")
+
+
+def _stored_sizes(path: Path) -> set[int]:
+    """The sizes of an archive's records; empty if it is no archive or is compressed, and so cannot be mapped."""
+    if not zipfile.is_zipfile(path):
+        return set()
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+    require_unpackable(path, sum(record.file_size for record in records))
+    stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+    return {record.file_size for record in records} if stored and is_text(str(path)) else set()
+
+
+def _check_globals(path: Path) -> None:
+    """Refuse a pickle with a global whose name is longer than any real one."""
+    with contextlib.ExitStack() as stack:
+        file: IO[bytes] = stack.enter_context(path.open("rb"))
+        if zipfile.is_zipfile(path):
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            names = [name for name in archive.namelist() if name.endswith("data.pkl")]
+        else:
+            names = [""]
+        for name in names:
+            pickled = io.BytesIO(archive.read(name)) if name else file
+            # In the older form, four or five pickles come before the data.
+            with contextlib.suppress(ValueError):
+                for _ in range(5):
+                    for opcode, argument, _position in pickletools.genops(pickled):
+                        if opcode.name == "GLOBAL" and len(str(argument)) > MAX_GLOBAL:
+                            raise InputError(f"{path}: cannot be read as a PyTorch checkpoint (a name is too long)")
+
+
+def _load(path: Path, *, mapped: bool) -> dict[str, Tensor]:
+    """The state dict of a file."""
+    try:
+        loaded = torch.load(path, weights_only=True, mmap=mapped, map_location="cpu")
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    return _state_dict(path, loaded)
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    return InputError(
+        f"{path}: cannot be read as a PyTorch checkpoint ({reason}). Only tensors are accepted (weights_only); "
+        "convert the model to safetensors if you trust it."
+    )
+
+
+def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
+    inner = [loaded.get(key) for key in WRAPPERS] if isinstance(loaded, dict) else []
+    for candidate in (loaded, *inner):
+        if isinstance(candidate, dict) and candidate and all(isinstance(v, Tensor) for v in candidate.values()):
+            names = {str(key): value for key, value in candidate.items() if isinstance(key, str | int)}
+            if len(names) != len(candidate):
+                raise InputError(f"{path}: holds tensors whose names are no words, or two of one name")
+            for name in names:
+                if not is_text(name):
+                    raise InputError(f"{path}: the tensor name {name[:100]!r} is no valid Unicode")
+            return names
+    raise InputError(f"{path}: holds no state dict (a mapping from names to tensors)")

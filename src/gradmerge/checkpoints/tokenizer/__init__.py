@@ -1,0 +1,1 @@
+"""Tokenizers: vocabularies, the rows of embeddings, chat templates."""

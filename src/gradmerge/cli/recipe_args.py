@@ -1,0 +1,98 @@
+"""From command-line words to a recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..recipe import Recipe, load_recipe, make_recipe
+from ..recipe.load import MAX_BYTES, recipe_of_text
+from ..recipe.overrides import apply_settings
+from ..safe_yaml import parse_yaml
+
+
+def split_weight(text: str) -> tuple[str, float]:
+    """`path=0.3` into path and weight, 1 by default; a text that exists as a path is a path, even with = in it."""
+    path, equals, number = text.rpartition("=")
+    if equals and not Path(text).exists():
+        with contextlib.suppress(ValueError):
+            return path, float(number)
+    return text, 1.0
+
+
+def from_options(method: str, base: str | None, models: Sequence[str], curvature: Sequence[str]) -> dict[str, Any]:
+    """A recipe as a mapping, from --method, --base, --model and --curvature."""
+    tuned = [{"model": path, "weight": weight} for path, weight in map(split_weight, models)]
+    recipe: dict[str, Any] = {"method": method, "models": tuned}
+    if base is not None:
+        recipe["base"] = {"model": base}
+    _assign_curvature(recipe, curvature)
+    return recipe
+
+
+def _assign_curvature(recipe: dict[str, Any], values: Sequence[str]) -> None:
+    """`base=PATH` and `MODEL=PATH` by name; plain paths in order: the base first if there is one more than models."""
+    models: list[dict[str, Any]] = recipe["models"]
+    by_name = {m["model"]: m for m in models} | ({"base": recipe["base"]} if "base" in recipe else {})
+    plain: list[str] = []
+    for value in values:
+        name, equals, path = value.partition("=")
+        if equals and name in by_name:
+            by_name[name]["curvature"] = _source(path)
+        else:
+            plain.append(value)
+    if not plain:
+        return
+    places = [m for m in models if "curvature" not in m]
+    if "base" in recipe and len(plain) == len(places) + 1:
+        places = [recipe["base"], *places]
+    if len(plain) != len(places):
+        raise InputError(
+            f"--curvature: {len(plain)} given for {len(models)} models. Give one for the base and one for each --model "
+            "in order, or name them: --curvature base=PATH --curvature MODEL=PATH"
+        )
+    for place, path in zip(places, plain, strict=True):
+        place["curvature"] = _source(path)
+
+
+def _source(text: str) -> Any:
+    """A path, or `identity:1.0` for a constant."""
+    match = re.fullmatch(r"identity[:=](.+)", text)
+    return {"identity": parse_yaml(match[1], "--curvature")} if match else text
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """The recipe of a file; where the path is `-`, of standard input, with paths that start from the working folder."""
+    if str(path) != "-":
+        return load_recipe(path)
+    stream = getattr(sys.stdin, "buffer", None)  # none where standard input is closed
+    try:
+        raw = b"" if stream is None else stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"standard input: cannot be read: {error.strerror}") from error
+    return recipe_of_text(raw, Path(), "standard input")
+
+
+def build_recipe(
+    path: Path | None, given: dict[str, Any] | None, settings: Sequence[str], method: str | None
+) -> Recipe:
+    """The recipe of a command: from a file with changes, or from options."""
+    if path is None:
+        assert given is not None
+        apply_settings(given, settings)
+        return make_recipe(given, where="command line")
+    loaded = read_recipe(path)
+    if not settings and method is None:
+        return loaded
+    raw = loaded.model_dump(mode="json", exclude_unset=True)
+    if method is not None:
+        raw["method"] = method
+    apply_settings(raw, settings)
+    where = "standard input" if loaded.file is None else path
+    recipe = make_recipe(raw, folder=path.parent, where=f"{where} with changes from the command line")
+    return recipe.read_as(loaded)

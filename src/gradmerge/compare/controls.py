@@ -1,0 +1,219 @@
+"""What can be set in an exploration: the methods that fit a recipe, and their options with the ranges to try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+from ..checkpoints.layers.names import layer_stacks
+from ..curvature.format import default_curvature
+from ..engine.plan.plan import Plan
+from ..errors import InputError
+from ..io.reader import local_path
+from ..recipe import Base, Model, Recipe, Varying, leaves, mapped
+from ..recipe.overrides import full_key
+from ..rules import METHODS
+from ..rules.spec import Auto, Option, OrNone
+from ..text import nearest
+from .candidates import Candidate, plan_of
+from .grid import Setting, is_removal, takes_weights
+from .predict import task_names
+
+#: Methods that take something away from the base.
+REMOVING = ("removal", "task-arithmetic")
+#: Points that weights may have over the layers.
+GROUPS = ("first layers", "middle layers", "last layers")
+#: Strengths of a removal that its curve is drawn through, as multiples of the recipe's.
+STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
+_HIGHEST = {"epsilon": 1e-3, "r": 2.0, "alpha": 1.0, "t": 1e-2, "cap": 4.0, "scale": 2.0}
+
+
+@dataclass(frozen=True)
+class Control:
+    """Something of a recipe that can be moved: a number with its range, or one of some choices."""
+
+    key: str
+    """The recipe's key, dotted: `damping`, `options.density`; `weight` for a model's."""
+    label: str
+    low: float | None
+    high: float | None
+    step: float | None
+    """None where every number of the range is meant, on a logarithmic scale if ``logarithmic``."""
+    value: Any
+    """The recipe's own, or the method's default."""
+    meaning: str
+    choices: tuple[Any, ...] | None = None
+    """Of what is no number: the values that there are."""
+    logarithmic: bool = False
+    """Steps are factors: ``low`` and ``high`` are above 0."""
+
+
+def to_read(recipe: Recipe) -> list[str]:
+    """Methods that together read all that a recipe names: its own, and one that uses the curvature that there is."""
+    if recipe.method == "fa1" or recipe.base is None:
+        return [recipe.method]
+    if not all(_has_curvature(model, recipe) for model in recipe.models):
+        return [recipe.method]
+    most = "removal" if is_removal(recipe) else "gradient-matching"
+    also = [most] if _has_curvature(recipe.base, recipe) else [] if is_removal(recipe) else ["fisher-averaging"]
+    return list(dict.fromkeys([recipe.method, *also]))
+
+
+def _has_curvature(part: Base | Model, recipe: Recipe) -> bool:
+    inside = local_path(part.adapter or part.model, recipe.folder)
+    return part.curvature is not None or default_curvature(inside) is not None
+
+
+def methods_of(recipe: Recipe, plan: Plan) -> list[str]:
+    """The methods that can be formed of what a recipe names, its own first.
+
+    Curvature at the differences is fa1's alone; what takes something away and what merges are not mixed.
+    """
+    removes, found = is_removal(recipe), [recipe.method]
+    for name, rule in METHODS.items():
+        other_kind = name not in REMOVING if removes else name == "removal"
+        at_delta = "fa1" in (name, recipe.method) and "curvature" in rule.inputs
+        if name in found or rule.otherwise is not None or other_kind or at_delta:
+            continue
+        needs = rule.needs({option.name: option.default for option in rule.options})
+        lacking = ("prior" in needs and plan.inputs.prior is None) or (
+            "curvature" in needs and not plan.inputs.curvature
+        )
+        if lacking or ("base" in needs - rule.optional and plan.inputs.base is None):
+            continue
+        try:
+            plan_of(plan, Candidate(name, name, [1.0] * len(recipe.models)))
+        except InputError:
+            continue
+        found.append(name)
+    return found
+
+
+def controls_of(method: str, recipe: Recipe) -> list[Control]:
+    """Damping where the method uses it, and its options; those whose value the recipe varies over layers are left."""
+    rule, own = METHODS[method], recipe.method == method
+    given: Mapping[str, Any] = recipe.resolved_options if own else {}
+    found = [
+        _control(option, given.get(option.name, option.default))
+        for option in rule.options
+        if not isinstance(given.get(option.name), tuple | list) and not option.required
+    ]
+    if "damping" in rule.inputs:
+        value = recipe.damping
+        found.insert(0, Control("damping", "damping", 1e-12, 1e3, None, value, "δ, added to the curvature", None, True))
+    return found
+
+
+def _control(option: Option, value: Any) -> Control:
+    key, label, meaning = f"options.{option.name}", option.name.replace("_", " "), option.meaning
+    if get_origin(option.type) is not None and option.type not in (OrNone, Auto):
+        return Control(key, label, None, None, None, value, meaning, get_args(option.type))
+    if option.type in (bool, Auto):
+        choices = (True, False) if option.type is bool else (True, False, "auto")
+        return Control(key, label, None, None, None, value, meaning, choices)
+    low = option.help.ge if option.help.ge is not None else option.help.gt if option.help.gt is not None else 0.0
+    high = option.help.le if option.help.le is not None else _HIGHEST.get(option.name, 100)
+    if option.type is int:
+        return Control(key, label, int(low), int(high), 1, value, meaning)
+    step = 0.01 if high - low >= 0.5 else (high - low) / 100
+    low = step if option.help.gt is not None else low
+    return Control(key, label, low, high, step, value, meaning, ("none",) if option.type == OrNone else None)
+
+
+def weight_control(method: str, recipe: Recipe) -> Control | None:
+    """The range of a model's weight; None for a method that takes none."""
+    if not takes_weights(method):
+        return None
+    low, high, meaning = 0.0, 1.5, "how much the model counts"
+    if is_removal(recipe):
+        low, high = (0.0, 2.0) if method == "removal" else (-2.0, 0.0)
+        meaning = "how much of it is taken away"
+    every = [leaf for weight in recipe.weights for leaf in leaves(weight)] if method == recipe.method else []
+    value = 1.0 if method == "removal" or low == 0 else -1.0
+    return Control("weight", "weight", min([low, *every]), max([high, *every]), 0.01, value, meaning)
+
+
+def layer_groups(names: Sequence[str]) -> list[str]:
+    """What the points of a weight that is a list over the layers are called; none for a model without layers."""
+    layers = max(layer_stacks(names).values(), default=0)
+    return [] if layers < 2 else [GROUPS[0], GROUPS[-1]] if layers == 2 else list(GROUPS)
+
+
+class Choices:
+    """The settings that can be chosen of a recipe: its methods, their controls, weights by model and layer group."""
+
+    def __init__(self, recipe: Recipe, plan: Plan) -> None:
+        self._recipe = recipe
+        self.methods = methods_of(recipe, plan)
+        self.models = task_names(recipe)
+        self.layer_groups = layer_groups([job.name for job in plan.merged])
+
+    def controls(self, method: str) -> list[Control]:
+        self._check(method)
+        return controls_of(method, self._recipe)
+
+    def weight_control(self, method: str) -> Control | None:
+        self._check(method)
+        return weight_control(method, self._recipe)
+
+    def setting(
+        self, method: str | None, weights: Mapping[str, float | Sequence[float]], changes: Mapping[str, Any]
+    ) -> Setting:
+        """A setting by names; what is not said is as in the recipe."""
+        method = method or self._recipe.method
+        self._check(method)
+        for name in weights:
+            if name not in self.models:
+                hint = f"{nearest(name, self.models)}\n  Models are {', '.join(self.models)}."
+                raise InputError(f"weights: no model is called {name!r}{hint}")
+        own = zip(self.models, self._weights_of(method), strict=True)
+        chosen = tuple(self._weight(name, weights[name]) if name in weights else weight for name, weight in own)
+        rules = [METHODS[method]]
+        pairs = tuple((full_key(key, rules, f"changes: {key}"), _frozen(value)) for key, value in changes.items())
+        return _setting(method, chosen, pairs)
+
+    def strengths(self, method: str | None) -> list[Setting]:
+        """The recipe's weights times several factors."""
+        method = method or self._recipe.method
+        self._check(method)
+        own = self._weights_of(method)
+        return [_setting(method, tuple(_times(weight, strength) for weight in own)) for strength in STRENGTHS]
+
+    def _check(self, method: str) -> None:
+        if method not in self.methods:
+            hint = f"{nearest(method, self.methods)}\n  Methods here are {', '.join(self.methods)}."
+            raise InputError(f"{method}: cannot be formed of these models{hint}")
+
+    def _weights_of(self, method: str) -> list[Varying]:
+        """The recipe's weights for another method: what is removed has another sign in task arithmetic."""
+        turned = is_removal(self._recipe) and (method == "removal") != (self._recipe.method == "removal")
+        weights = self._recipe.weights
+        return [_times(weight, -1.0) for weight in weights] if turned else weights
+
+    def _weight(self, name: str, value: float | Sequence[float]) -> Varying:
+        try:
+            values = tuple(map(float, value)) if isinstance(value, Sequence) else (float(value),)
+        except (TypeError, ValueError):
+            raise InputError(f"weights: {name} is {value!r}, but must be a number, or a list of them") from None
+        if len(values) not in (1, len(self.layer_groups)):
+            groups = f"the models have {len(self.layer_groups)} groups of layers ({', '.join(self.layer_groups)})"
+            raise InputError(f"weights: {name} has {len(values)} numbers, but {groups}")
+        return values if len(set(values)) > 1 else values[0]
+
+
+def _times(weight: Varying, factor: float) -> Varying:
+    found: Varying = mapped(weight, lambda value: value * factor + 0.0)  # no -0
+    return found
+
+
+def _setting(method: str, weights: tuple[Varying, ...], changes: tuple[tuple[str, Any], ...] = ()) -> Setting:
+    """With a place on the axis of figures where all models have the same weight."""
+    if not takes_weights(method):
+        return Setting(method, (), changes=changes)
+    position = weights[0] if len(set(weights)) == 1 and not isinstance(weights[0], tuple) else None
+    return Setting(method, weights, position, changes)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value

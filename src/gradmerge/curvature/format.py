@@ -1,0 +1,207 @@
+"""Curvature files: opened and checked like checkpoints, read a range of elements at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..io.bytesof import bytes_of
+from ..io.reader import Entry, TensorFile, close_files, local_path, open_files
+from ..text import listed
+from ..urls import hidden
+from . import log8
+
+FORMAT = "gradmerge-curvature/1"
+STEM = "curvature"
+#: Where the likelihood stands, in a file that holds the matrix of a penalty.
+PENALTY = "penalty"
+#: Kinds of curvature, and what messages call what a file holds.
+KINDS = {"diagonal": "diagonal curvature", "gram": "Gram matrices", "kronecker": "Kronecker factors"}
+#: Suffixes of the names of a weight's Kronecker factors.
+INPUTS, OUTPUTS = ".A", ".G"
+#: How a value is stored, by precision.
+PRECISIONS = {"float32": "F32", "bfloat16": "BF16", "log8": "U8"}
+_TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
+
+
+class CurvatureFile:
+    """Curvature on disk: the sum over ``examples`` of squared gradients by parameter, or matrices by weight."""
+
+    def __init__(self, label: str, files: list[TensorFile]) -> None:
+        self.label = label
+        self._files = files
+        self._new: Callable[[str], str] = str
+        self.metadata = {key: text for file in files for key, text in file.metadata.items()}
+        self.kind = self.metadata.get("kind", "diagonal")
+        self._check_format()
+        self.examples = examples_of(label, self.metadata)
+        self.likelihood = self.metadata.get("likelihood", "")
+        self.precision = self.metadata.get("precision", "float32")
+        self._places: dict[str, tuple[TensorFile, Entry]] = {
+            name: (file, entry) for file in files for name, entry in file.entries.items()
+        }
+        scales = {name + log8.SUFFIX for name in self._places} if self.precision == "log8" else set()
+        self.shapes = {name: entry.shape for name, (_, entry) in self._places.items() if name not in scales}
+        self._check_types()
+        self.tokens = self._tokens() if self.kind == "kronecker" else {}
+        """Weights that have Kronecker factors, and how many tokens those were added up over."""
+        self._tables: dict[str, Tensor] = {}
+
+    def _check_format(self) -> None:
+        found = self.metadata.get("format")
+        if found != FORMAT:
+            says = f"its header says format {found if found is None else found[:40]!r}, not {FORMAT!r}. Is it a model?"
+            raise InputError(f"{self.label}: not a curvature file: {says}")
+        if self.kind not in KINDS:
+            known = ", ".join(KINDS)
+            raise InputError(f"{self.label}: curvature of an unknown kind, {self.kind[:40]!r}; known are {known}")
+
+    def _check_types(self) -> None:
+        if self.precision not in PRECISIONS:
+            known = ", ".join(PRECISIONS)
+            raise InputError(f"{self.label}: unknown precision {self.precision[:40]!r}; known are {known}")
+        types = {name: self._places[name][1].dtype for name in self.shapes}
+        wrong = [f"{name}: {dtype}" for name, dtype in types.items() if dtype != PRECISIONS[self.precision]]
+        if wrong:
+            raise InputError(
+                f"{self.label}: tensors that are not {self.precision}, as the header says:\n{listed(wrong)}"
+            )
+        if self.precision == "log8":
+            for name in self.shapes:
+                scale = self._places.get(name + log8.SUFFIX)
+                if scale is None or (scale[1].dtype, scale[1].shape) != ("F32", (2,)):
+                    raise InputError(f"{self.label}: {name + log8.SUFFIX} with two float32 numbers is missing")
+
+    @property
+    def transposed(self) -> frozenset[str]:
+        """Weights whose Gram matrix belongs to the first axis, as of GPT-2's Conv1D."""
+        try:
+            names = json.loads(self.metadata.get("fan_in_fan_out", "[]"))
+        except (ValueError, RecursionError):
+            names = []
+        return frozenset(self._new(n) for n in names if isinstance(n, str)) if isinstance(names, list) else frozenset()
+
+    @property
+    def parameters(self) -> set[str]:
+        """The parameters whose curvature it holds."""
+        return (self.shapes.keys() - {name + part for name in self.tokens for part in (INPUTS, OUTPUTS)}) | set(
+            self.tokens
+        )
+
+    def rename(self, new: Callable[[str], str]) -> None:
+        """Call the parameters by other names; ``new`` changes beginnings of names alone."""
+        before = self._new
+        self._new = lambda name: new(before(name))
+        self._places = {new(name): place for name, place in self._places.items()}
+        self.shapes = {new(name): shape for name, shape in self.shapes.items()}
+        self.tokens = {new(name): count for name, count in self.tokens.items()}
+
+    @property
+    def holds(self) -> str:
+        """What it holds, in words."""
+        return KINDS[self.kind]
+
+    def _tokens(self) -> dict[str, int]:
+        found: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(self.metadata.get("tokens", ""))
+        if not isinstance(found, dict) or not all(type(count) is int and 0 < count < 2**63 for count in found.values()):
+            raise InputError(f"{self.label}: the header's tokens are not a number above 0 for each layer")
+        wrong = []
+        for part in (name + suffix for name in found for suffix in (INPUTS, OUTPUTS)):
+            shape = self.shapes.get(part)
+            if shape is None or len(shape) != 2 or shape[0] != shape[1]:
+                wrong.append(f"{part}: {'missing' if shape is None else f'of shape {list(shape)}'}")
+        if wrong:
+            raise InputError(f"{self.label}: layers without two square factors:\n{listed(wrong)}")
+        return found
+
+    def read(self, name: str, start: int, stop: int, take: Any) -> Tensor:
+        """Elements ``start`` to ``stop`` of the flattened sum, in float32; ``take(nbytes)`` lends a uint8 buffer."""
+        file, entry = self._places[name]
+        dtype = _TORCH[entry.dtype]
+        size = dtype.itemsize
+        buffer: Tensor = take((stop - start) * size)
+        if stop > start:
+            file.read_into(bytes_of(buffer), entry.start + start * size)
+        values = buffer.view(dtype)
+        if self.precision == "log8":
+            return log8.decode(values, self._table(name))
+        return values.float()
+
+    def read_whole(self, name: str) -> Tensor:
+        """One sum, in memory of its own."""
+        shape = torch.Size(self.shapes[name])
+        return self.read(name, 0, shape.numel(), lambda n: torch.empty(n, dtype=torch.uint8)).reshape(shape)
+
+    def _table(self, name: str) -> Tensor:
+        if name not in self._tables:
+            file, entry = self._places[name + log8.SUFFIX]
+            ends = torch.empty(2)
+            file.read_into(bytes_of(ends), entry.start)
+            low, high = ends.tolist()
+            if not (0 <= low <= high < float("inf")) or (high > 0 and low == 0):
+                scale = name + log8.SUFFIX
+                raise InputError(f"{self.label}: {scale} holds {low:g} and {high:g}, not 0 < smallest ≤ largest")
+            self._tables[name] = log8.table(ends)
+        return self._tables[name]
+
+    def will_need(self, name: str) -> None:
+        file, entry = self._places[name]
+        file.will_need(entry.start, entry.nbytes)
+
+    def nbytes(self, name: str) -> int:
+        return self._places[name][1].nbytes
+
+    def files(self) -> list[Path]:
+        return [file.path for file in self._files]
+
+    def close(self) -> None:
+        close_files(self._files)
+
+    def __enter__(self) -> CurvatureFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def examples_of(label: str, header: Mapping[str, str]) -> int:
+    """The number of examples that a header states."""
+    text = header.get("examples", "")
+    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) == 0:
+        raise InputError(f"{label}: the header's number of examples is {text[:40]!r}, not a whole number above 0")
+    return int(text)
+
+
+def open_curvature(reference: str, *, relative_to: Path | None = None) -> CurvatureFile:
+    """Open a curvature folder or file; a model folder with a `curvature/` folder inside will do as well."""
+    path = local_path(reference, relative_to)
+    if not path.is_file() and not path.is_dir():
+        raise InputError(f"{reference}: no such curvature folder or file ({path.absolute()})")
+    files = [TensorFile(path)] if path.is_file() else open_files(path, STEM) or open_files(path / STEM, STEM)
+    if files is None:
+        raise InputError(f"{reference}: no {STEM}.safetensors, and no {STEM}.safetensors.index.json, in this folder")
+    try:
+        return CurvatureFile(hidden(reference), files)
+    except BaseException:
+        close_files(files)
+        raise
+
+
+def default_curvature(folder: Path | None) -> Path | None:
+    """The `curvature/` folder inside a model folder, if it has one."""
+    return folder / STEM if folder is not None and (folder / STEM).is_dir() else None
+
+
+def metadata(examples: int, likelihood: str, model: str, precision: str = "float32", **more: str) -> Mapping[str, str]:
+    """The header of a curvature file."""
+    facts = {"format": FORMAT, "examples": str(examples), "likelihood": likelihood, "model": model}
+    return {**facts, "precision": precision, **more}

@@ -1,0 +1,1 @@
+"""Merging adapters: adapters in, one adapter out."""

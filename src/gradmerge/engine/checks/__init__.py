@@ -1,0 +1,1 @@
+"""Checks of a plan before the merge: damping, step size, coefficients."""

@@ -1,0 +1,76 @@
+"""What a command reads: so that it writes over none of it, and notices when it changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.adapter_config import is_adapter, read_adapter_config
+from ..errors import InputError
+from ..io.reader import local_path
+from ..recipe import Recipe
+from ..urls import copies
+
+State = list[list[Any]]
+"""Of each file its path, size, times of change and inode; of one at a URL, the URL, size and version."""
+
+
+def model_paths(reference: str | None, relative_to: Path | None = None) -> list[Path]:
+    """The folder or file of a model, and of the base that an adapter names; nothing for a Hub id."""
+    if reference is None or not (path := local_path(reference, relative_to)).exists():
+        return []
+    if not path.is_dir() or not is_adapter(path):
+        return [path]
+    try:
+        stated = read_adapter_config(path).get("base_model_name_or_path")
+    except InputError:  # opening the adapter will say what is wrong
+        return [path]
+    bases = [local_path(stated, start) for start in (None, path)] if stated else []
+    return [path, *(base for base in bases if base.exists())]
+
+
+def recipe_paths(recipe: Recipe) -> list[Path]:
+    """The recipe's file, and every model and curvature that it names."""
+    named = [text for model in recipe.sources for text in (model.model, model.adapter, model.curvature)]
+    if recipe.base is not None:
+        named += [recipe.base.model, recipe.base.adapter, recipe.base.curvature, recipe.base.penalty]
+    found = [recipe.file] if recipe.file is not None else []
+    return found + [path for text in named if isinstance(text, str) for path in model_paths(text, recipe.folder)]
+
+
+def state_of(paths: Iterable[Path], *, deep: bool = False) -> State:
+    """What tells whether files have changed: those given, and those in the folders given (``deep``: and below)."""
+    files = set()
+    for path in paths:
+        if path.is_dir():
+            files |= {p for p in (path.rglob("*") if deep else path.iterdir()) if p.is_file()}
+        else:
+            files.add(path)
+    remote: dict[Path, list[Any]] = {}
+    if copies():
+        from ..io.remote import states_of
+
+        remote = states_of(files)
+    found = [remote.get(path) or [str(path.absolute()), *_status(path)] for path in sorted(files)]
+    return sorted(found, key=lambda entry: str(entry[0])) if remote else found  # stand-ins have chance names
+
+
+def _status(path: Path) -> list[int]:
+    try:
+        status = path.stat()
+    except OSError:  # it was there a moment ago
+        return []
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def digest_of_state(state: State) -> str:
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def changed(before: State, after: State) -> str | None:
+    """The first file that differs between two states of the same files."""
+    then, now = ({entry[0]: entry[1:] for entry in state} for state in (before, after))
+    return next((path for path in sorted(then | now) if then.get(path) != now.get(path)), None)

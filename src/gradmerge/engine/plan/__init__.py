@@ -1,0 +1,1 @@
+"""The plan of a merge: what happens to each tensor."""

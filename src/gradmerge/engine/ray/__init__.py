@@ -1,0 +1,1 @@
+"""Merging on a Ray cluster."""

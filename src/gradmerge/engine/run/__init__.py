@@ -1,0 +1,1 @@
+"""Running a plan, from the first block to the finished folder."""

@@ -1,0 +1,1 @@
+"""mergekit's recipes, translated to recipes of gradmerge."""

@@ -1,0 +1,147 @@
+"""Gradient matching: merging and removal with the curvature of every model (Daheim et al., ICLR 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from .kronecker_matching import match_layer, remove_layer
+from .spec import Help, OrNone, rule, unusual
+from .task_arithmetic import positive
+
+PAPER = "Daheim et al., Model merging by uncertainty-based gradient matching, ICLR 2024"
+Penalty = Sequence[Tensor | None] | Tensor | None
+"""P_t of every model, each None where it is H_0; or one P for all of them."""
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """part / whole, and 1 where whole is 0: there the entry falls back to task arithmetic."""
+    ratio = part / whole
+    return ratio if positive(whole) else torch.where(whole == 0, 1.0, ratio)
+
+
+def penalties(penalty: Penalty, prior: Tensor, models: int) -> list[Tensor]:
+    """P_t of every model; ``prior`` is H_0."""
+    every = [penalty] * models if penalty is None or isinstance(penalty, Tensor) else penalty
+    return [prior if one is None else one for one in every]
+
+
+def merged_precision(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    prior: Tensor,
+    curvature: Sequence[Tensor],
+    damping: float,
+    penalty: Penalty = None,
+) -> Tensor:
+    """H̄ = H_0 + Σ α_t H_t, with H_0 = F_0 + δ: the precision of the merged posterior."""
+    precision = torch.zeros_like(base).add_(prior).add_(damping)
+    for hessian, weight in zip(curvature, weights, strict=True):
+        precision += hessian * weight
+    return precision
+
+
+@rule(
+    "gradient-matching",
+    row=("w_t (1)", "F_0 + δ", "F_t"),
+    reference=PAPER,
+    optional=["penalty"],
+    precision=merged_precision,
+    layers=match_layer,
+    wide=unusual,
+)
+def gradient_matching(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    prior: Tensor,
+    curvature: Sequence[Tensor],
+    damping: float,
+    penalty: Penalty = None,
+) -> Tensor:
+    """θ_0 + Σ α_t H̄⁻¹ (P + H_t) Δ_t, with H_0 = F_0 + δ and H̄ = H_0 + Σ α_t H_t.
+
+    Cancels the gradient mismatch to first order, so that every weight can stay at 1. Needs the curvature of the base
+    and of every tuned model. P is the matrix of the penalty that the models were tuned under: `base.penalty` (0 if it
+    is `none`), by default the one recorded beside each model, or else H_0. Where H̄ is 0 the entry falls back to task
+    arithmetic. With Kronecker curvature, the weight and bias of a linear layer are solved for together.
+    """
+    precision = merged_precision(base, tuned, weights, prior, curvature, damping)
+    every = penalties(penalty, prior + damping, len(tuned))
+    merged = base
+    for model, hessian, weight, own in zip(tuned, curvature, weights, every, strict=True):
+        merged = _share(own + hessian, precision).mul_(model - base).mul_(weight).add_(merged)
+    return merged
+
+
+def _rest(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    prior: Tensor,
+    curvature: Sequence[Tensor],
+    damping: float,
+    penalty: Penalty = None,
+    *,
+    base_saw_removed: bool = False,
+    cap: OrNone = "none",
+) -> Tensor:
+    """H̄_rest: the curvature at the base of the data that stays, plus δ."""
+    rest = torch.zeros_like(base).add_(prior)
+    if base_saw_removed:
+        for hessian, weight in zip(curvature, weights, strict=True):
+            rest -= hessian * weight
+        rest.clamp_(min=0)
+    return rest.add_(damping)
+
+
+@rule(
+    "removal",
+    row=("−w_t (−1)", "F_0 + δ, or P", "F_t"),
+    reference=PAPER,
+    optional=["penalty"],
+    precision=_rest,
+    layers=remove_layer,
+    wide=lambda weights, options: bool(options.get("base_saw_removed")) or unusual(weights, options),
+)
+def removal(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    prior: Tensor,
+    curvature: Sequence[Tensor],
+    damping: float,
+    penalty: Penalty = None,
+    *,
+    base_saw_removed: Annotated[
+        bool,
+        Help("the base's curvature was estimated on data that held the removed part too: subtract Σ α_t F_t from it"),
+    ] = False,
+    cap: Annotated[
+        OrNone,
+        Help("(P + H_t) / H̄_rest is limited to 1 + cap: at 0 no weight moves farther than under negation", ge=0),
+    ] = 1.0,
+) -> Tensor:
+    """θ_0 − Σ α_t H̄_rest⁻¹ (P + H_t) Δ_t, what the tuned models learned, taken out of the base.
+
+    H̄_rest is the base's curvature on the data that stays, plus δ. P is the matrix of the penalty that the models were
+    tuned under: `base.penalty` (0 if it is `none`), by default the one recorded beside each model, or else H_0 =
+    F_0 + δ. A weight is a strength: 1 removes the task, 0 leaves the base. Where the data that stays say nothing of a
+    weight the ratio (P + H_t) / H̄_rest knows no bounds. So δ is by default the mean over all entries of Σ F_t, and the
+    ratio is at most 2, so that no weight moves more than twice as far as under negation; `cap: none` with a `damping`
+    is the paper's formula. Where H̄_rest is 0 the entry falls back to task arithmetic. With Kronecker curvature, the
+    weight and bias of a linear layer are solved for together, and δ alone bounds their step.
+    """
+    rest = _rest(base, tuned, weights, prior, curvature, damping, base_saw_removed=base_saw_removed)
+    every = penalties(penalty, prior + damping, len(tuned))
+    merged = base.clone()
+    for model, hessian, weight, own in zip(tuned, curvature, weights, every, strict=True):
+        ratio = _share(own + hessian, rest)
+        if cap != "none":
+            ratio = ratio.clamp_(max=1 + cap)
+        merged -= ratio.mul_(model - base).mul_(weight)
+    return merged

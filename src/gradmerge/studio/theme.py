@@ -1,0 +1,95 @@
+"""How the page looks: colours as in reports, the system's fonts, and the scripts that run in the browser."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import gradio as gr
+
+from ..report import palette
+from ..report.assets import drawing, library
+
+#: The numbers on the board are of an earlier move until the new ones are there.
+DIM_BOARD = "() => { window.gradmergeDim(); return []; }"
+TAKEN = "() => [window.gradmergeTaken]"
+COPY = "(text) => { window.gradmergeCopy(text); return []; }"
+_SANS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
+_MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
+SCRIPT = "/studio.js"
+
+
+def theme() -> Any:
+    """Gradio's plainest theme in the colours of our reports; names of fonts only, so that none are fetched."""
+    both = {
+        "body_background_fill": "page",
+        "body_text_color": "ink",
+        "body_text_color_subdued": "soft",
+        "background_fill_primary": "paper",
+        "background_fill_secondary": "page",
+        "block_background_fill": "paper",
+        "block_border_color": "line",
+        "block_label_text_color": "ink",
+        "block_title_text_color": "ink",
+        "block_info_text_color": "soft",
+        "border_color_primary": "line",
+        "border_color_accent": "accent",
+        "color_accent_soft": "wash",
+        "input_background_fill": "paper",
+        "input_border_color": "line",
+        "input_border_color_focus": "accent",
+        "checkbox_background_color": "paper",
+        "checkbox_background_color_selected": "accent",
+        "checkbox_border_color": "soft",
+        "checkbox_border_color_selected": "accent",
+        "checkbox_label_background_fill": "paper",
+        "checkbox_label_background_fill_hover": "wash",
+        "checkbox_label_background_fill_selected": "wash",
+        "checkbox_label_border_color": "line",
+        "slider_color": "accent",
+        "loader_color": "accent",
+        "link_text_color": "accent",
+        "button_secondary_background_fill": "paper",
+        "button_secondary_background_fill_hover": "wash",
+        "button_secondary_border_color": "line",
+        "button_secondary_text_color": "ink",
+        "button_primary_background_fill": "accent",
+        "button_primary_background_fill_hover": "accent",
+        "button_primary_border_color": "accent",
+        "button_primary_text_color": "paper",
+        "panel_background_fill": "paper",
+        "panel_border_color": "line",
+        "accordion_text_color": "ink",
+        "table_text_color": "ink",
+        "code_background_fill": "hole",
+    }
+    made = gr.themes.Base(font=_SANS, font_mono=_MONO, radius_size=gr.themes.sizes.radius_md)
+    known = set(vars(made))
+    colours = {name: palette.LIGHT[colour] for name, colour in both.items() if name in known}
+    colours |= {f"{name}_dark": palette.DARK[colour] for name, colour in both.items() if f"{name}_dark" in known}
+    return made.set(**colours)
+
+
+@cache
+def style() -> str:
+    def listed(where: str, colours: dict[str, str]) -> str:
+        return where + "{" + "".join(f"--gm-{name}:{value};" for name, value in colours.items()) + "}"
+
+    return listed(":root", palette.LIGHT) + listed("body.dark", palette.DARK) + _read("studio.css")
+
+
+def head() -> str:
+    return f'<script src="{SCRIPT}" defer></script>'
+
+
+@cache
+def script() -> str:
+    """Vega, Vega-Lite and what draws with them: the browser asks no other host for them."""
+    turned = {colour: f"var(--gm-{name})" for name, colour in palette.LIGHT.items()}
+    return "\n;".join([library(), drawing(), f"window.gradmergeColours = {json.dumps(turned)};", _read("studio.js")])
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,299 @@
+"""Which settings are tied, which of them is taken, and that everything that is shown says the same."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.compare.grid import Setting, recipe_with
+from gradmerge.compare.preview import Outcome, Preview, score_all, score_by_costs
+from gradmerge.compare.significance import are_tied, score_difference, score_error, share_difference, simplicity
+from gradmerge.recipe import make_recipe
+from gradmerge.report.preview_tables import best_table
+from gradmerge.report.preview_text import verdict
+from gradmerge.tasks import load_task, measure
+from gradmerge.tasks.standard_errors import standard_errors
+
+
+def answers(right: Sequence[int], count: int = 120) -> Tensor:
+    """0 and 1: right are the examples of these numbers."""
+    rows = torch.zeros(count, dtype=torch.float64)
+    rows[list(right)] = 1.0
+    return rows
+
+
+def outcome(setting: Setting, rows: dict[str, dict[str, Tensor]]) -> Outcome:
+    metrics = {
+        task: {name: float(values.mean()) for name, values in found.items()}
+        | {"standard_errors": standard_errors(found)}
+        for task, found in rows.items()
+    }
+    values: dict[str, float | None] = {task: found[next(iter(rows[task]))] for task, found in metrics.items()}
+    return Outcome(setting, values, metrics, rows=rows)
+
+
+def accurate(method: str, weights: tuple[float, ...], **right: Sequence[int]) -> Outcome:
+    return outcome(Setting(method, weights), {task: {"accuracy": answers(some)} for task, some in right.items()})
+
+
+def preview(rows: list[Outcome], own: Outcome | None = None, method: str = "gradient-matching") -> Preview:
+    recipe = make_recipe({"method": method, "base": "base", "models": ["a", "b"]})
+    criterion = score_all(rows if own is None else [*rows, own], True, "worst")
+    found = Preview(recipe, ["a", "b"], ["a", "b"], True, criterion, rows, own or rows[0], "weight")
+    found.rank_all()
+    return found
+
+
+def test_a_score_over_tasks_has_the_error_of_independent_tasks_each_on_the_same_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    one, other = (
+        outcome(
+            Setting("ties", ()), {t: {"loss_per_token": torch.rand(n, generator=generator).double()} for t, n in sizes}
+        )
+        for sizes in [[("a", 30), ("b", 50)]] * 2
+    )
+    criterion = score_all([one, other], True, "worst")
+    found = score_difference(one, other, criterion)
+    assert found is not None and found.value == pytest.approx(one.score - other.score)
+    variance, own = 0.0, 0.0
+    for task in ("a", "b"):
+        mine, theirs = (row.rows[task]["loss_per_token"].tolist() for row in (one, other))
+        apart = [x - y for x, y in zip(mine, theirs, strict=True)]
+        mean = sum(apart) / len(apart)
+        variance += sum((x - mean) ** 2 for x in apart) / (len(apart) - 1) / len(apart)
+        mean = sum(mine) / len(mine)
+        own += sum((x - mean) ** 2 for x in mine) / (len(mine) - 1) / len(mine)
+    assert found.error == pytest.approx(math.sqrt(variance) / 2)
+    assert score_error(one, criterion) == pytest.approx(math.sqrt(own) / 2)
+
+
+@pytest.mark.parametrize("worst", [True, False])
+def test_shares_have_the_error_of_the_bootstrap(worst: bool) -> None:
+    """Where two tasks are almost equally bad, which of them is worse is a matter of the rows drawn."""
+    generator = torch.Generator().manual_seed(1)
+    noise = {task: torch.randn(80, generator=generator, dtype=torch.float64) for task in "abc"}
+    slope = {task: 0.5 * torch.randn(80, generator=generator, dtype=torch.float64) for task in "abc"}
+    levels = {"a": (0.5, 0.3), "b": (0.48, 0.35), "c": (-2.0, -1.0)}
+    one, other = ({t: noise[t] + levels[t][i] + i * slope[t] for t in "abc"} for i in (0, 1))
+
+    def score(shares: dict[str, Tensor], places: dict[str, Tensor]) -> float:
+        means = [float(shares[task][places[task]].mean()) for task in shares]
+        return max(means) if worst else sum(means)
+
+    found = share_difference(one, other, worst)
+    every = {task: torch.arange(80) for task in one}
+    assert found.value == pytest.approx(score(one, every) - score(other, every))
+    drawn = []
+    for _ in range(3000):
+        places = {task: torch.randint(80, (80,), generator=generator) for task in one}
+        drawn.append(score(one, places) - score(other, places))
+    assert found.error == pytest.approx(float(torch.tensor(drawn).std()), rel=0.08)
+    assert share_difference(other, one, worst).error == pytest.approx(found.error, rel=0.08)
+    alone = {task: rows[:1] for task, rows in one.items()}
+    assert math.isnan(share_difference(alone, alone, worst).error) and share_difference(alone, alone, worst).tied
+
+
+def test_of_tied_settings_the_recipes_own_is_taken_and_ranks_say_that_they_are_tied() -> None:
+    """0.7917 against 0.7833 on 120 rows."""
+    rows = [
+        accurate("gradient-matching", (0.2, 0.2), a=range(60), b=range(60)),
+        accurate("gradient-matching", (1.0, 1.0), a=range(94), b=range(94)),
+        accurate("task-arithmetic", (0.5, 0.5), a=range(95), b=range(95)),
+    ]
+    found = preview(rows, rows[1])
+    assert found.leading() is rows[2] and found.tied(rows[2]) == [rows[1]]
+    assert found.best() is rows[1] and [row.rank for row in rows] == [3, 1, 1]
+    assert "0.7917 ± 0.026 (task-arithmetic 0.5)" in " ".join(verdict(found))
+    assert found.best("task-arithmetic") is rows[2]
+    cells = {row[0]: row for row in best_table(found).rows}
+    assert [cells[method][-1] for method in found.methods] == ["1", "0.5"]
+    assert f"{cells['task-arithmetic'][2]:.4g}" == "0.7917 ± 0.026"
+
+
+def test_of_tied_settings_without_the_recipes_own_the_simplest_that_beats_it_is_taken() -> None:
+    rows = [
+        accurate("gradient-matching", (1.0, 1.0), a=range(40), b=range(40)),
+        accurate("gradient-matching", (0.3, 0.7), a=range(96), b=range(96)),
+        accurate("gradient-matching", (0.4, 0.4), a=range(95), b=range(95)),
+        accurate("task-arithmetic", (0.3, 0.5), a=range(95), b=range(95)),
+        accurate("task-arithmetic", (0.4, 0.4), a=range(94), b=range(94)),
+        accurate("task-arithmetic", (0.5, 0.5), a=range(95), b=range(95)),
+    ]
+    found = preview(rows, rows[0])
+    assert len(found.tied(rows[1])) == 4 and found.best() is rows[5], "one weight, no curvature, the better of two"
+
+
+def test_what_is_tied_with_both_the_best_and_the_recipes_own_is_not_worth_a_change() -> None:
+    own, between, far = (range(count) for count in (104, 107, 110))
+    rows = [
+        accurate("gradient-matching", (1.0, 1.0), a=own, b=own),
+        accurate("average", (), a=between, b=between),
+        accurate("gradient-matching", (0.3, 0.7), a=far, b=far),
+    ]
+    found = preview(rows, rows[0])
+    assert found.tied(rows[1]) == [rows[0], rows[2]] and found.tied(rows[2]) == [rows[1]]
+    assert found.best() is rows[2]
+
+
+def test_a_clear_winner_is_named_with_its_distance() -> None:
+    rows = [
+        accurate("gradient-matching", (0.5, 0.5), a=range(110), b=range(110)),
+        accurate("gradient-matching", (1.0, 1.0), a=range(60), b=range(60)),
+    ]
+    found = preview(rows, rows[1])
+    words = verdict(found)
+    assert found.best() is rows[0] and found.tied(rows[0]) == [] and [row.rank for row in rows] == [1, 2]
+    assert "gradient-matching with weight 0.5" in words[0] and "0.4167 ± " in words[1]
+
+
+def test_a_recipe_whose_own_weights_are_not_asked_for_is_kept_where_it_is_tied() -> None:
+    own = accurate("gradient-matching", (1.0, 1.0), a=range(95), b=range(95))
+    rows = [accurate("gradient-matching", (0.5, 0.5), a=range(96), b=range(96))]
+    found = preview(rows, own)
+    assert found.best() is own and own.rank == 1 and found.all_tied() == [rows[0], own]
+    found.keeps_own = False  # as where weights were searched in ranges without it
+    assert found.best() is rows[0]
+
+
+def predicted(own: float, *others: float) -> Preview:
+    rows = [Outcome(Setting("gradient-matching", (1.0, 1.0), changes=(("damping", value),)), {}) for value in others]
+    for row, value in zip(
+        (first := Outcome(Setting("gradient-matching", (1.0, 1.0)), {}), *rows), (own, *others), strict=True
+    ):
+        row.values, row.costs = {"a": value, "b": value / 2}, {"a": value, "b": value / 2}
+    recipe = make_recipe({"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
+    criterion = score_all([first, *rows], False, "worst")
+    return Preview(recipe, ["a", "b"], ["a", "b"], False, criterion, rows, first, "damping")
+
+
+def test_of_predictions_the_recipes_own_is_taken_within_a_hundredth_of_the_smallest() -> None:
+    found = predicted(1.0, 0.995, 1.3)
+    assert found.best() is found.reference and found.leading() is found.rows[0]
+    other = predicted(1.0, 0.9, 1.3)
+    assert other.best() is other.rows[0]
+
+
+def test_mean_ranks_are_tied_where_no_task_tells_settings_apart() -> None:
+    def mixed(weight: float, right: int, loss: float) -> Outcome:
+        losses = loss + torch.linspace(0, 1, 50, dtype=torch.float64)
+        wobble = 0.1 * torch.sin(torch.arange(50) * (1 + weight))
+        rows = {"a": {"accuracy": answers(range(right))}, "b": {"loss_per_token": losses + wobble}}
+        return outcome(Setting("ties", (weight, weight)), rows)
+
+    rows = [mixed(0.1, 95, 2.0), mixed(0.2, 94, 2.001), mixed(0.3, 95, 3.0), mixed(0.4, 30, 1.999)]
+    found = preview(rows, method="task-arithmetic")
+    assert found.criterion.by_rank
+    leading = found.leading()
+    assert leading in rows[:2] and [are_tied(leading, row, found.criterion) for row in rows] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert {row.rank for row in rows[:2]} == {1}
+
+
+def test_simple_is_few_changes_then_few_needs_then_few_weights() -> None:
+    order = [
+        Setting("average", ()),
+        Setting("task-arithmetic", (0.3, 0.3)),
+        Setting("task-arithmetic", (0.3, 0.5)),
+        Setting("task-arithmetic", ((0.1, 0.2, 0.3), 0.5)),
+        Setting("fisher-averaging", (0.3, 0.3)),
+        Setting("gradient-matching", (0.3, 0.3)),
+        Setting("task-arithmetic", (0.3, 0.3), changes=(("damping", 1e-3),)),
+    ]
+    mixed = [*order[1::2], *order[::2]]
+    assert sorted(mixed, key=simplicity) == order
+
+
+def test_a_missing_score_is_tied_with_nothing_and_removal_has_no_best() -> None:
+    rows = [
+        accurate("ties", (0.5, 0.5), a=range(60), b=range(60)),
+        accurate("ties", (1.0, 1.0), a=range(60), b=range(60)),
+    ]
+    rows[1].metrics["b"], rows[1].values["b"] = {}, None
+    found = preview(rows, method="ties")
+    assert rows[1].score is None and found.tied(rows[0]) == [] and rows[1].rank is None
+    taken_out = preview([accurate("removal", (0.5, 0.5), a=[1], b=[1])], method="removal")
+    assert taken_out.best() is None and not taken_out.among_best(taken_out.rows[0])
+
+
+def test_a_search_takes_what_its_rows_tell_apart() -> None:
+    generator = torch.Generator().manual_seed(2)
+    noise = torch.randn(60, generator=generator, dtype=torch.float64)
+
+    def lost(weights: tuple[float, float], share: float, wobble: float) -> Outcome:
+        rows = share + noise + wobble * torch.randn(60, generator=generator, dtype=torch.float64)
+        row = outcome(Setting("task-arithmetic", weights), {task: {"accuracy": answers(range(60))} for task in "ab"})
+        row.shares, row.costs = dict.fromkeys("ab", rows), {task: float(rows.mean()) for task in "ab"}
+        return row
+
+    rows = [lost((1.0, 1.0), 0.8, 0.01), lost((0.31, 0.52), 0.3, 0.01), lost((0.4, 0.4), 0.32, 0.2)]
+    found = preview(rows, rows[0], method="task-arithmetic")
+    found.criterion = score_by_costs(rows, True, "worst")
+    found.rank_all()
+    assert found.criterion.worst and found.criterion.shares and found.leading() in rows[1:]
+    assert found.best() is rows[2] and [row.rank for row in rows] == [3, 1, 1]
+    columns = best_table(found).columns
+    assert "a, share lost" in columns and "b, accuracy" in columns
+
+
+@pytest.fixture(scope="module")
+def measured(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Preview, Path]:
+    out = tmp_path_factory.mktemp("measured") / "report"
+    data = {name: str(texts / f"{name}.jsonl") for name in ("a", "b")}
+    methods = "task-arithmetic,average"
+    found = gm.preview(texts / "recipe.yml", out, methods=methods, weights="0:1:0.5", data=data, device="cpu")
+    return found, out
+
+
+def test_differences_are_those_of_models_on_disk(measured: tuple[Preview, Path], texts: Path, tmp_path: Path) -> None:
+    found, _ = measured
+    rows: list[dict[str, Tensor]] = []
+    for number, row in enumerate(found.rows[:2]):
+        gm.merge(recipe_with(found.recipe, row.setting), tmp_path / f"{number}", progress=False)
+        rows.append({})
+        for task in "ab":
+            loaded = load_task(str(tmp_path / f"{number}"), str(texts / f"{task}.jsonl"), device="cpu")
+            rows[-1][task] = measure(loaded.model, loaded.batches(), loaded.output).rows()["accuracy"]
+    want = sum(float((rows[0][task] - rows[1][task]).mean()) for task in "ab") / 2
+    apart = found.difference(found.rows[0], found.rows[1])
+    assert apart is not None and apart.value == pytest.approx(want)
+    flipped = [(rows[0][task] - rows[1][task]).abs().sum().item() + 2 for task in "ab"]
+    net = [(rows[0][task] - rows[1][task]).sum().item() ** 2 / 12 for task in "ab"]  # ten rows and two
+    errors = [math.sqrt(some - less) / 12 for some, less in zip(flipped, net, strict=True)]
+    assert apart.error == pytest.approx(math.hypot(*errors) / 2)
+
+
+def test_table_verdict_json_csv_and_recipe_agree(measured: tuple[Preview, Path]) -> None:
+    found, out = measured
+    best, leading = found.best(), found.leading()
+    assert best is not None and leading is not None and best is found.own
+    facts = json.loads((out / "preview.json").read_text())
+    tied = [row for row in found.rows if row is leading or row in found.tied(leading)]
+    assert len(tied) > 1, "ten rows tell little apart"
+    assert facts["tied_with_best"] == len(tied) == facts["winner"]["tied"]["settings"]
+    assert [row["tied_with_best"] for row in facts["settings"]] == [row in tied for row in found.rows]
+    assert all((row["rank"] == 1) == row["tied_with_best"] for row in facts["settings"])
+    assert facts["winner"]["weights"] == {"a": 1.0, "b": 1.0} and facts["leading"]["score"] == leading.score
+    lines = list(csv.DictReader((out / "preview.csv").open()))
+    for line, row, known in zip(lines, found.rows, facts["settings"], strict=True):
+        assert (line["tied with best"] == "yes") == (row in tied) and int(line["rank"]) == row.rank
+        assert float(line["average accuracy, standard error"]) == known["standard_error"]
+        error = known["metrics"]["a"]["standard_errors"]["accuracy"]
+        assert float(line["a accuracy, standard error"]) == pytest.approx(error)
+        if row is not leading:
+            assert float(line["more than the best"]) == pytest.approx(row.score - leading.score)
+            assert float(line["more than the best, standard error"]) == known["more_than_best"]["standard_error"]
+    assert f"{len(tied)} of {len(found.rows)}" in found.verdict[0]
+    assert gm.load_recipe(out / "recipe.yml").weights == [1.0, 1.0]
+    assert f"{len(tied)} of {len(found.rows)}" in (out / "report.html").read_text()
