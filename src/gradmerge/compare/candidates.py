@@ -178,7 +178,7 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
 
 def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
     """What is said of a merge before it is made: too long a step, or gradient matching that is task arithmetic."""
-    if recipe.method not in ("gradient-matching", "removal") or plan.inputs.prior is None:
+    if not recipe.rule.checks or plan.inputs.prior is None:
         return []
     own = plan_of(plan, Candidate(recipe.method, recipe.method, options=recipe.options, own=recipe.own_options))
     return [*trust_notes(own, threads), *coefficient_notes(recipe, own, threads)]

@@ -52,6 +52,7 @@ def merged_precision(
     optional=["penalty"],
     precision=merged_precision,
     layers=match_layer,
+    checks=["coefficients", "positive-weights"],
     wide=unusual,
 )
 def gradient_matching(
@@ -106,6 +107,8 @@ def _rest(
     optional=["penalty"],
     precision=_rest,
     layers=remove_layer,
+    auto_damping="mean-curvature",
+    checks=["step-size"],
     wide=lambda weights, options: bool(options.get("base_saw_removed")) or unusual(weights, options),
 )
 def removal(

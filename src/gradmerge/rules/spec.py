@@ -49,6 +49,10 @@ Grain = Literal["entries", "rows", "tensor"]
 it sees some of those (a vector stays whole); or not at all. Rows and tensors come in their shape."""
 
 
+Check = Literal["coefficients", "positive-weights", "step-size"]
+"""What a merge checks before it starts: whether the coefficients of the Δ_t are far above the weights, whether a weight
+is negative, or whether the step is too long to be trusted."""
+
 Wide = Callable[[Sequence[float], Mapping[str, Any]], bool]
 """(weights, options) → whether float32 is too narrow for what a rule computes with them."""
 #: Weights that are no smaller, and add up to no more, are multiplied with curvature in float32: other products may
@@ -156,6 +160,10 @@ class Rule:
     """Of a rule with ``thresholds``: for every model, the ranks of these among the entries of |Δ_t|."""
     grain: Grain | Callable[[Mapping[str, Any]], Grain] = "entries"
     """How tensors may be cut, possibly by the options."""
+    auto_damping: Literal["usual", "mean-curvature"] = "usual"
+    """δ of `damping: auto`: 1e-10 (in layers with Kronecker curvature a share of their mean), or the mean over all
+    entries of Σ F_t."""
+    checks: frozenset[Check] = frozenset()
     copies: int = 3
     """Of a rule that sees whole tensors: how many it holds at a time besides its inputs, in float64."""
 
@@ -235,6 +243,8 @@ def rule(
     measures: Mapping[str, Measure] | None = None,
     ranks: Callable[..., list[list[int]]] | None = None,
     grain: Grain | Callable[[Mapping[str, Any]], Grain] = "entries",
+    auto_damping: Literal["usual", "mean-curvature"] = "usual",
+    checks: Iterable[Check] = (),
     copies: int = 3,
 ) -> Callable[[Callable[..., Tensor]], Rule]:
     """Declare a function as a merge rule; inputs and options are read from its signature."""
@@ -267,6 +277,8 @@ def rule(
             measures=measures or {},
             ranks=ranks,
             grain=grain,
+            auto_damping=auto_damping,
+            checks=frozenset(checks),
             copies=copies,
         )
 

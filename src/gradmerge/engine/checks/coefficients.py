@@ -45,7 +45,7 @@ def coefficient_notes(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note
     penalty, there is one if it moves entries much farther than task arithmetic would.
     """
     inputs = plan.inputs
-    if plan.rule.name != "gradient-matching":
+    if "coefficients" not in plan.rule.checks:
         return []
     total = sum(job.info.numel for job in plan.merged)
     every = inputs.settings.every(job.name for job in plan.merged)

@@ -26,7 +26,7 @@ def find_damping(
     rounded once, so that neither threads nor blocks matter, nor does it when a merge goes on.
     """
     inputs = plan.inputs
-    if plan.rule.name != "removal" or not inputs.damping_is_open or inputs.mean_curvature is not None:
+    if plan.rule.auto_damping != "mean-curvature" or not inputs.damping_is_open or inputs.mean_curvature is not None:
         return
     runs = [*chunks(plan.entrywise), *whole(plan.layers)]
     sums = [one for part in (spread or here(threads))(plan, curvature_sums, runs, None, advance) for one in part]

@@ -107,7 +107,7 @@ def judge_removal(
     plan: Plan, threads: int, progress: Progress, *, refuse: bool, spread: Spread | None = None
 ) -> list[Note]:
     """A note, or with ``refuse`` an error, if the plan is a removal whose step is too long."""
-    if plan.rule.name == "removal":
+    if "step-size" in plan.rule.checks:
         progress.begin("judging", plan.total_read)
     notes = trust_notes(plan, threads, progress.advance, spread)
     if notes and refuse:
@@ -119,7 +119,7 @@ def trust_notes(
     plan: Plan, threads: int = 1, advance: Advance = lambda nbytes: None, spread: Spread | None = None
 ) -> list[Note]:
     """A note if the plan is a removal whose step is too long."""
-    if plan.rule.name != "removal":
+    if "step-size" not in plan.rule.checks:
         return []
     find_damping(plan, threads, spread=spread)
     (judged,) = judge(plan, [plan.inputs.damping_of(plan.rule)], threads, advance, spread)

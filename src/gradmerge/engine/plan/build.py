@@ -248,7 +248,7 @@ def _widest_type(types: set[str]) -> str:
 
 
 def _method_notes(recipe: Recipe, looking: bool) -> Iterator[Note]:
-    if recipe.method == "gradient-matching" and smallest(recipe.weights) < 0:
+    if "positive-weights" in recipe.rule.checks and smallest(recipe.weights) < 0:
         yield Note(
             "a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum, and 0 is "
             "written as its curvature. To take a task out of the base, use removal."

@@ -241,7 +241,7 @@ class Inputs:
 
     def damping_of(self, rule: Rule) -> float:
         """δ for a rule."""
-        if not (self.damping_is_open and rule.name == "removal"):
+        if not (self.damping_is_open and rule.auto_damping == "mean-curvature"):
             return self.damping
         assert self.mean_curvature is not None, "find_damping comes first"
         return self.mean_curvature

@@ -151,7 +151,7 @@ def open_damping(plan: Plan, rule: Rule, tensors: Mapping[str, Any], name: str) 
 
     A base of curvature c · I is damped already: what H_t say is trusted beside it.
     """
-    if not plan.inputs.damps_layers or rule.name == "removal":
+    if not plan.inputs.damps_layers or rule.auto_damping == "mean-curvature":
         return None
     mean = mean_eigenvalue(plan.inputs.settings.of(name).weights, tensors["curvature"], tensors["base"].numel())
     return OF_MERGES * mean

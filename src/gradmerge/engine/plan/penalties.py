@@ -95,7 +95,7 @@ def used(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "damping" in plan.rule.inputs:
         found["damping"] = inputs.damping_of(plan.rule)
-        if plan.layers and inputs.damps_layers and plan.rule.name != "removal":
+        if plan.layers and inputs.damps_layers and plan.rule.auto_damping != "mean-curvature":
             found["damping_of_layers"] = f"{OF_MERGES:g} × the mean curvature of the layer"
     if "penalty" in plan.rule.inputs:
         found["penalty"] = [_used_penalty(recipe, inputs, place) for place in range(len(inputs.tuned))]

@@ -194,7 +194,11 @@ class Plan:
     def damping_read(self) -> int:
         """Bytes of curvature that are read to find the damping, where the recipe leaves it open."""
         inputs = self.inputs
-        if self.rule.name != "removal" or not inputs.damping_is_open or inputs.mean_curvature is not None:
+        if (
+            self.rule.auto_damping != "mean-curvature"
+            or not inputs.damping_is_open
+            or inputs.mean_curvature is not None
+        ):
             return 0
         return sum(source.nbytes(job.name) for source in inputs.curvature for job in self.merged)
 
