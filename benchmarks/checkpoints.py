@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradmerge.curvature.format import metadata
-from gradmerge.io.writer import TensorWriter
+from gradmerge.io.writer import ShardWriter
 
 
 def llama_config(layers: int, hidden: int = 2048, intermediate: int = 5632, vocabulary: int = 32000) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _write(
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    writer = TensorWriter(folder, stem, {n: (dtype, s) for n, s in shapes.items()}, shard_size, header)
+    writer = ShardWriter(folder, stem, {n: (dtype, s) for n, s in shapes.items()}, shard_size, header)
     writer.open()
     for number, (name, shape) in enumerate(shapes.items()):
         values = make(number, shape).to(torch.bfloat16 if dtype == "BF16" else torch.float32)

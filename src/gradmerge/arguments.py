@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 from .errors import InputError
 from .text import nearest
-from .urls import UrlPath, as_url, without_secrets
+from .urls import UrlPath, as_url, redact_urls
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: Annotations that stand for more than the class that they name.
@@ -54,7 +54,7 @@ def _shown(value: Any) -> Any:
         return UrlPath(url) if (url := as_url(value)) is not None else value
     if type(value) is dict:  # such as of tasks and their data
         return {key: _shown(item) for key, item in value.items()}
-    return without_secrets(value) if isinstance(value, str) else value
+    return redact_urls(value) if isinstance(value, str) else value
 
 
 def check(name: str, value: Any, hint: Any) -> None:

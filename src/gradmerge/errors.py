@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .urls import hidden
+from .urls import redact
 
 
 class GradmergeError(Exception):
@@ -11,7 +11,7 @@ class GradmergeError(Exception):
     status = 1
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(hidden(str(message)))
+        super().__init__(redact(str(message)))
 
 
 class InputError(GradmergeError):

@@ -1,7 +1,7 @@
 """What a URL is, and how one is shown: without the passwords and signatures that it may carry.
 
 Wherever a reference comes in, it is replaced by its form without secrets at once. Records, cards, journals and messages
-can then hold none; :func:`revealed` gives back what the user wrote, to the file system alone.
+can then hold none; :func:`unredact` gives back what the user wrote, to the file system alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _USER = re.compile(r"(?<![\w+.-])((?!hf:)[A-Za-z][A-Za-z0-9+.-]+:/{1,2})([^/\s@:
 _QUERY = re.compile(r"(?<![\w+.-])([A-Za-z][A-Za-z0-9+.-]+:/{1,2}[^\s'\"?]*\?)([^\s'\"]+)")
 #: Parameters of a query that say which version of a file is meant. All others may be signatures.
 _PLAIN = {"versionid", "version_id", "generation", "download", "revision", "ref"}
-HIDDEN = "***"
+REDACTED = "***"
 #: URLs as they are shown → as they were given; their secrets → what is shown; local copies of small files → URL.
 _given: dict[str, str] = {}
 _secrets: dict[str, str] = {}
@@ -42,23 +42,23 @@ def as_url(place: str | Path) -> str | None:
     from_root = protocol in ("file", "local") or (protocol == "hdfs" and found[2] == "///")
     rest = "/" + found[3].lstrip("/") if from_root else found[3]
     url = f"{protocol}://{rest if '?' in rest else rest.rstrip('/')}"
-    shown = hidden(url)
+    shown = redact(url)
     if shown != url:
         shown = _of_its_own(shown, url)
         _given[shown] = url
         if (user := _USER.match(shown)) and (real := _USER.match(url)):
             _given[user[0]] = real[0]
-            _secrets[f"{real[2]}@"] = f"{HIDDEN}@"  # errors of file systems quote it without the protocol
+            _secrets[f"{real[2]}@"] = f"{REDACTED}@"  # errors of file systems quote it without the protocol
     return shown
 
 
 def _of_its_own(shown: str, url: str) -> str:
     """A form that stands for no other URL: two that differ in what is hidden of a query may be two files."""
-    before, _, after = shown.rpartition(HIDDEN)
+    before, _, after = shown.rpartition(REDACTED)
     number = 1
     while "?" in before and _given.get(shown, url) != url:
         number += 1
-        shown = f"{before}{HIDDEN}{number}{after}"
+        shown = f"{before}{REDACTED}{number}{after}"
     return shown
 
 
@@ -68,13 +68,13 @@ def remote_url(place: str | Path) -> str | None:
     return None if url is None or url.startswith("file://") else url
 
 
-def on_this_machine(place: str | Path) -> str:
+def strip_file_scheme(place: str | Path) -> str:
     """A reference as a path, if it is a `file://` URL; any other as it is."""
     url = as_url(place)
     return unquote(url.removeprefix("file://")) or "/" if url is not None and url.startswith("file://") else str(place)
 
 
-def revealed(url: str) -> str:
+def unredact(url: str) -> str:
     """A URL with what :func:`as_url` has hidden of it."""
     if url in _given:
         return _given[url]
@@ -82,7 +82,7 @@ def revealed(url: str) -> str:
     return _given.get(user[0], user[0]) + url[user.end() :] if user else url
 
 
-def hidden(text: str) -> str:
+def redact(text: str) -> str:
     """Text as it may be shown: without secrets of URLs, and with URLs in place of the copies of their files."""
     for copy, url in _copies.items():
         text = text.replace(copy, url)
@@ -90,32 +90,32 @@ def hidden(text: str) -> str:
         text = text.replace(secret, shown)
     if ":/" not in text:
         return text
-    text = _USER.sub(rf"\g<1>{HIDDEN}@", text)
+    text = _USER.sub(rf"\g<1>{REDACTED}@", text)
     return _QUERY.sub(lambda found: found[1] + "&".join(map(_parameter, found[2].split("&"))), text)
 
 
 def _parameter(text: str) -> str:
     key, equals, value = text.partition("=")
-    if key.lower() in _PLAIN or text.startswith(HIDDEN) or value.startswith(HIDDEN):
+    if key.lower() in _PLAIN or text.startswith(REDACTED) or value.startswith(REDACTED):
         return text
-    return f"{key}={HIDDEN}" if equals else HIDDEN
+    return f"{key}={REDACTED}" if equals else REDACTED
 
 
-def without_secrets(value: Any) -> Any:
+def redact_urls(value: Any) -> Any:
     """The same value, with every URL in it as it is shown."""
     if isinstance(value, str):
         return as_url(value) or value
     if isinstance(value, dict):
-        return {key: without_secrets(item) for key, item in value.items()}
-    return [without_secrets(item) for item in value] if isinstance(value, list) else value
+        return {key: redact_urls(item) for key, item in value.items()}
+    return [redact_urls(item) for item in value] if isinstance(value, list) else value
 
 
-def copies() -> int:
+def count_local_copies() -> int:
     """How many URLs have a stand-in on this machine."""
     return len(_copies)
 
 
-def stands_for(copy: Path, url: str) -> None:
+def register_local_copy(copy: Path, url: str) -> None:
     """Have messages name a URL where they would name the folder of its copy."""
     _copies[str(copy)] = url
 
@@ -127,7 +127,7 @@ class UrlPath(type(Path())):  # type: ignore[misc]
         return as_url(super().__str__()) or super().__str__()
 
 
-def place_of(out: str | Path) -> Path:
+def output_path(out: str | Path) -> Path:
     """Where a result goes: a path of this machine, or a :class:`UrlPath`."""
     url = remote_url(out)
-    return Path(on_this_machine(out)) if url is None else UrlPath(url)
+    return Path(strip_file_scheme(out)) if url is None else UrlPath(url)

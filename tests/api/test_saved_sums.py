@@ -20,7 +20,7 @@ import gradmerge as gm
 from gradmerge import process_group
 from gradmerge.api.saved_sums import SavedSums, estimate_saving
 from gradmerge.curvature.totals import Keeping
-from gradmerge.io.atomic_dir import Staging
+from gradmerge.io.atomic_dir import AtomicDir
 from gradmerge.processes import ALONE
 from gradmerge.tasks import load_task
 
@@ -149,7 +149,7 @@ def test_saved_sums_are_removed_once_a_formula_turns_out_wrong(tmp_path: Path) -
     def run(batches_done: int, resume: bool) -> Any:
         loaded: Any = SimpleNamespace(model=model, examples=12, batch_size=3, output=None, device="cpu")
         loaded.batches = lambda start, end: batches[start // 3 : -(-end // 3)]
-        with Staging(tmp_path / "out", "measurement", resume=resume) as staging:
+        with AtomicDir(tmp_path / "out", "measurement", resume=resume) as staging:
             saved = SavedSums(staging)
             start = saved.read("kronecker", 12) if resume else None
             assert start is None

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
-from gradmerge.io.atomic_dir import Staging
+from gradmerge.io.atomic_dir import AtomicDir
 from tests.making import (
     cli,
     near,
@@ -442,14 +442,14 @@ def test_space_that_runs_out_on_the_way_stops_the_merge_and_resume_goes_on(place
         out = disk / "out"
         filler = disk / "filler"
         # Enough when it begins; then another process takes it. That cannot be timed from outside, hence the patch.
-        original = Staging.require_space
+        original = AtomicDir.require_space
 
         def look_then_fill(self: Any, nbytes: int) -> None:
             original(self, nbytes)
             filler.write_bytes(bytes(7_000_000))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Staging, "require_space", look_then_fill)
+            patch.setattr(AtomicDir, "require_space", look_then_fill)
             result = invoke(*command, "-o", out)
         assert result.exit_code == 1, result.output
         assert result.stderr.startswith("error: ")

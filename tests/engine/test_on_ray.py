@@ -37,7 +37,7 @@ from gradmerge.io.atomic_dir import MARK
 from gradmerge.progress import NoProgress
 from gradmerge.recipe import make_recipe
 from gradmerge.rules import METHODS
-from gradmerge.urls import place_of
+from gradmerge.urls import output_path
 
 from ..making import SHAPES, Stop, near, random_curvature, random_state, weight_bytes, write_model
 from . import test_layers, test_merge
@@ -335,7 +335,7 @@ def test_workers_read_urls_and_what_they_write_is_sent(
     recipe = recipe_of("gradient-matching", place, output={"shard_size": 500})
     gm.merge(recipe, tmp_path / "here" / "out", progress=False)
     at_urls = json.loads(json.dumps(recipe).replace(str(place), f"local://{place}"))
-    on(cluster, at_urls, place_of(f"local://{tmp_path}/there/out"))
+    on(cluster, at_urls, output_path(f"local://{tmp_path}/there/out"))
     here, there = (weight_bytes(tmp_path / name / "out") for name in ("here", "there"))
     assert len(here) > 4 and here.keys() == there.keys()
     assert {name for name in here if here[name] != there[name]} <= {"README.md"}

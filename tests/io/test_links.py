@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradmerge.io.links import lies_within
+from gradmerge.io.small_files import lies_within
 
 
 @pytest.fixture

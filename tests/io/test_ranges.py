@@ -16,15 +16,15 @@ from safetensors.torch import save
 
 from gradmerge.errors import InputError, MachineError
 from gradmerge.io import download as fetching, range_reader as ranges, remote
-from gradmerge.io.download import fetched
+from gradmerge.io.download import download_model
 from gradmerge.io.reader import TensorFile
-from gradmerge.io.remote import StoredFile, local_copy
-from gradmerge.urls import copies
+from gradmerge.io.remote import RemoteFile, local_copy
+from gradmerge.urls import count_local_copies
 
 from ..http_stand_in import Web, web_server
 
 
-class Counted(StoredFile):
+class Counted(RemoteFile):
     """A file in memory that notes the ranges it is asked for."""
 
     content: bytes
@@ -91,7 +91,7 @@ def test_reads_anywhere_give_what_the_file_holds_and_memory_stays_bounded(monkey
         buffer = bytearray(draw.randrange(min(5_000, file.size - start) + 1))
         reader.read_into(memoryview(buffer), start)
         assert buffer == file.content[start : start + len(buffer)]
-        assert len(ranges._pieces) <= 8 + ranges.AT_ONCE + ranges.AHEAD + 1 + 6 * copies()
+        assert len(ranges._pieces) <= 8 + ranges.AT_ONCE + ranges.AHEAD + 1 + 6 * count_local_copies()
     reader.close()
     assert not [key for key in ranges._pieces if key[0] is reader]
 
@@ -232,11 +232,11 @@ def test_a_model_that_is_run_is_fetched_whole_once(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("GRADMERGE_CACHE", str(tmp_path))
-    place = fetched(folder)
+    place = download_model(folder)
     assert place.is_relative_to(tmp_path) and place.name == "model"
     assert (place / "model.safetensors").read_bytes() == save({"w": torch.arange(5.0)})
     assert folder in caplog.text
     monkeypatch.setattr(fetching, "download", None)
-    assert fetched(folder) == place and [path.name for path in place.parent.iterdir()] == ["model"]
+    assert download_model(folder) == place and [path.name for path in place.parent.iterdir()] == ["model"]
     with pytest.raises(InputError):
-        fetched(f"{folder}/model.safetensors")
+        download_model(f"{folder}/model.safetensors")

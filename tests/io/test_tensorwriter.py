@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 from gradmerge.engine.thread_pool import run_parallel
 from gradmerge.errors import MachineError
-from gradmerge.io.bytesof import bytes_of
-from gradmerge.io.reader import PositionalFile, TensorFile
-from gradmerge.io.writer import TensorWriter
+from gradmerge.io.reader import PositionalFile, TensorFile, bytes_of
+from gradmerge.io.writer import ShardWriter
 
 FILES = 300
 FDS = Path("/proc/self/fd")
@@ -23,7 +22,7 @@ FDS = Path("/proc/self/fd")
 @pytest.mark.skipif(not FDS.is_dir(), reason="counts open files as Linux shows them")
 def test_a_result_may_have_more_files_than_stay_open(tmp_path: Path) -> None:
     state = {f"t{i}": torch.randn(8, generator=torch.Generator().manual_seed(i)) for i in range(FILES)}
-    writer = TensorWriter(tmp_path, "model", dict.fromkeys(state, ("F32", (8,))), 32, {"format": "pt"})
+    writer = ShardWriter(tmp_path, "model", dict.fromkeys(state, ("F32", (8,))), 32, {"format": "pt"})
     before = len(list(FDS.iterdir()))
     assert not writer.open()
     open_files: list[int] = []
@@ -45,7 +44,7 @@ def test_a_result_may_have_more_files_than_stay_open(tmp_path: Path) -> None:
 
 def test_a_file_that_vanished_is_not_made_anew(tmp_path: Path) -> None:
     tensors = {f"t{i}": ("F32", (1,)) for i in range(70)}
-    writer = TensorWriter(tmp_path, "model", tensors, 4, {})
+    writer = ShardWriter(tmp_path, "model", tensors, 4, {})
     writer.open()
     (tmp_path / next(iter(writer.sizes))).unlink()
     with pytest.raises(MachineError, match="00001-of-00070"):
@@ -70,7 +69,7 @@ def test_advice_that_the_file_system_does_not_take_is_no_failure(tmp_path: Path)
 
 
 def test_metadata_may_name_a_folder_that_is_not_utf8(tmp_path: Path) -> None:
-    writer = TensorWriter(tmp_path, "model", {"a": ("F32", (1,))}, 100, {"model": "caf\udce9"})
+    writer = ShardWriter(tmp_path, "model", {"a": ("F32", (1,))}, 100, {"model": "caf\udce9"})
     writer.open()
     writer.finish()
     assert TensorFile(tmp_path / "model.safetensors").metadata == {"model": "caf\\udce9"}

@@ -23,7 +23,7 @@ from PIL import Image
 from gradmerge.errors import InputError
 from gradmerge.tasks.data_names import named_data
 from gradmerge.tasks.data_sources import data_paths, read_rows
-from gradmerge.urls import without_secrets
+from gradmerge.urls import redact_urls
 
 from ..http_stand_in import Web, serving, web_server
 
@@ -280,11 +280,11 @@ def test_urls_that_differ_in_what_is_hidden_alone_are_kept_apart(
 
     Handler.do_HEAD = Handler.do_GET  # type: ignore[attr-defined]
     with serving(Handler) as address:
-        one, two = (without_secrets(f"http://{address}/d.csv?part={part}") for part in "ab")
+        one, two = (redact_urls(f"http://{address}/d.csv?part={part}") for part in "ab")
         assert "part=a" not in one and "part=b" not in two
         for _ in range(2):
             assert [read_rows(url).rows[0]["text"] for url in (one, two)] == ["red", "sky"]
-        splits = [without_secrets(f"http://{address}/a.npz?part=a{split}") for split in (":train", ":test", "")]
+        splits = [redact_urls(f"http://{address}/a.npz?part=a{split}") for split in (":train", ":test", "")]
         for _ in range(2):
             assert all(data_paths(url) for url in splits)
             assert [read_rows(url).rows[0]["label"] for url in splits] == [1, 2, 0]

@@ -18,7 +18,7 @@ from ..curvature.batches import moved
 from ..display import Displayed, View
 from ..engine.input_state import changed, model_paths, state_of
 from ..errors import InputError, MachineError
-from ..io.atomic_dir import Staging
+from ..io.atomic_dir import AtomicDir
 from ..notes import Note
 from ..progress import Progress, shown
 from ..refinement.blocks import Batch, BlockModel, HiddenCache, Structure, block_lists, examine, is_linear
@@ -436,7 +436,7 @@ def _calibrate_folder(
     teachers = find_teachers(merged, list(data), given)
     models = [path for one in (merged, *teachers.values()) for path in model_paths(one)]
     sources = [path for source in data.values() for path in data_paths(source)]
-    with Staging(out, "calibration", force=force, reads=[*models, *sources]) as staging:
+    with AtomicDir(out, "calibration", force=force, reads=[*models, *sources]) as staging:
         before = state_of(models) + state_of(sources, deep=True)
         with opened_inputs(merged, data, given, **reading_options(options)) as inputs:
             done, structure, rows, notes = _calibrate_inputs(inputs, request, device, staging.folder, progress)
@@ -538,7 +538,7 @@ def _changed_tensors(merged: ModelFiles, done: Calibration) -> dict[str, Any]:
 
 
 def _write_texts(
-    staging: Staging,
+    staging: AtomicDir,
     inputs: MergeInputs,
     result: CalibrationResult,
     request: _Request,

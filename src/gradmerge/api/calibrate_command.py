@@ -11,7 +11,7 @@ from ..engine.record import recorded_models as models_of_recipe
 from ..recipe import Recipe
 from ..refinement.inputs import model_reference, recorded_models as models_of_folder
 from ..text import one_line
-from ..urls import hidden
+from ..urls import redact
 
 #: Placeholders for a merged model and for rows that are not known.
 OUT, ROWS = "OUT", "ROWS"
@@ -54,6 +54,6 @@ def calibrate_command(
         words += ["--teacher", f"{name}={model}"]
     if columns:
         words += ["--columns", ",".join(f"{key}={column}" for key, column in columns.items())]
-    command = hidden(shlex.join([*words, "-o", "calibrated"]))
+    command = redact(shlex.join([*words, "-o", "calibrated"]))
     # Reports mark code with backticks and bold with asterisks.
     return command if "`" not in command and "**" not in command and one_line(command) == command else ""

@@ -17,7 +17,7 @@ from ..compare.significance import are_tied
 from ..compare.sweeps import Sweeps, parse_sweeps, with_changes
 from ..compare.weight_ranges import parse_weights
 from ..engine.input_state import model_paths, recipe_paths
-from ..io.atomic_dir import Staging
+from ..io.atomic_dir import AtomicDir
 from ..markdown import to_yaml
 from ..progress import Progress, shown
 from ..recipe import Recipe
@@ -105,14 +105,14 @@ def diagnose(
 
 def report_folder(
     recipe: Recipe, out: str | Path | None, data: Mapping[str, str], force: bool, *models: str | None
-) -> AbstractContextManager[Staging | None]:
+) -> AbstractContextManager[AtomicDir | None]:
     """A folder for a report, if one is wanted, which appears if all goes well; ``models`` are others that are read."""
     if out is None:
         return nullcontext()
     reads = recipe_paths(recipe)
     reads += [path for model in models for path in model_paths(model)]
     reads += [path for source in data.values() for path in data_paths(source)]
-    return Staging(Path(out), "report", force=force, reads=reads)
+    return AtomicDir(Path(out), "report", force=force, reads=reads)
 
 
 def recipe_text(recipe: Recipe) -> str:

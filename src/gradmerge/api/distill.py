@@ -22,7 +22,7 @@ from ..curvature.checkpoint_names import adapter_names
 from ..display import Displayed, View
 from ..engine.input_state import changed, model_paths, state_of
 from ..errors import InputError, MachineError
-from ..io.atomic_dir import Staging
+from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
 from ..refinement.calibrate import TaskRows, count_rows, hold_out
 from ..refinement.distill import (
@@ -254,7 +254,7 @@ def _distill_folder(
     teachers = find_teachers(merged, list(data), given)
     models = [path for one in (merged, *teachers.values()) for path in model_paths(one)]
     sources = [path for source in data.values() for path in data_paths(source)]
-    with Staging(out, "distillation", force=force, reads=[*models, *sources]) as staging:
+    with AtomicDir(out, "distillation", force=force, reads=[*models, *sources]) as staging:
         before = state_of(models) + state_of(sources, deep=True)
         with opened_inputs(merged, data, given, **reading_options(options)) as inputs:
             task = inputs.merged.info.task
@@ -288,7 +288,7 @@ def _student(inputs: MergeInputs, options: LoadOptions, device: torch.device) ->
     return model
 
 
-def _write_model(staging: Staging, inputs: MergeInputs, model: nn.Module, done: Distillation) -> dict[str, int]:
+def _write_model(staging: AtomicDir, inputs: MergeInputs, model: nn.Module, done: Distillation) -> dict[str, int]:
     """Write the weights: of an adapter its own tensors, else those of the model."""
     merged, checkpoint = inputs.merged, inputs.merged.checkpoint
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and done.improved}
@@ -305,7 +305,7 @@ def _write_model(staging: Staging, inputs: MergeInputs, model: nn.Module, done: 
 
 
 def _write_texts(
-    staging: Staging,
+    staging: AtomicDir,
     inputs: MergeInputs,
     result: DistillationResult,
     teachers: Mapping[str, str],

@@ -33,7 +33,7 @@ from ..curvature.totals import LOCATIONS, Keeping
 from ..display import Displayed
 from ..engine.input_state import changed, digest_of_state, model_paths, state_of
 from ..errors import GradmergeError, InputError, MachineError
-from ..io.atomic_dir import Staging
+from ..io.atomic_dir import AtomicDir
 from ..processes import ALONE, current
 from ..progress import Progress, shown
 from ..tasks import LoadedTask, LoadOptions, complete, load_model, load_task
@@ -41,7 +41,7 @@ from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
 from ..tasks.model_args import ModelArgs
 from ..text import listed
-from ..urls import place_of
+from ..urls import output_path
 from .saved_sums import SavedSums, estimate_saving, share_of
 
 #: What can be estimated, and what unfinished work on it is called.
@@ -239,12 +239,12 @@ def estimate_to_disk(
     models = [path for reference in (model, at_delta, args.tokenizer) for path in model_paths(reference)]
     data = data_paths(source)
     group = current() if processes else ALONE
-    place: AbstractContextManager[Staging | None] = nullcontext()
+    place: AbstractContextManager[AtomicDir | None] = nullcontext()
     with group.answering(), shown(progress, "examples") as bar:
         told = group.shared(bar)
         if group.first:
             # A model's curvature may lie in its folder; that is where merges look for it.
-            place = Staging(
+            place = AtomicDir(
                 Path(out),
                 KINDS[kind],
                 force=force,
@@ -316,7 +316,7 @@ def estimate_to_disk(
                 saved.remove()
             memory = group.gather(_peak_memory())
     return Estimate(
-        out=place_of(out),
+        out=output_path(out),
         kind=kind,
         task=loaded.task,
         examples=result.examples,
@@ -379,7 +379,7 @@ def _check_max_kronecker_dim(max_kronecker_dim: int, kind: str) -> None:
         raise InputError(f"max_kronecker_dim is for kind kronecker, not for {kind}")
 
 
-def _keeping_for(model: nn.Module, accumulate_on: str | None, out: Path, staging: Staging | None) -> Keeping:
+def _keeping_for(model: nn.Module, accumulate_on: str | None, out: Path, staging: AtomicDir | None) -> Keeping:
     """Where to accumulate the sums of a model: by default where its weights are."""
     if accumulate_on is None:
         offloaded = [hook.weights_map for _, _, hook in elsewhere(model)]

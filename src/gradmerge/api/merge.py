@@ -21,7 +21,7 @@ from ..errors import InputError
 from ..progress import Progress, shown
 from ..recipe import Recipe, load_recipe, make_recipe
 from ..text import nearest
-from ..urls import place_of
+from ..urls import output_path
 from .named_merges import with_named_merges, with_stand_ins
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def merge(
     148
     """
     recipe = as_recipe(recipe)
-    out = place_of(out)
+    out = output_path(out)
     if out.suffix == ".safetensors":
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
     cluster = _cluster(recipe, engine, workers, ray_address, threads, device)
@@ -178,7 +178,7 @@ def merged_first(
     def make(one: Recipe, folder: Path) -> MergeResult:
         return merge(one, folder, progress=False, threads=threads, **allowed)
 
-    return with_named_merges(recipe, None if out is None else place_of(out), make)
+    return with_named_merges(recipe, None if out is None else output_path(out), make)
 
 
 def check_device(device: str) -> None:

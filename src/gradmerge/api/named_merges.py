@@ -10,7 +10,7 @@ from pathlib import Path
 from ..engine.input_state import recipe_paths
 from ..engine.run.to_folder import MergeResult
 from ..errors import InputError
-from ..io.atomic_dir import Staging
+from ..io.atomic_dir import AtomicDir
 from ..io.reader import local_path
 from ..notes import Note
 from ..recipe import Recipe
@@ -33,7 +33,7 @@ def with_named_merges(
             out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradmerge-"))) / "out"
         place = out.with_name(f"{out.name}.named")
         reads = [path for one in recipe.merges.values() for path in recipe_paths(one)]
-        staging = stack.enter_context(Staging(place, "named merges", resume=resume, reads=reads))
+        staging = stack.enter_context(AtomicDir(place, "named merges", resume=resume, reads=reads))
         staging.keep, staging.temporary = resume, True
         made: dict[str, Path] = {}
         notes = list(recipe.notes)

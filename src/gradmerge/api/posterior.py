@@ -26,10 +26,9 @@ from ..engine.plan.plan import BLOCK
 from ..engine.run.randomness import standard_normal
 from ..engine.thread_pool import run_parallel, with_buffers
 from ..errors import InputError
-from ..io.atomic_dir import Staging
-from ..io.bytesof import bytes_of
-from ..io.reader import FLOATS
-from ..io.writer import TensorWriter
+from ..io.atomic_dir import AtomicDir
+from ..io.reader import FLOATS, bytes_of
+from ..io.writer import ShardWriter
 from ..text import count, listed, to_json
 from .merge import default_threads
 
@@ -256,19 +255,19 @@ def _states(folder: str | Path, settings: _SamplingSettings, n: int, threads: in
 
 
 def _write(posterior: _Posterior, n: int, out: Path, force: bool, threads: int) -> list[Path]:
-    with Staging(out, "set of samples", force=force, reads=posterior.inputs) as staging:
+    with AtomicDir(out, "set of samples", force=force, reads=posterior.inputs) as staging:
         small = sidecars(posterior.model).nbytes
         for sample in range(n):
             folder = staging.folder / str(sample)
             modules = stems(posterior.model)
-            writer = TensorWriter(folder, "model", posterior.tensors, SHARD_SIZE, {"format": "pt"}, modules)
+            writer = ShardWriter(folder, "model", posterior.tensors, SHARD_SIZE, {"format": "pt"}, modules)
             if sample == 0:
                 staging.require_space(n * (writer.nbytes + small) + 1_000_000)
             folder.mkdir()
             with contextlib.closing(writer):
                 writer.open()
 
-                def put(name: str, start: int, block: Tensor, writer: TensorWriter = writer) -> None:
+                def put(name: str, start: int, block: Tensor, writer: ShardWriter = writer) -> None:
                     writer.write(name, start, bytes_of(block.contiguous()))
 
                 _fill(posterior, sample, put, threads)

@@ -20,7 +20,7 @@ from ..compare.sweeps import Sweeps, parse_sweeps, with_changes
 from ..compare.weight_ranges import DEFAULT, Weights, parse_weights
 from ..engine.run.to_folder import MergeResult
 from ..errors import InputError
-from ..io.atomic_dir import Staging
+from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
 from ..recipe import Recipe, plain
 from ..report.page import write_report
@@ -221,7 +221,7 @@ def _looker(
 
 
 def tell(
-    staging: Staging | None,
+    staging: AtomicDir | None,
     found: Preview,
     suggestion: Suggestion | None,
     data: Mapping[str, str],

@@ -20,7 +20,7 @@ from ..progress import Progress, shown
 from ..report.whole_file import whole_file
 from ..tasks.data_names import dataset_type, named_data
 from ..text import size, to_json
-from ..urls import on_this_machine, remote_url
+from ..urls import remote_url, strip_file_scheme
 from .hub_upload import send
 from .package import pack
 
@@ -144,7 +144,7 @@ class MeasuredCard:
         _write_record(self._folder, record)
 
     def _of_data(self, source: str, numbers: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        place = remote_url(source) or str(Path(on_this_machine(source)).absolute())
+        place = remote_url(source) or str(Path(strip_file_scheme(source)).absolute())
         for parts in range(1, 6):  # as many as tell it apart from other files that are called the same
             name, dataset = named_data(source, parts)
             if all(one.get("source") == place for one in earlier if one.get("dataset") == dataset):

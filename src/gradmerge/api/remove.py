@@ -19,7 +19,7 @@ from ..engine.eval_results import evaluation
 from ..engine.input_state import changed, model_paths, state_of
 from ..engine.run.to_folder import MergeResult
 from ..errors import InputError, MachineError
-from ..io.atomic_dir import Staging
+from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
 from ..refinement.influence import Dataset, RemovalResult, remove_influence
 from ..refinement.model_io import LoadedModel, notes_of_folder, open_model, write_folder
@@ -260,7 +260,7 @@ def _on_disk(
     begun = time.perf_counter()
     models = [path for reference in (base, tokenizer_of(options)) for path in model_paths(reference)]
     data = [path for source in sources.values() for path in data_paths(source)]
-    with Staging(out, "removal", reads=[*models, *data], force=force) as staging:
+    with AtomicDir(out, "removal", reads=[*models, *data], force=force) as staging:
         if (folder_of(base) / "modules.json").is_file():
             raise InputError(
                 f"{base}: a sentence-transformers folder. Kronecker curvature requires that every layer runs once per "
@@ -279,7 +279,7 @@ def _on_disk(
 
 
 def _finish(
-    staging: Staging,
+    staging: AtomicDir,
     loaded: LoadedModel,
     tasks: Mapping[str, LoadedTask],
     result: RemovalResult,

@@ -17,7 +17,7 @@ from ..curvature.format import open_curvature
 from ..curvature.kronecker import KroneckerCurvature
 from ..curvature.together import Together, parts, without
 from ..errors import InputError, MachineError
-from ..io.atomic_dir import MARK, Staging
+from ..io.atomic_dir import MARK, AtomicDir
 from ..processes import Processes
 from ..progress import Progress
 from ..tasks import LoadedTask
@@ -32,7 +32,7 @@ class SavedSums:
     The rows and the request are header metadata of the file with the sums, so one rename replaces all three.
     """
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: AtomicDir) -> None:
         self._staging, self._folder = staging, staging.folder
         self._path = self._folder / f"{STEM}.safetensors"
         self.request: dict[str, Any] = {}

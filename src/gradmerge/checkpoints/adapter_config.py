@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from ..errors import InputError
-from ..io.links import require_within
-from ..io.small_files import read_json
+from ..io.small_files import read_json, require_within
 
 #: Settings that change what the adapter means, and that are not LoRA as in base + scale · BA.
 UNSUPPORTED = {

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..display import OneLine
-from ..io.bytesof import bytes_of
-from ..io.reader import ITEM_SIZE, PositionalFile, TensorInfo
+from ..io.reader import ITEM_SIZE, PositionalFile, TensorInfo, bytes_of
 from ..text import count
 
 TORCH_TYPES: dict[str, torch.dtype] = {

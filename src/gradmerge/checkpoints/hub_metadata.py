@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..io.links import lies_within
 from ..io.reader import local_path
-from ..io.small_files import read_bounded, readable_json
+from ..io.small_files import lies_within, read_bounded, readable_json
 from ..markdown import front_of
 from ..safe_yaml import parse_yaml
 from .checkpoint import Checkpoint

@@ -12,9 +12,8 @@ from urllib.parse import quote, unquote
 
 from ..arguments import checked
 from ..errors import GradmergeError, InputError
-from ..io.links import require_within
 from ..io.reader import PositionalFile, TensorFile, is_plain_name, local_path, open_files, read_index
-from ..io.small_files import MAX_CONFIG, read_bounded, read_json
+from ..io.small_files import MAX_CONFIG, read_bounded, read_json, require_within
 from ..text import listed
 from ..urls import as_url
 from .adapter_config import is_adapter, read_adapter_config

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import InputError, MachineError
 from ..io.reader import Entry, PositionalFile, is_text
 from ..io.small_files import require_unpackable
-from ..urls import copies
+from ..urls import count_local_copies
 from .checkpoint import STORED_TYPES
 
 SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
@@ -40,10 +40,10 @@ class PickleFile(PositionalFile):
     _lock: ClassVar = threading.Lock()
 
     def __init__(self, path: Path) -> None:
-        if copies():
-            from ..io.download import make_whole
+        if count_local_copies():
+            from ..io.download import download_in_place
 
-            make_whole(path)
+            download_in_place(path)
         super().__init__(path)
         self.entries: dict[str, Entry] = {}
         self._opened = os.fstat(self._fd)

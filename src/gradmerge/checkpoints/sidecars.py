@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..io.links import lies_within
-from ..io.small_files import read_json
+from ..io.small_files import lies_within, read_json
 from ..text import some
 from .checkpoint import Checkpoint
 from .compat.compare import matches

@@ -52,12 +52,12 @@ def import_(
         from ..curvature.format import PRECISIONS
         from ..curvature.from_optimizer import read_optimizer
         from ..engine.input_state import model_paths
-        from ..io.atomic_dir import Staging
+        from ..io.atomic_dir import AtomicDir
 
     if precision not in PRECISIONS:
         raise InputError(f"--precision {precision}: known are {', '.join(PRECISIONS)}")
     read = model_paths(checkpoint)
-    with Staging(out, "curvature", force=force, reads=read, inside=read) as staging:
+    with AtomicDir(out, "curvature", force=force, reads=read, inside=read) as staging:
         result = read_optimizer(checkpoint, dataset_size, batch_size)
         curvature = result.curvature
         curvature.write(staging.folder, precision)

@@ -16,7 +16,7 @@ import typer
 
 from ..errors import InputError
 from ..processes import announced, current, joined, stop_with_the_others
-from ..urls import as_url, place_of
+from ..urls import as_url, output_path
 from .completion import words_of
 from .output import (
     AllowConfig,
@@ -260,7 +260,7 @@ def command(function: Callable[..., None], *, processes: bool = False) -> Callab
 def _shown(value: Any) -> Any:
     """What was given, with URLs as they are shown, and paths as places that may be URLs."""
     if isinstance(value, Path):
-        return place_of(value)
+        return output_path(value)
     return (as_url(value) or value) if isinstance(value, str) else value
 
 

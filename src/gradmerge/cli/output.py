@@ -21,7 +21,7 @@ from ..errors import GradmergeError, MachineError
 from ..processes import joined
 from ..progress import BarProgress, NoProgress, Progress, on_terminal
 from ..text import one_line, size, to_json
-from ..urls import hidden
+from ..urls import redact
 from .stdio import say, speak_up, write
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
@@ -194,7 +194,7 @@ def print_notes(texts: Iterable[str], quiet: bool) -> None:
 
 def typed() -> str:
     """The command as it was typed, for reports that say how to repeat it."""
-    return hidden(shlex.join(["gradmerge", *sys.argv[1:]]))
+    return redact(shlex.join(["gradmerge", *sys.argv[1:]]))
 
 
 class Notes(logging.Handler):

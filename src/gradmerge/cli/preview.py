@@ -163,10 +163,10 @@ def preview(
 
 def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:
     """Say so before the work if the best setting will have no place."""
-    from ..io.atomic_dir import check_place
+    from ..io.atomic_dir import check_output_path
     from ..tasks.data_sources import data_paths
 
-    check_place(save_best, [recipe, *(path for source in data.values() for path in data_paths(source))])
+    check_output_path(save_best, [recipe, *(path for source in data.values() for path in data_paths(source))])
     if save_best.absolute() == out.absolute():
         raise InputError(f"--save-best {save_best}: is the folder of the report; name another one")
     if save_best.suffix == ".safetensors":

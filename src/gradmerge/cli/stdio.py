@@ -11,7 +11,7 @@ import sys
 from typing import Any, TextIO
 
 from ..text import printable
-from ..urls import hidden
+from ..urls import redact
 
 #: File descriptor → the error with which output to it was lost.
 _lost: dict[int, OSError] = {}
@@ -92,7 +92,7 @@ def write(text: str, *, err: bool = False) -> None:
     """Print text as it is, but for passwords and signatures of URLs."""
     stream: TextIO | None = sys.stderr if err else sys.stdout
     if stream is not None:
-        stream.write(hidden(text))
+        stream.write(redact(text))
         stream.flush()
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..arguments import checked
 from ..display import Displayed, View
 from ..errors import InputError
-from ..io.atomic_dir import Staging, require_space
-from ..io.bytesof import bytes_of
-from ..io.writer import TensorWriter
+from ..io.atomic_dir import AtomicDir, require_space
+from ..io.reader import bytes_of
+from ..io.writer import ShardWriter
 from . import log8
 from .curvature_card import write_curvature_card
 from .format import PENALTY, PRECISIONS, STEM, metadata, open_curvature
@@ -58,7 +58,7 @@ class NamedSums(Displayed, Mapping[str, Tensor]):
 
         >>> curvature.save("./yelp/curvature", precision="log8")  # doctest: +SKIP
         """
-        with Staging(Path(path), "curvature", force=force) as staging:
+        with AtomicDir(Path(path), "curvature", force=force) as staging:
             self.write(staging.folder, precision, shard_size)
 
     @abstractmethod
@@ -179,7 +179,7 @@ def write_sums(
         if precision == "log8":
             tensors[name + log8.SUFFIX] = ("F32", (2,))
             parts[name + log8.SUFFIX] = lambda v=value: log8.encode(v.detach().cpu())[1]  # type: ignore[misc]
-    writer = TensorWriter(folder, stem, tensors, shard_size, header)
+    writer = ShardWriter(folder, stem, tensors, shard_size, header)
     require_space(folder, writer.nbytes)
     try:
         writer.open()

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..io.bytesof import bytes_of
-from ..io.reader import Entry, TensorFile, close_files, local_path, open_files
+from ..io.reader import Entry, TensorFile, bytes_of, close_files, local_path, open_files
 from ..text import listed
-from ..urls import hidden
+from ..urls import redact
 from . import log8
 
 FORMAT = "gradmerge-curvature/1"
@@ -190,7 +189,7 @@ def open_curvature(reference: str, *, relative_to: Path | None = None) -> Curvat
     if files is None:
         raise InputError(f"{reference}: no {STEM}.safetensors, and no {STEM}.safetensors.index.json, in this folder")
     try:
-        return CurvatureFile(hidden(reference), files)
+        return CurvatureFile(redact(reference), files)
     except BaseException:
         close_files(files)
         raise

@@ -21,7 +21,7 @@ from ..api.merge import merge
 from ..api.preview import preview
 from ..api.remove import remove
 from ..engine.thread_pool import one_thread_each
-from ..io.atomic_dir import Staging
+from ..io.atomic_dir import AtomicDir
 from ..progress import NoProgress, Progress
 from ..text import to_json
 from . import commands, recipes, tables
@@ -75,7 +75,7 @@ def run_demo(
     """
     settings, progress = settings or Settings(), progress or NoProgress()
     digits = load_digits()
-    with Staging(Path(out), "demonstration", force=force) as staging:
+    with AtomicDir(Path(out), "demonstration", force=force) as staging:
         with contextlib.chdir(staging.folder), one_thread_each():
             steps = _steps(settings, digits)
             progress.begin("demo", len(steps))

@@ -12,7 +12,7 @@ from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..errors import InputError
 from ..io.reader import local_path
 from ..recipe import Recipe
-from ..urls import copies
+from ..urls import count_local_copies
 
 State = list[list[Any]]
 """Of each file its path, size, times of change and inode; of one at a URL, the URL, size and version."""
@@ -50,7 +50,7 @@ def state_of(paths: Iterable[Path], *, deep: bool = False) -> State:
         else:
             files.add(path)
     remote: dict[Path, list[Any]] = {}
-    if copies():
+    if count_local_copies():
         from ..io.remote import states_of
 
         remote = states_of(files)

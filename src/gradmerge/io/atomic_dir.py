@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import size
-from ..urls import UrlPath, place_of
+from ..urls import UrlPath, output_path
 from .small_files import read_json, read_start
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ SUMS = (
 SUMS_CARD = b"---\ntags:\n- gradmerge\n- curvature\n"
 
 
-class Staging:
+class AtomicDir:
     """``OUT.gradmerge-partial`` while it is written, ``OUT`` once the ``with`` block ends well.
 
     ``kind`` says in a few words what is written. One process at a time may hold it. ``resume`` goes on with what an
@@ -68,7 +68,7 @@ class Staging:
         reads: Iterable[Path] = (),
         inside: Iterable[Path] = (),
     ) -> None:
-        out = place_of(out)
+        out = output_path(out)
         self.upload: Upload | None = None
         """What sends the files to a URL, if OUT is one."""
         if isinstance(out, UrlPath):
@@ -96,7 +96,7 @@ class Staging:
                     raise InputError(f"{folder}: is a link or a file, {where}. Move it away.")
                 _check_loses_nothing(folder, [*reads, *_own_places()])
             if self.upload is None:
-                check_place(self.out, reads, inside)
+                check_output_path(self.out, reads, inside)
             else:
                 self.upload.check(reads, inside)
             self._check_replaceable()
@@ -120,7 +120,7 @@ class Staging:
                 raise _cannot_write(self.folder, error) from error
             raise
 
-    def __enter__(self) -> Staging:
+    def __enter__(self) -> AtomicDir:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -309,7 +309,7 @@ def _check_loses_nothing(folder: Path, needed: Iterable[Path]) -> None:
             raise InputError(f"{folder}: holds {path}, which would be lost. Choose another place to write to.")
 
 
-def check_place(out: Path, reads: Iterable[Path], inside: Iterable[Path] = ()) -> None:
+def check_output_path(out: Path, reads: Iterable[Path], inside: Iterable[Path] = ()) -> None:
     """Stop if a result would replace something that is read, or become part of it, but for the folders ``inside``."""
     out, reads = Path(os.path.abspath(out)), list(reads)
     _check_loses_nothing(out, [*reads, *_own_places()])

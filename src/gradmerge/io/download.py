@@ -14,49 +14,49 @@ from pathlib import Path
 
 from ..errors import InputError, MachineError
 from ..text import size
-from ..urls import hidden, revealed, stands_for
+from ..urls import redact, register_local_copy, unredact
 from .reader import is_plain_name
-from .remote import StoredFile, files_at, is_small, last_part, listing, stored_at
+from .remote import RemoteFile, files_at, is_small, last_part, listing, remote_file_at
 
 #: Bytes of a range.
 STEP = 32 << 20
 
 
-def make_whole(path: Path) -> None:
+def download_in_place(path: Path) -> None:
     """Fetch all of the file that a path stands for, if it does: for what cannot be read by ranges."""
-    if (file := stored_at(path)) is not None:
+    if (file := remote_file_at(path)) is not None:
         partial = path.with_name(path.name + ".partial")
         download({file: partial})
         partial.replace(path)
 
 
-def fetched(url: str) -> Path:
+def download_model(url: str) -> Path:
     """The folder of a model at a URL, all of it on this machine: for those who run it. It stays in the cache."""
     place, files = files_at(url)
     if "" in files:
         raise InputError(f"{url}: a file is not enough to run a model; give the folder with its config.json")
     wanted = {n: f for n, f in files.items() if n.endswith(".safetensors") or is_small(f)}
     folder = _kept(url, "models", place.name, wanted, "is run, and fetched for that")
-    stands_for(folder, url)
+    register_local_copy(folder, url)
     return folder
 
 
-def fetched_file(url: str) -> Path:
+def download_file(url: str) -> Path:
     """A file of data at a URL, on this machine. It stays in the cache."""
     files, _ = listing(url)
     if "" not in files:
         raise InputError(f"{url}: is a folder; data at a URL are one file")
     name = last_part(url) if is_plain_name(last_part(url)) else "data"
     path = _kept(url, "data", name, {name: files[""]}, "is read, and fetched for that") / name
-    stands_for(path, url)
+    register_local_copy(path, url)
     return path
 
 
-def _kept(url: str, kind: str, name: str, wanted: Mapping[str, StoredFile], why: str) -> Path:
+def _kept(url: str, kind: str, name: str, wanted: Mapping[str, RemoteFile], why: str) -> Path:
     """The folder in the cache with these files as they are now, fetched if it is not there yet."""
     # Signatures change, and a file stays the same; but where no version tells, other URLs are other files.
     known = all(file.version for file in wanted.values())
-    place = hidden(revealed(url)) if known else revealed(url)
+    place = redact(unredact(url)) if known else unredact(url)
     key = json.dumps([place, sorted((name, file.size, file.version) for name, file in wanted.items())])
     home = cache_folder() / kind / hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = home / name
@@ -79,10 +79,10 @@ def _kept(url: str, kind: str, name: str, wanted: Mapping[str, StoredFile], why:
     return folder
 
 
-def download(places: Mapping[StoredFile, Path]) -> None:
+def download(places: Mapping[RemoteFile, Path]) -> None:
     """Fetch whole files, several ranges at a time."""
 
-    def fetch(part: tuple[StoredFile, Path, int]) -> None:
+    def fetch(part: tuple[RemoteFile, Path, int]) -> None:
         file, place, start = part
         with place.open("r+b") as out:
             out.seek(start)

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ..urls import copies
-from .remote import StoredFile
+from ..urls import count_local_copies
+from .remote import RemoteFile
 
 #: Bytes of a piece, and of what is fetched first, which holds the header.
 PIECE, HEAD = 8 << 20, 1 << 16
@@ -32,7 +32,7 @@ _pieces: dict[tuple[RangeReader, int], Future[bytes]] = {}
 class RangeReader:
     """The bytes of one file at a URL. Several threads may read at once."""
 
-    def __init__(self, file: StoredFile) -> None:
+    def __init__(self, file: RemoteFile) -> None:
         self.file = file
         self._head = file.fetch(0, min(HEAD, file.size))
         self._starts = [len(self._head)] if file.size > len(self._head) else []
@@ -115,7 +115,7 @@ class RangeReader:
             stop = self._starts[number + 1] if number + 1 < len(self._starts) else self.file.size
             found = _pool.submit(self.file.fetch, self._starts[number], stop)
             self._left[number] = stop - self._starts[number]
-            most = max(KEPT, 6 * copies())
+            most = max(KEPT, 6 * count_local_copies())
             for old in [old for old, one in _pieces.items() if one.done()][: max(0, len(_pieces) + 1 - most)]:
                 del _pieces[old]
         _pieces[key] = found

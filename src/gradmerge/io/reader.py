@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, MachineError
 from ..text import size
-from ..urls import as_url, copies, on_this_machine
-from .links import require_within
-from .small_files import open_regular, parse_json_object, read_bounded
+from ..urls import as_url, count_local_copies, strip_file_scheme
+from .small_files import open_regular, parse_json_object, read_bounded, require_within
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .range_reader import RangeReader
 
 _TYPES_BY_SIZE = {
@@ -87,7 +88,7 @@ class PositionalFile:
         self.path = path
         self.memory: dict[str, Any] = {}
         """Tensors of the file that cannot be read by position, and were loaded."""
-        self._ranges = _ranges_of(path) if copies() else None
+        self._ranges = _ranges_of(path) if count_local_copies() else None
         self._fd = open_regular(path)
 
     @property
@@ -127,9 +128,9 @@ class PositionalFile:
 
 def _ranges_of(path: Path) -> RangeReader | None:
     from .range_reader import RangeReader
-    from .remote import stored_at
+    from .remote import remote_file_at
 
-    stored = stored_at(path)
+    stored = remote_file_at(path)
     return None if stored is None else RangeReader(stored)
 
 
@@ -243,7 +244,7 @@ def local_path(reference: str, relative_to: Path | None) -> Path:
                 raise
             return Path(url)  # where there is nothing: it may be an id of the Hub
     try:
-        path = (relative_to or Path()) / Path(on_this_machine(reference)).expanduser()
+        path = (relative_to or Path()) / Path(strip_file_scheme(reference)).expanduser()
         path.exists()
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "there is no such user"
@@ -258,7 +259,7 @@ def _url_at(reference: str, relative_to: Path | None) -> str | None:
     if relative_to is None or reference.startswith(("/", "~")):
         return None
     folder = as_url(relative_to)
-    if folder is None and copies():
+    if folder is None and count_local_copies():
         from .remote import url_of
 
         folder = url_of(relative_to)
@@ -268,7 +269,7 @@ def _url_at(reference: str, relative_to: Path | None) -> str | None:
     return as_url(f"{scheme}://{os.path.normpath(f'{place}/{reference}')}")
 
 
-def in_utf8(path: Path) -> Path:
+def require_utf8_path(path: Path) -> Path:
     """The path, if libraries that are not written in Python can open it."""
     if not is_text(str(path)):
         raise InputError(
@@ -352,3 +353,12 @@ def is_plain_name(filename: str) -> bool:
 def close_files(files: Iterable[PositionalFile]) -> None:
     for file in files:
         file.close()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy: reading into it fills the tensor."""
+    import torch
+
+    # Every PyTorch operation releases the GIL, which makes threads wait for each other. Call only those needed.
+    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    return memoryview((flat.detach() if flat.requires_grad else flat).view(torch.uint8).numpy())  # type: ignore[arg-type]

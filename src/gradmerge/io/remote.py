@@ -3,7 +3,7 @@
 :func:`local_copy` lists what is there and makes a folder with the same names. Small files, such as configs and
 tokenizers, are fetched into it, so that all who read them need not know. A weight file is a hole of the right size,
 whose first bytes make every reader refuse it, but for :class:`gradmerge.io.reader.PositionalFile`: that looks
-it up here (:func:`stored_at`) and reads ranges of the original.
+it up here (:func:`remote_file_at`) and reads ranges of the original.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import first_line, nearest, size
-from ..urls import HIDDEN, as_url, hidden, revealed, stands_for
+from ..urls import REDACTED, as_url, redact, register_local_copy, unredact
 from .small_files import MAX_TOKENIZER
 
 #: Small files that are read, or copied to a result. Nothing else of a folder is fetched.
@@ -48,7 +48,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class StoredFile:
+class RemoteFile:
     """One file at a URL: where it is, how large, and what tells whether it has changed."""
 
     fs: Any
@@ -63,7 +63,7 @@ class StoredFile:
         """The bytes from ``start`` to ``stop``; tried again where the network fails."""
         if stop <= start:
             return b""
-        found = attempt(self.url, f"bytes {start} to {stop}", lambda: self._range(start, stop))
+        found = retry(self.url, f"bytes {start} to {stop}", lambda: self._range(start, stop))
         if len(found) > stop - start:
             raise _no_ranges(self.url)
         if len(found) < stop - start:
@@ -98,7 +98,7 @@ class Copy:
     url: str
     place: Path
     """A folder, or a file."""
-    files: dict[str, StoredFile]
+    files: dict[str, RemoteFile]
     """By name in the folder; "" for a file."""
     commit: str | None
     """Of the Hub, which cannot change."""
@@ -109,18 +109,18 @@ class Copy:
 
 
 _copies: dict[str, Copy] = {}
-_stored: dict[str, tuple[Copy, StoredFile]] = {}
+_stored: dict[str, tuple[Copy, RemoteFile]] = {}
 """By the path of the stand-in."""
 _lock = threading.RLock()
 
 
-def stored_at(path: Path) -> StoredFile | None:
+def remote_file_at(path: Path) -> RemoteFile | None:
     """What a path stands for, if it is the stand-in of a file at a URL."""
     found = _stored.get(str(path)) if _stored else None
     return found[1] if found is not None else None
 
 
-def files_at(url: str) -> tuple[Path, dict[str, StoredFile]]:
+def files_at(url: str) -> tuple[Path, dict[str, RemoteFile]]:
     """The stand-in of a URL, and the files there by name; one that is a file has the name ""."""
     place = local_copy(url)
     return place, _copies[url].files
@@ -170,7 +170,7 @@ def local_copy(url: str) -> Path:
         _fill(copy)
         _copies[url] = copy
         _stored.update({str(copy.path(name)): (copy, file) for name, file in files.items()})
-        stands_for(copy.place, url)
+        register_local_copy(copy.place, url)
         return copy.place
 
 
@@ -195,7 +195,7 @@ def said_of(url: str) -> Iterator[None]:
         raise _explained(url, error) from None  # whose text may hold secrets
 
 
-def attempt(url: str, what: str, ask: Callable[[], Answer]) -> Answer:
+def retry(url: str, what: str, ask: Callable[[], Answer]) -> Answer:
     """What ``ask`` gives, tried again where the network or the store fails."""
     for number in range(1, TRIES + 1):
         try:
@@ -218,12 +218,14 @@ def _explained(url: str, error: Exception) -> GradmergeError:
     if isinstance(cause, Exception) and type(cause).__module__.startswith("aiohttp"):  # fsspec takes it for no file
         return _explained(url, cause)
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
-    why = hidden(first_line(error) or type(error).__name__)
+    why = redact(first_line(error) or type(error).__name__)
     kind = type(error).__name__
     if isinstance(error, FileNotFoundError) or status == 404 or kind in ("RepositoryNotFoundError", "NoSuchBucket"):
         return InputError(f"{url}: there is nothing of that name, or it may not be seen ({why})")
     if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in kind or "Token" in kind:
-        hide = f" What {HIDDEN} stands for is not known here: records and messages do not hold it." * (HIDDEN in url)
+        hide = f" What {REDACTED} stands for is not known here: records and messages do not hold it." * (
+            REDACTED in url
+        )
         return InputError(
             f"{url}: access is denied ({why}). Give credentials in the way of its file system, such as the "
             f"environment or a profile.{hide}"
@@ -256,7 +258,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
         more["endpoint"] = constants.ENDPOINT
     with said_of(url):
-        fs, path = url_to_fs(revealed(url), **more)
+        fs, path = url_to_fs(unredact(url), **more)
         return fs, str(path)
 
 
@@ -264,14 +266,14 @@ def protocol_of(fs: Any) -> str:
     return fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
 
 
-def listing(url: str) -> tuple[dict[str, StoredFile], str | None]:
+def listing(url: str) -> tuple[dict[str, RemoteFile], str | None]:
     """The files at a URL by their names below it, "" for a file itself; and of the Hub, the commit."""
     fs, path = file_system(url)
     commit = None
     if protocol_of(fs) == "hf":
         path, commit = _at_commit(url, fs, path)
 
-    def look() -> dict[str, StoredFile]:
+    def look() -> dict[str, RemoteFile]:
         fs.invalidate_cache()
         entry = fs.info(path)
         if entry["type"] != "directory" and not (protocol_of(fs).startswith("http") and _is_listing(entry)):
@@ -282,7 +284,7 @@ def listing(url: str) -> tuple[dict[str, StoredFile], str | None]:
         for folder in wanted[:MOST_FOLDERS]:
             if folder.rstrip("/") != path.rstrip("/") and len(entries) <= MOST_FILES:
                 entries += [one for one in fs.ls(folder, detail=True) if one["type"] != "directory"]
-        files: dict[str, StoredFile] = {}
+        files: dict[str, RemoteFile] = {}
         for one in entries[:MOST_FILES]:
             name = one["name"].rstrip("/").removeprefix(path.rstrip("/")).lstrip("/")
             if one["type"] != "directory" and one["name"] != name and _fits(name):
@@ -290,7 +292,7 @@ def listing(url: str) -> tuple[dict[str, StoredFile], str | None]:
                 files[name] = _stored_file(fs, url, name, {**whole, "name": one["name"]})
         return files
 
-    found = attempt(url, "listing", look)
+    found = retry(url, "listing", look)
     if not found:
         raise InputError(f"{url}: there is nothing of that name, or it may not be seen")
     return found, commit
@@ -307,7 +309,7 @@ def _at_commit(url: str, fs: Any, path: str) -> tuple[str, str | None]:
         kind = "" if where.repo_type == "model" else f"{where.repo_type}s/"
         return f"{kind}{where.repo_id}@{commit}/{where.path_in_repo}".rstrip("/"), str(commit)
 
-    return attempt(url, "its commit", ask)
+    return retry(url, "its commit", ask)
 
 
 def _is_listing(entry: dict[str, Any]) -> bool:
@@ -315,13 +317,13 @@ def _is_listing(entry: dict[str, Any]) -> bool:
     return str(entry.get("mimetype", "")).startswith("text/html")
 
 
-def _stored_file(fs: Any, url: str, name: str, entry: dict[str, Any]) -> StoredFile:
+def _stored_file(fs: Any, url: str, name: str, entry: dict[str, Any]) -> RemoteFile:
     if not isinstance(entry.get("size"), int):
         raise InputError(f"{url}: the server does not say how large it is, so that no part of it can be asked for")
     lfs = entry.get("lfs")
     version = lfs.get("sha256") if isinstance(lfs, dict) else None
     version = version or next((str(entry[key]) for key in _VERSIONS if entry.get(key) is not None), "")
-    return StoredFile(fs, entry["name"], f"{url}/{name}" if name else url, entry["size"], version)
+    return RemoteFile(fs, entry["name"], f"{url}/{name}" if name else url, entry["size"], version)
 
 
 def _fits(name: str) -> bool:
@@ -354,7 +356,7 @@ def _fill(copy: Copy) -> None:
         raise MachineError(f"{copy.place}: cannot be written: {error.strerror}") from error
 
 
-def is_small(file: StoredFile) -> bool:
+def is_small(file: RemoteFile) -> bool:
     """Whether a file is one of those that are fetched at once."""
     return file.size <= MAX_TOKENIZER and any(fnmatchcase(last_part(file.path), form) for form in SMALL.split())
 

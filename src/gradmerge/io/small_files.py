@@ -88,3 +88,29 @@ def parse_json_object(raw: bytes | bytearray, broken: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise broken("its JSON is no object")
     return value
+
+
+def lies_within(path: Path, folder: Path) -> bool:
+    """Return whether ``path`` lies inside ``folder`` after following all links. The folder may itself be a link.
+
+    A snapshot of a Hub cache (…/snapshots/REVISION) may also link to the blobs of the same model (…/blobs).
+    """
+    try:
+        target, home = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or an invalid name
+        return False
+    if home in target.parents:
+        return True
+    return any(
+        place.parent.name == "snapshots" and target.parent == place.parent.parent / "blobs"
+        for place in (home, *home.parents)
+    )
+
+
+def require_within(path: Path, folder: Path) -> None:
+    """Raise if a file is a link to a file outside its model folder."""
+    if not lies_within(path, folder):
+        raise InputError(
+            f"{path}: is a link to {os.path.realpath(path)}, outside the model's folder. gradmerge does not follow "
+            "it. Copy the file into the folder, or pass the folder that contains the file."
+        )

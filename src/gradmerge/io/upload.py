@@ -20,7 +20,7 @@ from ..text import some
 from ..urls import UrlPath, as_url
 from .atomic_dir import MARK, SENT
 from .download import cache_folder
-from .remote import attempt, file_system, protocol_of, url_of
+from .remote import file_system, protocol_of, retry, url_of
 
 #: The object that lies beside a result until that is complete.
 UNFINISHED = "gradmerge.unfinished"
@@ -80,7 +80,7 @@ class Upload:
                 return []
             return [name.removeprefix(self._path).lstrip("/") for name in found]
 
-        return attempt(self.url, "listing", ask)
+        return retry(self.url, "listing", ask)
 
     def check_replaceable(self, force: bool, folder: Path, ours: Any) -> None:
         """Stop if there is something at the URL that may not be replaced, or that cannot be told."""
@@ -150,7 +150,7 @@ class Upload:
                     self._fs.rm_file(target)
                 self._fs.mv(place, target)
 
-        attempt(f"{self.url}/{name}", "sending", put)
+        retry(f"{self.url}/{name}", "sending", put)
         if (there := self._size(name)) != nbytes:
             raise MachineError(f"{self.url}/{name}: {there} bytes arrived of {nbytes}. Run again.")
         with self._lock:
@@ -175,7 +175,7 @@ class Upload:
             except FileNotFoundError:
                 return None
 
-        return attempt(f"{self.url}/{name}", "its size", ask)
+        return retry(f"{self.url}/{name}", "its size", ask)
 
     def reserve(self) -> None:
         """Say that the result is unfinished; fails before any work is done if nothing can be written there."""
@@ -186,7 +186,7 @@ class Upload:
             self._make_folder(mark)
             self._fs.pipe_file(mark, b"gradmerge is writing here\n")
 
-        attempt(self.url, "writing", put)
+        retry(self.url, "writing", put)
         self._reserved = True
 
     def _begin(self) -> None:
@@ -242,4 +242,4 @@ class Upload:
                     self._fs.rm_file(f"{self._path}/{name}")
 
         if names:
-            attempt(self.url, f"removing {some(names, 3)}", ask)
+            retry(self.url, f"removing {some(names, 3)}", ask)

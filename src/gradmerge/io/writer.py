@@ -35,7 +35,7 @@ def split_into_shards(tensors: Tensors, shard_size: int) -> list[dict[str, Descr
     return [dict(sorted(s.items(), key=lambda item: -ITEM_SIZE[item[1][0]])) for s in shards]
 
 
-class TensorWriter:
+class ShardWriter:
     """Files ``STEM.safetensors``, or shards with an index in the Hugging Face layout, in a folder that exists.
 
     The header decides where every block goes, so that blocks may come in any order and from several threads, and the

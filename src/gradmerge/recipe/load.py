@@ -15,7 +15,7 @@ from ..notes import Note
 from ..rules import METHODS
 from ..safe_yaml import Lines, parse_documents
 from ..text import nearest
-from ..urls import UrlPath, is_url, on_this_machine, remote_url, without_secrets
+from ..urls import UrlPath, is_url, redact_urls, remote_url, strip_file_scheme
 from .fields import CurvatureSource, Identity
 from .mergekit.translate import is_mergekit, translate
 from .schema import Base, Recipe
@@ -47,7 +47,7 @@ def load_recipe(path: str | Path) -> Recipe:
 
         place = UrlPath(url)
         return recipe_of_text(read_at(url, MAX_BYTES), place.parent, url, place)
-    path = Path(on_this_machine(path))
+    path = Path(strip_file_scheme(path))
     if path.is_dir():
         raise InputError(f"{path}: is a folder; a recipe is a YAML file")
     try:
@@ -154,7 +154,7 @@ def _checked(value: Any, folder: Path, where: str) -> Recipe:
         known = f"{nearest(str(method), METHODS)}\n  Known are {', '.join(METHODS)}."
         raise InputError(f"{where}: method: there is no method {str(method)[:60]!r}{known}")
     try:
-        recipe = Recipe.model_validate(without_secrets(dict(value)))
+        recipe = Recipe.model_validate(redact_urls(dict(value)))
         _check_fit(recipe)
     except ValidationError as error:
         raise InputError(explain(error, where, Recipe)) from None

@@ -35,11 +35,9 @@ from ..engine.front_matter import front_matter_of
 from ..engine.run.rounding import rounded
 from ..engine.usage import pipeline_tag, usage
 from ..errors import InputError, MachineError
-from ..io.atomic_dir import Staging
-from ..io.bytesof import bytes_of
-from ..io.links import lies_within
-from ..io.reader import TensorFile, open_files
-from ..io.small_files import read_json
+from ..io.atomic_dir import AtomicDir
+from ..io.reader import TensorFile, bytes_of, open_files
+from ..io.small_files import lies_within, read_json
 from ..markdown import as_card, as_text
 from ..tasks import LoadedTask, LoadingInfo, LoadOptions, load_model, with_data
 from ..tasks.resolve_model import folder_of
@@ -135,7 +133,7 @@ def open_model(reference: str, options: LoadOptions) -> Iterator[LoadedModel]:
 
 
 def write_folder(
-    staging: Staging,
+    staging: AtomicDir,
     loaded: LoadedModel,
     changed: Collection[str],
     *,
@@ -181,7 +179,7 @@ def write_folder(
     (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
 
 
-def _card(staging: Staging, loaded: LoadedModel, action: str, text: str) -> str:
+def _card(staging: AtomicDir, loaded: LoadedModel, action: str, text: str) -> str:
     part, home = published(loaded.stored), loaded.info.folder
     base, on = None, None
     if loaded.adapter:

@@ -20,9 +20,9 @@ from ..engine.front_matter import front_matter_of
 from ..engine.run.rounding import rounded
 from ..engine.usage import pipeline_tag, usage
 from ..errors import InputError
-from ..io.atomic_dir import Staging
-from ..io.bytesof import bytes_of
-from ..io.writer import TensorWriter
+from ..io.atomic_dir import AtomicDir
+from ..io.reader import bytes_of
+from ..io.writer import ShardWriter
 from ..markdown import as_card, as_text
 from ..text import to_json
 from .streaming import CHUNK, ModelFiles
@@ -31,7 +31,7 @@ SHARD_SIZE = 5_000_000_000
 
 
 def write_weights(
-    staging: Staging, checkpoint: Checkpoint, changed: Mapping[str, Any], stem: str = "model"
+    staging: AtomicDir, checkpoint: Checkpoint, changed: Mapping[str, Any], stem: str = "model"
 ) -> dict[str, int]:
     """Write all tensors of a checkpoint, some of them changed; returns the bytes of each file.
 
@@ -45,7 +45,7 @@ def write_weights(
     folders = stems(checkpoint) if stem == "model" else {"": stem}
     for module in checkpoint.modules:
         (staging.folder / module).mkdir(exist_ok=True)
-    writer = TensorWriter(staging.folder, stem, tensors, SHARD_SIZE, {"format": "pt"}, folders)
+    writer = ShardWriter(staging.folder, stem, tensors, SHARD_SIZE, {"format": "pt"}, folders)
     staging.require_space(writer.nbytes)
     buffers = Buffers()
     try:
@@ -70,7 +70,7 @@ def write_weights(
     return dict(writer.sizes)
 
 
-def write_card(staging: Staging, files: ModelFiles, what: str, text: str) -> None:
+def write_card(staging: AtomicDir, files: ModelFiles, what: str, text: str) -> None:
     """Write the model card: front matter, title, ``text`` and how to load the model."""
     part = published(files.checkpoint)
     front = front_matter_of(
@@ -86,7 +86,7 @@ def write_card(staging: Staging, files: ModelFiles, what: str, text: str) -> Non
 
 
 def write_record(
-    staging: Staging,
+    staging: AtomicDir,
     files: ModelFiles,
     what: str,
     facts: Mapping[str, Any],

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..curvature.batches import batch_rows, examples_in, values_of
 from ..curvature.losses import MASKED
 from ..errors import InputError
-from ..io.bytesof import bytes_of
+from ..io.reader import bytes_of
 from ..quiet import quiet_transformers
 from ..tasks import LoadedTask
 

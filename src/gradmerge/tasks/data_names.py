@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ..urls import on_this_machine, remote_url
+from ..urls import remote_url, strip_file_scheme
 from .data_sources import HUB, data_paths
 
 
@@ -20,7 +20,7 @@ def named_data(source: str, parts: int = 1) -> tuple[str, dict[str, str]]:
         if found := HUB.fullmatch(place):
             facts = {"type": found["name"], "name": found["name"], "config": found["config"], "split": split}
             return source, {key: text for key, text in facts.items() if text}
-    path = Path(on_this_machine(source)).absolute().parts[1:] if url is None else url.partition("?")[0].split("/")[2:]
+    path = Path(strip_file_scheme(source)).absolute().parts[1:] if url is None else url.partition("?")[0].split("/")[2:]
     name = "/".join(path[-parts:]) or source
     return name, {"type": dataset_type(name), "name": name}
 

@@ -17,10 +17,10 @@ from typing import IO, Any
 
 from ..arguments import checked
 from ..errors import InputError, MachineError
-from ..io.reader import in_utf8, local_path
+from ..io.reader import local_path, require_utf8_path
 from ..io.small_files import require_unpackable
 from ..text import first_line, listed, size
-from ..urls import as_url, remote_url, revealed
+from ..urls import as_url, remote_url, unredact
 from .rows import Row, Rows, shown
 
 FORMS = (
@@ -75,7 +75,7 @@ def read_rows(source: str | Path, *, limit: int | None = None, split: str | None
 def place_and_split(source: str, split: str | None) -> tuple[str, str | None]:
     """`data.npz:test` into file and split; what exists as a whole is a path, even with a colon in it."""
     url = remote_url(source)
-    match = SPLIT.fullmatch(source if url is None else revealed(url))
+    match = SPLIT.fullmatch(source if url is None else unredact(url))
     if match is None:
         return source, split
     if local_path(source, None).exists() if url is None else _kind(Path(match["place"].partition("?")[0])) is None:
@@ -89,9 +89,9 @@ def at_hand(place: str) -> Path:
     """Where a file or folder of data lies on this machine; a file at a URL is fetched for that."""
     if (url := remote_url(place)) is None:
         return local_path(place, None)
-    from ..io.download import fetched_file
+    from ..io.download import download_file
 
-    return fetched_file(url)
+    return download_file(url)
 
 
 def data_paths(source: str | None) -> list[Path]:
@@ -123,7 +123,7 @@ def _file(source: str, path: Path, split: str | None, limit: int | None) -> Rows
     readers = {".jsonl": _jsonl, ".csv": _csv, ".txt": _lines}
     try:
         if kind == ".parquet":
-            return _parquet(source, in_utf8(path), limit)
+            return _parquet(source, require_utf8_path(path), limit)
         with _opened(path) as file:
             rows = list(islice(readers[kind](source, file), limit))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

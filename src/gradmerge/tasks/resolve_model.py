@@ -10,9 +10,8 @@ from pathlib import Path
 
 from ..checkpoints.open import HUB_ID, fetch_from_hub
 from ..errors import InputError
-from ..io.links import require_within
-from ..io.reader import TensorFile, close_files, in_utf8, local_path, open_files
-from ..io.small_files import MAX_CONFIG, MAX_TOKENIZER, read_bounded
+from ..io.reader import TensorFile, close_files, local_path, open_files, require_utf8_path
+from ..io.small_files import MAX_CONFIG, MAX_TOKENIZER, read_bounded, require_within
 from ..text import size
 from ..urls import remote_url
 
@@ -26,12 +25,12 @@ _ENDS = (
 def folder_of(reference: str) -> Path:
     """The folder of a model, as it is or fetched from the Hub or a URL."""
     if (url := remote_url(reference)) is not None:
-        from ..io.download import fetched
+        from ..io.download import download_model
 
-        return fetched(url)
+        return download_model(url)
     path = local_path(reference, None)
     if path.is_dir():
-        return in_utf8(path)
+        return require_utf8_path(path)
     if path.is_file():
         raise InputError(f"{reference}: a file is not enough to run a model; give the folder with its config.json")
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):

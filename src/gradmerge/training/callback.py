@@ -16,7 +16,7 @@ from ..curvature.curvature import Curvature
 from ..curvature.estimate import LIKELIHOODS
 from ..curvature.format import PRECISIONS, STEM
 from ..errors import GradmergeError, InputError
-from ..io.atomic_dir import Staging
+from ..io.atomic_dir import AtomicDir
 from ..io.reader import close_files, open_files
 from .curvature_sources import CallbackOptions, FromAdam, FromPass, FromRunningAverage, Origin, Training
 from .curvature_targets import measured_tensors
@@ -202,7 +202,7 @@ class CurvatureCallback(TrainerCallback):
 
     def _write(self, curvature: Curvature, folder: Path, step: int, resumable: Origin | None = None) -> None:
         try:
-            with Staging(folder / STEM, "curvature", force=True) as staging:
+            with AtomicDir(folder / STEM, "curvature", force=True) as staging:
                 curvature.write(staging.folder, self.precision)
                 if resumable is not None:
                     resumable.write_state(staging.folder, step)
@@ -229,7 +229,7 @@ def _copy(curvature: Path, target: Path) -> None:
         _log.warning("CurvatureCallback: %s is not there: %s is not written", curvature, target)
         return
     try:
-        with Staging(target, "curvature", force=True) as staging:
+        with AtomicDir(target, "curvature", force=True) as staging:
             for path in curvature.iterdir():
                 if path.name != STATE:
                     shutil.copy2(path, staging.folder / path.name)

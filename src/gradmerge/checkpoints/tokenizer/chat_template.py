@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ...io.links import lies_within
 from ...io.reader import is_plain_name
-from ...io.small_files import MAX_CONFIG, read_bounded, readable_json
+from ...io.small_files import MAX_CONFIG, lies_within, read_bounded, readable_json
 
 PLAIN_FILE = "chat_template.jinja"
 FURTHER = "additional_chat_templates"

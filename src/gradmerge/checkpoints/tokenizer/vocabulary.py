@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ...io.links import lies_within
-from ...io.small_files import MAX_CONFIG, MAX_TOKENIZER, parse_json_object, read_bounded, read_json
+from ...io.small_files import MAX_CONFIG, MAX_TOKENIZER, lies_within, parse_json_object, read_bounded, read_json
 from ...quiet import quiet_transformers
 from ...text import first_line
 from ..checkpoint import Checkpoint

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ...checkpoints.checkpoint import STORED_TYPES, Buffers, Checkpoint
 from ...errors import InputError, MachineError
-from ...io.bytesof import bytes_of
-from ...io.reader import TensorFile, header_bytes
-from ...io.writer import TensorWriter
+from ...io.reader import TensorFile, bytes_of, header_bytes
+from ...io.writer import ShardWriter
 
 FOLDER = "parts"
 #: Elements that are copied at once.
@@ -82,7 +81,7 @@ def join_parts(folder: Path, parts: Mapping[str, tuple[Part, str]]) -> dict[str,
         file.close()
         infos[key] = (file.entries[own].dtype, file.entries[own].shape)
     # PEFT looks for one file, however large.
-    writer = TensorWriter(folder, "adapter_model", infos, 1 << 62, {"format": "pt"})
+    writer = ShardWriter(folder, "adapter_model", infos, 1 << 62, {"format": "pt"})
     try:
         writer.open()
         buffers = Buffers()

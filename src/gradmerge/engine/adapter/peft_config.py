@@ -10,7 +10,7 @@ from ...checkpoints.adapter_config import read_adapter_config
 from ...errors import InputError
 from ...markdown import as_table
 from ...notes import Note
-from ...urls import hidden
+from ...urls import redact
 from .build import Changes
 from .layout import PREFIX, AdapterLayout, Place, task_of_adapter
 from .parts import Part
@@ -141,7 +141,7 @@ def _config(changes: Changes, task: str | None, places: Mapping[str, Place]) -> 
     return {
         "peft_type": "LORA",
         "task_type": task,
-        "base_model_name_or_path": hub_id or hidden(str((base.folder or base.files()[0]).absolute())),
+        "base_model_name_or_path": hub_id or redact(str((base.folder or base.files()[0]).absolute())),
         "revision": revision or None,
         "r": rank,
         "lora_alpha": rank,

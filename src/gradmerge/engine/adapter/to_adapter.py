@@ -16,7 +16,7 @@ from ...checkpoints.hub_metadata import CARD, RECORD
 from ...checkpoints.lora import AdapterCheckpoint
 from ...checkpoints.views import is_same
 from ...errors import InputError, MachineError
-from ...io.atomic_dir import Staging
+from ...io.atomic_dir import AtomicDir
 from ...io.reader import TensorInfo
 from ...progress import NoProgress, Progress
 from ...recipe import Recipe
@@ -73,7 +73,7 @@ def merge_to_adapter(
         job if job.rule is None else replace(job, info=TensorInfo("F64", job.info.shape), compute=torch.float64)
         for job in plan.jobs
     ]
-    with Staging(out, "merge", force=force, resume=resume, reads=[*recipe_paths(recipe), *files]) as at:
+    with AtomicDir(out, "merge", force=force, resume=resume, reads=[*recipe_paths(recipe), *files]) as at:
         at.keep = resume
         journal = journal_in(at, fingerprint, resume)
         timings = {"statistics": 0.0, "merge": 0.0, "total": 0.0}

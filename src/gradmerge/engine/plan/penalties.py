@@ -11,8 +11,7 @@ from ...checkpoints.compat.rename import RenamedCheckpoint
 from ...checkpoints.views import beneath
 from ...curvature.format import CurvatureFile, open_curvature
 from ...errors import InputError
-from ...io.links import require_within
-from ...io.small_files import read_json
+from ...io.small_files import read_json, require_within
 from ...notes import Kind, Note
 from ...recipe import NONE, Identity, Recipe, check_penalty
 from ...rules.kronecker_matching import OF_MERGES

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ...io.atomic_dir import Staging
+from ...io.atomic_dir import AtomicDir
 from ...recipe import Recipe, reduction_factor
 from ..input_state import State
 from ..plan.plan import Plan, Unit
@@ -54,7 +54,9 @@ class RayCluster:
     def __exit__(self, *_: object) -> None:
         self.crew.close()
 
-    def begin(self, recipe: Recipe, plan: Plan, staging: Staging, fingerprint: str, state: State, finite: bool) -> None:
+    def begin(
+        self, recipe: Recipe, plan: Plan, staging: AtomicDir, fingerprint: str, state: State, finite: bool
+    ) -> None:
         """Have the workers open a merge; back when the first of them has. Others may come later.
 
         The cluster starts here: whatever is wrong with the recipe has been said by then.

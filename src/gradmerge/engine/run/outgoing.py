@@ -6,9 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 
-from ...io.atomic_dir import Staging
+from ...io.atomic_dir import AtomicDir
 from ...io.upload import Upload
-from ...io.writer import TensorWriter
+from ...io.writer import ShardWriter
 from ..plan.plan import Plan, Unit
 from .journal import Finished
 
@@ -16,7 +16,7 @@ from .journal import Finished
 class Outgoing:
     """Counts the units that each file lacks. Nothing leaves before the statistics are known: a guess may be wrong."""
 
-    def __init__(self, plan: Plan, staging: Staging, upload: Upload, writer: TensorWriter) -> None:
+    def __init__(self, plan: Plan, staging: AtomicDir, upload: Upload, writer: ShardWriter) -> None:
         self._plan, self._staging, self._upload, self._writer = plan, staging, upload, writer
         self._files: dict[int, set[str]] = {}
         """Unit → the files that it goes to; empty until the statistics are known."""

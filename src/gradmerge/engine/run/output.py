@@ -9,9 +9,9 @@ from ...checkpoints.sidecars import sidecars, stems
 from ...curvature.curvature_card import OF_MERGES, write_curvature_card
 from ...curvature.format import STEM, metadata
 from ...errors import InputError, MachineError
-from ...io.atomic_dir import Staging
-from ...io.bytesof import bytes_of
-from ...io.writer import TensorWriter
+from ...io.atomic_dir import AtomicDir
+from ...io.reader import bytes_of
+from ...io.writer import ShardWriter
 from ..plan.plan import Plan
 from .executor import MergedBlock
 from .journal import Finished, Journal
@@ -22,12 +22,12 @@ class WeightFiles:
 
     def __init__(self, plan: Plan, folder: Path, name: str, shard_size: int) -> None:
         folders = stems(plan.inputs.template)
-        self._model = TensorWriter(folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
+        self._model = ShardWriter(folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
         self.writers = [self._model]
         if plan.write_precision:
             likelihood = next((c.likelihood for c in plan.inputs.curvatures if c.likelihood), "empirical")
             header = metadata(plan.examples, likelihood, name)
-            self.writers.append(TensorWriter(folder / STEM, STEM, plan.precision_tensors, shard_size, header))
+            self.writers.append(ShardWriter(folder / STEM, STEM, plan.precision_tensors, shard_size, header))
 
     def place(self, tensor: str) -> tuple[str, int]:
         """The file of a tensor, and where in it the tensor begins."""
@@ -57,7 +57,7 @@ class WeightFiles:
 class Target:
     """The unfinished result of a merge. An error leaves it there to go on with, unless the input is to blame."""
 
-    def __init__(self, plan: Plan, staging: Staging, journal: Journal, shard_size: int) -> None:
+    def __init__(self, plan: Plan, staging: AtomicDir, journal: Journal, shard_size: int) -> None:
         self._plan, self._staging, self._journal = plan, staging, journal
         self._finished = Finished()
         self.files = WeightFiles(plan, staging.folder, staging.out.name, shard_size)

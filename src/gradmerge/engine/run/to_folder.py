@@ -19,7 +19,7 @@ from ...checkpoints.sidecars import copy_sidecars, sidecars
 from ...checkpoints.views import beneath
 from ...display import Displayed
 from ...errors import InputError, MachineError
-from ...io.atomic_dir import Staging
+from ...io.atomic_dir import AtomicDir
 from ...io.reader import FLOATS, local_path
 from ...io.small_files import MAX_TOKENIZER, read_json
 from ...notes import Note
@@ -107,7 +107,7 @@ def merge_to_folder(
         return result
 
     reads = [*recipe_paths(recipe), *files]
-    with Staging(out, "merge", force=force, resume=resume, reads=reads) as staging:
+    with AtomicDir(out, "merge", force=force, resume=resume, reads=reads) as staging:
         staging.keep = resume
         journal = journal_in(staging, fingerprint, resume)
         plan.note(staging.notes)
@@ -202,7 +202,7 @@ def merge_to_folder(
     return result
 
 
-def journal_in(staging: Staging, fingerprint: str, resume: bool) -> Journal:
+def journal_in(staging: AtomicDir, fingerprint: str, resume: bool) -> Journal:
     """The journal of a staged folder; refused if it is to be gone on with, and is of another merge."""
     journal = Journal(staging.folder, fingerprint)
     if resume and journal.belongs_to_another_merge():
