@@ -24,7 +24,7 @@ import gradmerge as gm
 
 from .checkpoints import make_curvature, make_models
 
-METHODS = [name for name, rule in gm.METHODS.items() if rule.otherwise is None]
+METHODS = [name for name, rule in gm.METHODS.items() if rule.fallback is None]
 
 
 def recipe(method: str, models: list[Path], curvature: list[Path]) -> dict[str, Any]:

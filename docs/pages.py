@@ -156,7 +156,7 @@ def default_text(value: Any, model: type[BaseModel], name: str) -> str:
 
 def methods_table() -> str:
     """The rules as rows of one equation."""
-    rows = [(f"[`{r.name}`](methods.md#{r.name})", *r.row) for r in METHODS.values()]
+    rows = [(f"[`{r.name}`](methods.md#{r.name})", *r.matching_form) for r in METHODS.values()]
     return table(("method", "α_t", "H_0", "H_t"), rows)
 
 

@@ -33,7 +33,7 @@ def methods(
         print_json([_facts(rule) for rule in METHODS.values()] if name is None else _facts(METHODS[name]))
         return
     if name is None:
-        print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.row] for r in METHODS.values()])
+        print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.matching_form] for r in METHODS.values()])
         if not printing.quiet:
             say("\nEach is a row of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
             say("gradmerge methods NAME explains one, with its options.")
@@ -41,7 +41,7 @@ def methods(
     rule = METHODS[name]
     say(f"{rule.name}\n")
     say(rule.explanation)
-    say(f"\nrow:        α_t = {rule.row[0]};  H_0 = {rule.row[1]};  H_t = {rule.row[2]}")
+    say(f"\nrow:        α_t = {rule.matching_form[0]};  H_0 = {rule.matching_form[1]};  H_t = {rule.matching_form[2]}")
     say(f"reference:  {rule.reference}")
     say(f"needs:      {rule.needs_in_words}")
     if rule.memory_in_words:
@@ -62,9 +62,9 @@ def _facts(rule: Any) -> dict[str, Any]:
     return {
         "name": rule.name,
         "summary": rule.summary,
-        "alpha": rule.row[0],
-        "H_0": rule.row[1],
-        "H_t": rule.row[2],
+        "alpha": rule.matching_form[0],
+        "H_0": rule.matching_form[1],
+        "H_t": rule.matching_form[2],
         "reference": rule.reference,
         "inputs": list(rule.inputs),
         "memory": rule.memory_in_words,

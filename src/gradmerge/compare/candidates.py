@@ -27,7 +27,7 @@ from ..recipe import Recipe, Varying, check_options
 from ..rules import METHODS
 from ..rules.kronecker_matching import LayerHessian
 from ..rules.sparse import largest
-from ..rules.spec import Grain
+from ..rules.spec import Granularity
 
 
 @dataclass
@@ -126,7 +126,7 @@ def look_at(
     run_parallel(enumerate(units), with_buffers(work), threads)
 
 
-def coarsest(grains: Iterable[Grain]) -> Grain:
+def coarsest(grains: Iterable[Granularity]) -> Granularity:
     """The cut that suits all of these."""
     return max(grains, key=["entries", "rows", "tensor"].index, default="entries")
 
@@ -134,7 +134,7 @@ def coarsest(grains: Iterable[Grain]) -> Grain:
 def plan_of(plan: Plan, candidate: Candidate) -> Plan:
     """The plan of a candidate with a method, on the inputs of ``plan``; raises if its weights do not suit the rule."""
     rule = METHODS[candidate.method]
-    if rule.otherwise is not None:
+    if rule.fallback is not None:
         raise InputError(
             f"{rule.name} works on whole matrices and cannot be looked at block by block. Merge it first, and give the "
             "result as --merged."
@@ -166,7 +166,7 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
         raise InputError(problems[0])
     needs = frozenset(rule.needs(options)) - (set() if inputs.penalty else rule.optional & {"penalty"})
     jobs = [
-        job if job.rule is None else replace(job, rule=rule, grain=rule.cut(settings.of(job.name).options))
+        job if job.rule is None else replace(job, rule=rule, grain=rule.granularity_of(settings.of(job.name).options))
         for job in plan.jobs
     ]
     own = Plan(rule, inputs, jobs, needs | {"base"})
@@ -187,7 +187,7 @@ def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
 class _Runner:
     """One candidate, ready to form blocks."""
 
-    grain: Grain = "entries"
+    grain: Granularity = "entries"
 
     def __init__(self, plan: Plan, candidate: Candidate, threads: int, measured: KnownStatistics) -> None:
         self._candidate = candidate

@@ -74,7 +74,7 @@ def methods_of(recipe: Recipe, plan: Plan) -> list[str]:
     for name, rule in METHODS.items():
         other_kind = name not in REMOVING if removes else name == "removal"
         at_delta = "fa1" in (name, recipe.method) and "curvature" in rule.inputs
-        if name in found or rule.otherwise is not None or other_kind or at_delta:
+        if name in found or rule.fallback is not None or other_kind or at_delta:
             continue
         needs = rule.needs({option.name: option.default for option in rule.options})
         lacking = ("prior" in needs and plan.inputs.prior is None) or (

@@ -184,7 +184,7 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
     found: list[Candidate] = []
     if merged is not None:
         found.append(Candidate(merged.label, model=merged))
-    elif recipe.rule.otherwise is not None:
+    elif recipe.rule.fallback is not None:
         raise InputError(
             f"{recipe.method} works on whole matrices: merge it first, and give the result as --merged DIR"
         )

@@ -80,7 +80,7 @@ def check_methods(methods: Sequence[str] | str | None, recipe: Recipe) -> list[s
         if method not in METHODS:
             hint = f"{nearest(method, METHODS)}\n  Known are {', '.join(METHODS)}."
             raise InputError(f"--methods {method}: there is no such method{hint}")
-        if METHODS[method].otherwise is not None:
+        if METHODS[method].fallback is not None:
             raise InputError(
                 f"--methods: {method} works on whole matrices and cannot be previewed block by block. "
                 "Leave it out with --methods, and use gradmerge merge and gradmerge evaluate for it."

@@ -31,12 +31,12 @@ def _ranks(entries: int) -> list[int]:
 
 @rule(
     "arcee-fusion",
-    row=("1", "0", "0/1 mask of the most important entries"),
+    matching_form=("1", "0", "0/1 mask of the most important entries"),
     reference="Goddard et al., Arcee's MergeKit, EMNLP 2024 (arcee_fusion)",
     only_one_model=True,
     measures={"quartiles": Ranked(importance, _ranks)},
-    grain="rows",
-    base_shows=False,
+    granularity="rows",
+    propagates_nonfinite=False,
 )
 def arcee_fusion(base: Tensor, tuned: Sequence[Tensor], quartiles: Sequence[float]) -> Tensor:
     """θ_0 + m Δ, the entries of one model whose importance stands out: above the median by 1.5 interquartile ranges.

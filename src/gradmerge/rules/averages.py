@@ -8,12 +8,12 @@ from typing import Annotated
 
 from torch import Tensor
 
-from .spec import Help, negative, rule
+from .spec import Help, negative_weights, rule
 
 
 @rule(
     "average",
-    row=("1/T", "I", "0"),
+    matching_form=("1/T", "I", "0"),
     reference="Wortsman et al., Model soups, ICML 2022",
     when={"base": "include_base"},
 )
@@ -36,10 +36,10 @@ def average(
 
 @rule(
     "weighted-average",
-    row=("w_t / Σ w", "I", "0"),
+    matching_form=("w_t / Σ w", "I", "0"),
     reference="Wortsman et al., Model soups, ICML 2022",
-    optional=["base"],
-    wide=negative,
+    optional={"base"},
+    needs_float64=negative_weights,
 )
 def weighted_average(
     base: Tensor | None,

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from .measures import Sums
 from .sparse import Combine, Normalize, Rescale, Scale, Scope, Share, Vote, combined, norms_of, rescale_to, trim
-from .spec import Help, each, rule
+from .spec import Help, per_model, rule
 
 
 def middle(entries: int, models: int, options: Mapping[str, Any]) -> list[list[int]]:
     """The ranks of the largest and of the smallest entry of each Δ_t that is kept; 0 where none is."""
     found = []
-    for density, gamma in zip(*(each(options[name], range(models)) for name in ("density", "gamma")), strict=True):
+    for density, gamma in zip(*(per_model(options[name], range(models)) for name in ("density", "gamma")), strict=True):
         kept = entries if density >= 1 else int(density * entries)
         above = min(int(gamma * entries), entries - kept)
         found.append([above + 1, above + kept] if kept else [0, 0])
@@ -39,12 +39,12 @@ def _norms(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[Sequence[
 
 @rule(
     "breadcrumbs",
-    row=("w_t", "0", "0/1 mask of entries of middling size"),
+    matching_form=("w_t", "0", "0/1 mask of entries of middling size"),
     reference="Davari and Belilovsky, Model Breadcrumbs, ECCV 2024",
     ranks=middle,
     measures={"norms": Sums(_norms)},
     when={"norms": ("rescale", "norm")},
-    base_shows=False,
+    propagates_nonfinite=False,
 )
 def breadcrumbs(
     base: Tensor,

@@ -19,7 +19,7 @@ from .sparse import (
     norms_of,
     rescale_to,
 )
-from .spec import each, rule
+from .spec import per_model, rule
 
 
 def _dropped(base: Tensor, tuned: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
@@ -32,7 +32,7 @@ def _norms(base: Tensor, tuned: Sequence[Tensor], kept: Sequence[Tensor]) -> lis
 
 @rule(
     "dare",
-    row=("w_t", "0", "0/1 mask of random entries, over density"),
+    matching_form=("w_t", "0", "0/1 mask of random entries, over density"),
     reference="Yu et al., Language models are super Mario, ICML 2024",
     measures={"norms": Sums(_norms)},
     when={"norms": ("rescale", "norm")},
@@ -59,7 +59,7 @@ def dare(
     """
     deltas = rescale_to(norms, _dropped(base, tuned, kept))
     if rescale == "expectation":
-        for delta, share in zip(deltas, each(density, tuned), strict=True):
+        for delta, share in zip(deltas, per_model(density, tuned), strict=True):
             if share > 0:
                 delta.div_(share)
     return combined(base, deltas, weights, combine, normalize, scale, vote)

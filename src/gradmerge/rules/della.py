@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .measures import Sums
 from .sparse import Combine, Normalize, Probability, RandomRescale, Scale, Seed, Vote, combined, norms_of, rescale_to
-from .spec import Help, each, rule
+from .spec import Help, per_model, rule
 
 
 def _ranks_in_rows(sizes: Tensor) -> Tensor:
@@ -50,7 +50,9 @@ def _dropped(
     rescale: str,
 ) -> list[Tensor]:
     kept = []
-    for model, number, share, width in zip(tuned, uniform, each(density, tuned), each(epsilon, tuned), strict=True):
+    for model, number, share, width in zip(
+        tuned, uniform, per_model(density, tuned), per_model(epsilon, tuned), strict=True
+    ):
         delta = model - base
         chance = _probabilities(delta, share, width)
         mask = number < chance
@@ -73,11 +75,11 @@ def _norms(
 
 @rule(
     "della",
-    row=("w_t", "0", "0/1 mask of random entries, over their probability"),
+    matching_form=("w_t", "0", "0/1 mask of random entries, over their probability"),
     reference="Deep et al., DELLA-Merging, arXiv 2406.11617",
     measures={"norms": Sums(_norms)},
     when={"norms": ("rescale", "norm")},
-    grain="rows",
+    granularity="rows",
 )
 def della(
     base: Tensor,

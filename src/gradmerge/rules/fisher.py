@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .averages import weighted_average
-from .spec import Help, rule, unusual
+from .spec import Help, extreme_weights, rule
 from .task_arithmetic import positive, task_arithmetic
 
 
@@ -57,13 +57,13 @@ def _fisher_precision(
 
 @rule(
     "fisher-averaging",
-    row=("w_t", "0", "diag F_t"),
+    matching_form=("w_t", "0", "diag F_t"),
     reference="Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022",
     when={"prior": "include_base"},
-    optional=["base"],
-    base_shows=False,
+    optional={"base"},
+    propagates_nonfinite=False,
     precision=_fisher_precision,
-    wide=unusual,
+    needs_float64=extreme_weights,
 )
 def fisher_averaging(
     base: Tensor | None,
@@ -94,9 +94,9 @@ def fisher_averaging(
 
 @rule(
     "fa1",
-    row=("w_t", "scaling of the base by F_0", "diag F̂_t at Δ_t"),
+    matching_form=("w_t", "scaling of the base by F_0", "diag F̂_t at Δ_t"),
     reference="Daheim et al., Elastic weight removal, NAACL 2024",
-    wide=unusual,
+    needs_float64=extreme_weights,
 )
 def fa1(
     base: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .kronecker_matching import match_layer, remove_layer
-from .spec import Help, OrNone, rule, unusual
+from .spec import Help, OrNone, extreme_weights, rule
 from .task_arithmetic import positive
 
 PAPER = "Daheim et al., Model merging by uncertainty-based gradient matching, ICLR 2024"
@@ -47,13 +47,13 @@ def merged_precision(
 
 @rule(
     "gradient-matching",
-    row=("w_t (1)", "F_0 + δ", "F_t"),
+    matching_form=("w_t (1)", "F_0 + δ", "F_t"),
     reference=PAPER,
-    optional=["penalty"],
+    optional={"penalty"},
     precision=merged_precision,
     layers=match_layer,
-    checks=["coefficients", "positive-weights"],
-    wide=unusual,
+    needs_float64=extreme_weights,
+    checks={"coefficients", "positive-weights"},
 )
 def gradient_matching(
     base: Tensor,
@@ -102,14 +102,14 @@ def _rest(
 
 @rule(
     "removal",
-    row=("−w_t (−1)", "F_0 + δ, or P", "F_t"),
+    matching_form=("−w_t (−1)", "F_0 + δ, or P", "F_t"),
     reference=PAPER,
-    optional=["penalty"],
+    optional={"penalty"},
     precision=_rest,
     layers=remove_layer,
+    needs_float64=lambda weights, options: bool(options.get("base_saw_removed")) or extreme_weights(weights, options),
     auto_damping="mean-curvature",
-    checks=["step-size"],
-    wide=lambda weights, options: bool(options.get("base_saw_removed")) or unusual(weights, options),
+    checks={"step-size"},
 )
 def removal(
     base: Tensor,

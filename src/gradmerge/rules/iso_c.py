@@ -8,17 +8,17 @@ from torch import Tensor
 
 from .measures import spanned
 from .sparse import Scale
-from .spec import rule, unusual
+from .spec import extreme_weights, rule
 from .svd import plain_mean, rounding, svd
 
 
 @rule(
     "iso-c",
-    row=("w_t", "I", "0, all directions alike"),
+    matching_form=("w_t", "I", "0, all directions alike"),
     reference="Marczak et al., No task left behind: isotropic model merging, ICML 2025",
-    grain="tensor",
-    wide=unusual,
-    copies=6,
+    granularity="tensor",
+    needs_float64=extreme_weights,
+    workspace=6,
 )
 def iso_c(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
     """θ_0 + scale · σ̄ U Vᵀ for matrices, U Σ Vᵀ = Σ w_t Δ_t and σ̄ the mean of its singular values.

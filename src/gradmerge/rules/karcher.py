@@ -40,10 +40,10 @@ def _mean_direction(inner: Tensor, shares: Tensor, steps: int, tolerance: float)
 
 @rule(
     "karcher",
-    row=("w_t, and by length", "on a sphere", "0"),
+    matching_form=("w_t, and by length", "on a sphere", "0"),
     reference="Karcher, Riemannian center of mass, 1977; Buss and Fillmore, Spherical averages, 2001",
     measures={"products": Sums(lambda tuned: inner_products(tuned))},
-    base_shows=False,
+    propagates_nonfinite=False,
 )
 def karcher(
     tuned: Sequence[Tensor],

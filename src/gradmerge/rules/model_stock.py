@@ -34,11 +34,11 @@ def _by_row(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
 
 @rule(
     "model-stock",
-    row=("t/T, t by angles", "I", "0"),
+    matching_form=("t/T, t by angles", "I", "0"),
     reference="Jang et al., Model Stock: all we need is just a few fine-tuned models, ECCV 2024",
     measures={"products": DELTA_PRODUCTS},
     when={"products": ("filter_wise", False)},
-    grain=lambda options: "rows" if options["filter_wise"] else "entries",
+    granularity=lambda options: "rows" if options["filter_wise"] else "entries",
 )
 def model_stock(
     base: Tensor,

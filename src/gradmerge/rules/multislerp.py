@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .measures import DELTA_PRODUCTS, spanned, square
-from .spec import Help, negative, rule
+from .spec import Help, negative_weights, rule
 
 _TINY = 1e-8
 #: A mean direction that is shorter than this is made of rounding.
@@ -19,10 +19,10 @@ _CANCELLED = 1e-6
 
 @rule(
     "multislerp",
-    row=("w_t, and by length", "on a sphere", "0"),
+    matching_form=("w_t, and by length", "on a sphere", "0"),
     reference="Goddard, Multi-SLERP, in MergeKit 2025",
-    optional=["base"],
-    wide=negative,
+    optional={"base"},
+    needs_float64=negative_weights,
     measures={"products": DELTA_PRODUCTS},
 )
 def multislerp(

@@ -12,7 +12,7 @@ from .spec import Help, rule
 
 @rule(
     "nearswap",
-    row=("1", "0", "min(1, t/|Δ|)"),
+    matching_form=("1", "0", "min(1, t/|Δ|)"),
     reference="alchemonaut, QuartetAnemoi-70B-t0.0001, Hugging Face 2024",
     only_one_model=True,
 )

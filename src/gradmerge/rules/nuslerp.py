@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .measures import DELTA_PRODUCTS, spanned
 from .slerp import arc_factors
-from .spec import Help, negative, rule
+from .spec import Help, negative_weights, rule
 
 _TINY = 1e-7
 _STRAIGHT = 1e-16  # of the squared sine
@@ -33,13 +33,13 @@ def _along(first: Tensor, second: Tensor, t: float, axis: int) -> Tensor:
 
 @rule(
     "nuslerp",
-    row=("w_t / Σ w", "on an arc", "0"),
+    matching_form=("w_t / Σ w", "on an arc", "0"),
     reference="Goddard et al., Arcee's MergeKit, EMNLP 2024; Shoemake, SIGGRAPH 1985",
-    optional=["base"],
-    wide=negative,
+    optional={"base"},
+    needs_float64=negative_weights,
     measures={"products": DELTA_PRODUCTS},
     when={"products": ("axis", "all")},
-    grain=lambda options: {"last": "rows", "first": "tensor"}.get(options["axis"], "entries"),  # type: ignore[arg-type, return-value]
+    granularity=lambda options: {"last": "rows", "first": "tensor"}.get(options["axis"], "entries"),
 )
 def nuslerp(
     base: Tensor | None,

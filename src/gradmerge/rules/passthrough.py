@@ -7,15 +7,15 @@ from typing import Annotated
 
 from torch import Tensor
 
-from .spec import Help, each, rule
+from .spec import Help, per_model, rule
 
 
 @rule(
     "passthrough",
-    row=("1", "I", "0"),
+    matching_form=("1", "I", "0"),
     reference="Goddard et al., Arcee's MergeKit, EMNLP 2024",
     only_one_model=True,
-    base_shows=False,
+    propagates_nonfinite=False,
 )
 def passthrough(
     tuned: Sequence[Tensor],
@@ -26,5 +26,5 @@ def passthrough(
 
     For layers that are stacked from several models, and for tensors that are scaled.
     """
-    factor = each(scale, tuned)[0]
+    factor = per_model(scale, tuned)[0]
     return tuned[0].clone() if factor == 1 else tuned[0] * factor

@@ -27,11 +27,11 @@ def _overlap(base: Tensor, tuned: Sequence[Tensor], epsilon: float) -> list[Tens
 
 @rule(
     "ram",
-    row=("λ_t", "0", "0/1 mask of the changed entries"),
+    matching_form=("λ_t", "0", "0/1 mask of the changed entries"),
     reference="RAM: Reinforced Agent Merging, arXiv 2601.13572",
     measures={"overlap": Sums(_overlap)},
     when={"overlap": "r"},
-    base_shows=False,
+    propagates_nonfinite=False,
 )
 def ram(
     base: Tensor,

@@ -14,9 +14,9 @@ from .spec import Help, rule
 
 @rule(
     "regmean",
-    row=("w_t (1)", "0", "XᵀX of each linear layer's inputs"),
+    matching_form=("w_t (1)", "0", "XᵀX of each linear layer's inputs"),
     reference="Jin et al., Dataless knowledge fusion by merging weights of language models, ICLR 2023",
-    otherwise=weighted_average,
+    fallback=weighted_average,
 )
 def regmean(
     tuned: Sequence[Tensor],

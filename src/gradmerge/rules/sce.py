@@ -43,14 +43,14 @@ def _squares(base: Tensor, tuned: Sequence[Tensor], variance: Sequence[float]) -
 
 @rule(
     "sce",
-    row=("by Σ τ_t²", "0", "0/1 mask after selection and sign election"),
+    matching_form=("by Σ τ_t²", "0", "0/1 mask after selection and sign election"),
     reference="Wan et al., FuseChat: Knowledge fusion of chat models, arXiv 2408.07990",
     measures={
         "varying": Sums(lambda base, tuned: [(_variance(base, tuned) != 0).double()]),
         "variance": Ranked(_variance, _ranks),
         "squares": Sums(_squares),
     },
-    base_shows=False,
+    propagates_nonfinite=False,
 )
 def sce(
     base: Tensor,

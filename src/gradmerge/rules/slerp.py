@@ -20,7 +20,7 @@ def arc_factors(cosine: float, t: float) -> tuple[float, float]:
 
 @rule(
     "slerp",
-    row=("1", "on an arc", "0"),
+    matching_form=("1", "on an arc", "0"),
     reference="Shoemake, Animating rotation with quaternion curves, SIGGRAPH 1985",
     only_one_model=True,
     measures={"products": PRODUCTS},

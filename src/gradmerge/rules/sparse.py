@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from .spec import Auto, Help, each, rule, unusual
+from .spec import Auto, Help, extreme_weights, per_model, rule
 
 Share = Annotated[float, Help("share of the entries of each Δ_t that is kept", ge=0, le=1, per_model=True)]
 Probability = Annotated[float, Help("probability with which an entry of Δ_t is kept", ge=0, le=1, per_model=True)]
@@ -84,7 +84,7 @@ def elect_and_average(
     With ``normalize`` off it is their sum, not their average. Overwrites the differences, so that few blocks are in use
     at a time.
     """
-    if unusual(weights, {}):  # Δ itself stays as it was rounded: thresholds were found so
+    if extreme_weights(weights, {}):  # Δ itself stays as it was rounded: thresholds were found so
         base, deltas = base.double(), [delta.double() for delta in deltas]
     factors = weights
     if vote == "mergekit":  # what has a sign is w_t τ_t, and an even vote is for +
@@ -134,7 +134,7 @@ def combined(
     """θ_0 plus what is left of the differences, added up or after a vote. Overwrites the differences."""
     if combine == "ties":
         return elect_and_average(deltas, weights, base, scale, normalize is not False, vote)
-    total = torch.zeros_like(base, dtype=torch.float64 if unusual(weights, {}) else base.dtype)
+    total = torch.zeros_like(base, dtype=torch.float64 if extreme_weights(weights, {}) else base.dtype)
     for delta, weight in zip(deltas, weights, strict=True):
         total += delta.to(total.dtype).mul_(weight)
     factor = scale / (summed(weights) if normalize is True else 1.0)
@@ -149,7 +149,7 @@ def summed(weights: Sequence[float]) -> float:
 
 def largest(entries: int, models: int, options: Mapping[str, Any]) -> list[list[int]]:
     """The rank of the smallest entry of each Δ_t that is kept: ⌊density · n⌋, at least 1, or none if density is 0."""
-    shares = each(options["density"], range(models))
+    shares = per_model(options["density"], range(models))
     return [[min(entries, max(1, math.floor(share * entries))) if share > 0 else 0] for share in shares]
 
 
@@ -169,7 +169,7 @@ def rescale_to(norms: Sequence[float] | None, kept: list[Tensor]) -> list[Tensor
 
 @rule(
     "sparse-finetuning",
-    row=("w_t", "0", "0/1 mask of the most changed entries"),
+    matching_form=("w_t", "0", "0/1 mask of the most changed entries"),
     reference="Ansell et al., Composable sparse fine-tuning, ACL 2022",
     ranks=largest,
 )
@@ -188,7 +188,7 @@ def sparse_finetuning(
     The mask m_t keeps the k = ⌊density · n⌋ entries of Δ_t (at least 1) with the largest magnitude, and all that are
     as large as the k-th.
     """
-    wide = torch.float64 if unusual(weights, {}) else base.dtype
+    wide = torch.float64 if extreme_weights(weights, {}) else base.dtype
     total = torch.zeros_like(base, dtype=wide)
     count = sizes = total.new_zeros(())
     for model, weight, threshold in zip(tuned, weights, thresholds, strict=True):

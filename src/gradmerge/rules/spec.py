@@ -1,103 +1,106 @@
-"""What a merge rule is: a pure function of tensors, and what its signature says about it.
+"""What a merge rule is: a pure function of tensors, and the facts that its signature and decorator state about it.
 
 A rule is written once, as an annotated function::
 
-    @rule("task-arithmetic", row=("w_t", "I", "0"), reference="Ilharco et al., ICLR 2023")
+    @rule("task-arithmetic", matching_form=("w_t", "I", "0"), reference="Ilharco et al., ICLR 2023")
     def task_arithmetic(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         '''θ_0 + Σ w_t Δ_t.'''
 
-Its positional parameters are *inputs*, taken from the list in :data:`INPUTS` by name; its keyword-only parameters
-are *options*, whose type, range, default and help come from ``Annotated[float, Help("…", ge=0, le=1)]``. Everything
-that knows about rules (recipe, command line, docs, engine) reads this and nothing else.
+Its positional parameters are *inputs*, named as in :data:`INPUTS`. Its keyword-only parameters are *options*, whose
+type, range, default and help come from ``Annotated[float, Help("…", ge=0, le=1)]``. The recipe, the command line, the
+documentation and the engine read these facts from the :class:`Rule` and know no rule by name.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from .measures import Measure
+if TYPE_CHECKING:
+    from .measures import Measure
 
 OrNone = float | Literal["none"]
-"""The type of an option that is a number, or the word ``none``."""
+"""The type of an option that takes a number or the word ``none``."""
 Auto = bool | Literal["auto"]
-"""The type of a switch that may be left to the rule."""
+"""The type of an on/off option whose default depends on other options."""
 
 INPUTS = {
     "base": "θ_0, a block of the base model",
-    "tuned": "θ_t, the same block of every tuned model",
-    "weights": "w_t, one number per tuned model",
-    "base_weight": "the base's own weight, or None when the recipe gives none",
+    "tuned": "θ_t, the same block of every fine-tuned model",
+    "weights": "w_t, one number per fine-tuned model",
+    "base_weight": "the weight of the base, or None if the recipe sets none",
     "prior": "F_0, the base's reduced curvature (without damping)",
-    "curvature": "F_t, every tuned model's reduced curvature",
-    "penalty": "P_t, the matrix of the penalty that each model was tuned under (None: F_0 + δ); or one P for all",
+    "curvature": "F_t, the reduced curvature of every fine-tuned model",
+    "penalty": "P_t, the penalty matrix used in training, one per model (None: F_0 + δ) or one for all",
     "damping": "δ",
-    "thresholds": "the magnitude from which an entry of Δ_t counts as large, one per tuned model",
-    "kept": "boolean masks drawn with probability `density`, one per tuned model",
-    "uniform": "random numbers from 0 to 1, one for every entry, of every tuned model",
-    "grams": "XᵀX of the inputs of the linear layer, one matrix per tuned model",
+    "thresholds": "the magnitude from which an entry of Δ_t counts as large, one per fine-tuned model",
+    "kept": "boolean masks drawn with probability `density`, one per fine-tuned model",
+    "uniform": "uniform random numbers from 0 to 1, one per entry of every fine-tuned model",
+    "grams": "XᵀX of the inputs of the linear layer, one matrix per fine-tuned model",
 }
+"""The inputs that a rule can take, by parameter name."""
 
+Granularity = Literal["entries", "rows", "tensor"]
+"""How the engine may split tensors for a rule.
 
-Grain = Literal["entries", "rows", "tensor"]
-"""How tensors may be cut for a rule: anywhere, so that it sees flat blocks; between indices of the first axis, so that
-it sees some of those (a vector stays whole); or not at all. Rows and tensors come in their shape."""
-
+``entries``: anywhere; the rule gets flat blocks. ``rows``: between indices of the first axis; the rule gets some rows
+(a vector is never split). ``tensor``: not at all. Rows and tensors keep their shape.
+"""
 
 Check = Literal["coefficients", "positive-weights", "step-size"]
-"""What a merge checks before it starts: whether the coefficients of the Δ_t are far above the weights, whether a weight
-is negative, or whether the step is too long to be trusted."""
+"""A check before the merge.
 
-Wide = Callable[[Sequence[float], Mapping[str, Any]], bool]
-"""(weights, options) → whether float32 is too narrow for what a rule computes with them."""
-#: Weights that are no smaller, and add up to no more, are multiplied with curvature in float32: other products may
-#: vanish or overflow.
-USUAL = (1e-3, 1e3)
+``coefficients``: note if gradient matching equals task arithmetic on most entries. ``positive-weights``: note negative
+weights. ``step-size``: refuse a removal that moves the model too far.
+"""
+
+NORMAL_WEIGHTS = (1e-3, 1e3)
+"""With weights at least this large, whose sum is at most this large, products with curvature fit float32."""
 
 
 def never(weights: Sequence[float], options: Mapping[str, Any]) -> bool:
-    """Whatever the weights are, float32 is wide enough."""
+    """Compute in float32 whatever the weights are."""
     return False
 
 
-def negative(weights: Sequence[float], options: Mapping[str, Any]) -> bool:
-    """A negative weight makes a divisor the difference of numbers that may be nearly equal."""
+def negative_weights(weights: Sequence[float], options: Mapping[str, Any]) -> bool:
+    """Return whether a weight is negative: the divisor may then be a difference of nearly equal numbers."""
     return min(weights) < 0
 
 
-def unusual(weights: Sequence[float], options: Mapping[str, Any]) -> bool:
-    """A weight is negative, or so large or small that its product with curvature may not fit float32."""
-    if negative(weights, options):
+def extreme_weights(weights: Sequence[float], options: Mapping[str, Any]) -> bool:
+    """Return whether a weight is negative, or its product with curvature may underflow or overflow float32."""
+    if negative_weights(weights, options):
         return True
     sizes = [abs(weight) for weight in weights if weight != 0]
-    return min(sizes, default=1.0) < USUAL[0] or sum(sizes) > USUAL[1]
+    return min(sizes, default=1.0) < NORMAL_WEIGHTS[0] or sum(sizes) > NORMAL_WEIGHTS[1]
 
 
 @dataclass(frozen=True)
 class Help:
-    """What an option is for, and the range of its values."""
+    """The help text of an option and the range of its values."""
 
     text: str
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     per_model: bool = False
-    """It may differ between models: the rule is given one number, or a list with one for each tuned model."""
+    """Models may have different values; the rule then gets a list with one value per fine-tuned model."""
 
 
-def each(value: float | Sequence[float], models: Sequence[Any]) -> Sequence[float]:
-    """An option that may differ between models, as one number for each of them."""
+def per_model(value: float | Sequence[float], models: Sequence[Any]) -> Sequence[float]:
+    """Return an option that is one number or a list as one number per model."""
     return value if isinstance(value, Sequence) else [value] * len(models)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a rule, as read from the rule's signature."""
+    """An option of a rule, read from the rule's signature."""
 
     name: str
     type: Any
@@ -110,12 +113,12 @@ class Option:
 
     @property
     def meaning(self) -> str:
-        """What it is for, and whether models may differ in it."""
-        return self.help.text + (" (models may differ in it)" if self.help.per_model else "")
+        """The help text, with a remark if models may have different values."""
+        return self.help.text + (" (can be set per model)" if self.help.per_model else "")
 
     @property
     def kind(self) -> str:
-        """The type in words, with its range: ``number, 0 < x ≤ 1`` or ``model | tensor``."""
+        """The type with its range: ``number, 0 < x ≤ 1`` or ``model | tensor``."""
         if get_origin(self.type) is Literal:
             return " | ".join(get_args(self.type))
         word = {float: "number", OrNone: "number", int: "whole number", bool: "true | false"}.get(
@@ -128,47 +131,75 @@ class Option:
         return f"{word}; or none" if self.type == OrNone else word
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
-    """A merge rule: the function, and what it needs to be run."""
+    """A merge rule: the function and what the engine has to know to run it."""
 
     name: str
     function: Callable[..., Tensor]
-    row: tuple[str, str, str]
+    matching_form: tuple[str, str, str]
     """(α_t, H_0, H_t): the rule as a special case of gradient matching."""
     reference: str
-    inputs: tuple[str, ...]
-    options: tuple[Option, ...]
     when: Mapping[str, str | tuple[str, Any]] = field(default_factory=dict)
-    """Inputs needed only if the named option is true, or has the value that follows its name."""
-    optional: frozenset[str] = frozenset()
-    """Inputs that the recipe may leave out; the function then gets None."""
+    """Inputs that are needed only if an option is true (its name) or has a value (name, value)."""
+    optional: Set[str] = frozenset()
+    """Inputs that the recipe may omit; the function then gets None."""
     precision: Callable[..., Tensor] | None = None
-    """H̄, the merged model's own curvature, as a function of the same inputs and options."""
+    """H̄, the curvature of the merged model, as a function of the same inputs and options."""
     only_one_model: bool = False
-    base_shows: bool = True
-    """Where the base, or a model that has a weight, has NaN or infinity, the result has too."""
-    otherwise: Rule | None = None
-    """The rule for tensors that have no Gram matrix; a rule with one works on whole matrices."""
+    """The rule takes exactly one fine-tuned model."""
+    propagates_nonfinite: bool = True
+    """NaN and infinity in the base, or in a model with a positive weight, always reach the result."""
+    fallback: Rule | None = None
+    """The rule for tensors without a Gram matrix; a rule with a fallback works on whole matrices."""
     layers: Callable[..., Tensor] | None = None
-    """The same rule for a linear layer with Kronecker curvature: a function of the same inputs, as matrices [W b]."""
-    wide: Wide = never
-    """When the rule is given float64 whatever the files hold."""
+    """The rule for a linear layer with Kronecker curvature: a function of the same inputs, as matrices [W b]."""
+    needs_float64: Callable[[Sequence[float], Mapping[str, Any]], bool] = never
+    """(weights, options) → whether the rule computes in float64 even if the files hold float32."""
     measures: Mapping[str, Measure] = field(default_factory=dict)
-    """What is found out about whole tensors beforehand, in this order; inputs of the same names take it."""
+    """Statistics of whole tensors that the engine computes first, in this order; inputs of the same names get them."""
     ranks: Callable[..., list[list[int]]] | None = None
-    """Of a rule with ``thresholds``: for every model, the ranks of these among the entries of |Δ_t|."""
-    grain: Grain | Callable[[Mapping[str, Any]], Grain] = "entries"
-    """How tensors may be cut, possibly by the options."""
-    auto_damping: Literal["usual", "mean-curvature"] = "usual"
-    """δ of `damping: auto`: 1e-10 (in layers with Kronecker curvature a share of their mean), or the mean over all
-    entries of Σ F_t."""
-    checks: frozenset[Check] = frozenset()
-    copies: int = 3
-    """Of a rule that sees whole tensors: how many it holds at a time besides its inputs, in float64."""
+    """For a rule with ``thresholds``: the rank of each threshold among the entries of |Δ_t|, per model."""
+    granularity: Granularity | Callable[[Mapping[str, Any]], Granularity] = "entries"
+    """How the engine may split tensors, possibly depending on the options."""
+    workspace: int = 3
+    """For a rule that gets whole tensors: the number of float64 copies it allocates besides its inputs."""
+    auto_damping: Literal["constant", "mean-curvature"] = "constant"
+    """δ for ``damping: auto``: 1e-10 (in layers with Kronecker curvature a share of their mean), or the mean over all
+    merged entries of Σ F_t."""
+    checks: Set[Check] = frozenset()
+    """What the engine checks before the merge."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.function(*args, **kwargs)
+
+    @functools.cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the positional parameters."""
+        names = [p.name for p in self._parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        for name in names:
+            if name not in INPUTS and name not in self.measures:
+                raise TypeError(f"rule {self.name}: unknown input {name!r}; the inputs are {', '.join(INPUTS)}")
+        return tuple(names)
+
+    @functools.cached_property
+    def options(self) -> tuple[Option, ...]:
+        """The keyword-only parameters."""
+        hints = get_type_hints(self.function, include_extras=True)
+        options = []
+        for parameter in self._parameters:
+            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+                continue
+            hint = hints.get(parameter.name)
+            help_ = get_args(hint)[-1] if get_origin(hint) is Annotated else None
+            if not isinstance(help_, Help):
+                raise TypeError(f"rule {self.name}: option {parameter.name!r} needs Annotated[type, Help(…)]")
+            options.append(Option(parameter.name, get_args(hint)[0], parameter.default, help_))
+        return tuple(options)
+
+    @functools.cached_property
+    def _parameters(self) -> list[inspect.Parameter]:
+        return list(inspect.signature(self.function).parameters.values())
 
     @functools.cached_property
     def option_names(self) -> frozenset[str]:
@@ -176,47 +207,49 @@ class Rule:
 
     @property
     def summary(self) -> str:
+        """The first line of the docstring."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]
 
     @property
     def explanation(self) -> str:
+        """The whole docstring."""
         return inspect.cleandoc(self.function.__doc__ or "")
 
     @property
     def needs_in_words(self) -> str:
         """What a recipe for this rule must name."""
-        words = (
-            ["the base"] if "base" in self.inputs and "base" not in self.when and "base" not in self.optional else []
-        )
-        words.append("one tuned model" if self.only_one_model else "tuned models")
+        words = []
+        if "base" in self.inputs and "base" not in self.when and "base" not in self.optional:
+            words.append("the base")
+        words.append("one fine-tuned model" if self.only_one_model else "fine-tuned models")
         if "prior" in self.inputs:
-            words.append(
-                "curvature of the base" + (f" (with {self.when['prior']}: true)" if "prior" in self.when else "")
-            )
+            condition = f" (with {self.when['prior']}: true)" if "prior" in self.when else ""
+            words.append(f"curvature of the base{condition}")
         if "curvature" in self.inputs:
-            words.append("curvature of every tuned model")
+            words.append("curvature of every fine-tuned model")
         if "grams" in self.inputs:
-            words.append("Gram matrices of every tuned model")
+            words.append("Gram matrices of every fine-tuned model")
         return ", ".join(words)
 
     @property
     def memory_in_words(self) -> str:
-        """What a rule that sees whole tensors needs; nothing for others."""
-        if self.otherwise is None and self.grain != "tensor":
+        """The memory that a rule on whole tensors needs; empty for other rules."""
+        if self.fallback is None and self.granularity != "tensor":
             return ""
-        return f"about {8 * (self.copies + 1)} bytes, and 8 for each model, per entry of the largest tensor and thread"
+        size = 8 * (self.workspace + 1)
+        return f"about {size} bytes, and 8 for each model, per entry of the largest tensor and thread"
 
-    def cut(self, options: Mapping[str, Any]) -> Grain:
-        """How tensors may be cut under these options."""
-        return self.grain(options) if callable(self.grain) else self.grain
+    def granularity_of(self, options: Mapping[str, Any]) -> Granularity:
+        """How the engine may split tensors under these options."""
+        return self.granularity(options) if callable(self.granularity) else self.granularity
 
-    def measured(self, options: Mapping[str, Any]) -> dict[str, Measure]:
-        """The measures that are needed under these options, those included that others need."""
-        idle = frozenset(self.inputs) - self.needs(options)
-        return {name: measure for name, measure in self.measures.items() if name not in idle}
+    def measures_of(self, options: Mapping[str, Any]) -> dict[str, Measure]:
+        """The measures that are needed under these options, including those that others need."""
+        unused = frozenset(self.inputs) - self.needs(options)
+        return {name: measure for name, measure in self.measures.items() if name not in unused}
 
     def needs(self, options: Mapping[str, Any]) -> frozenset[str]:
-        """The inputs that the function takes under these options."""
+        """The inputs that the function uses under these options."""
 
         def holds(condition: str | tuple[str, Any]) -> bool:
             if isinstance(condition, str):
@@ -224,69 +257,12 @@ class Rule:
             value = options.get(condition[0])
             return isinstance(value, tuple) or bool(value == condition[1])  # a tuple varies between tensors
 
-        return frozenset(n for n in self.inputs if n not in self.when or holds(self.when[n]))
+        return frozenset(name for name in self.inputs if name not in self.when or holds(self.when[name]))
 
 
-def rule(
-    name: str,
-    *,
-    row: tuple[str, str, str],
-    reference: str,
-    when: Mapping[str, str | tuple[str, Any]] | None = None,
-    optional: Iterable[str] = (),
-    precision: Callable[..., Tensor] | None = None,
-    only_one_model: bool = False,
-    base_shows: bool = True,
-    otherwise: Rule | None = None,
-    layers: Callable[..., Tensor] | None = None,
-    wide: Wide = never,
-    measures: Mapping[str, Measure] | None = None,
-    ranks: Callable[..., list[list[int]]] | None = None,
-    grain: Grain | Callable[[Mapping[str, Any]], Grain] = "entries",
-    auto_damping: Literal["usual", "mean-curvature"] = "usual",
-    checks: Iterable[Check] = (),
-    copies: int = 3,
-) -> Callable[[Callable[..., Tensor]], Rule]:
-    """Declare a function as a merge rule; inputs and options are read from its signature."""
+def rule(name: str, **attributes: Any) -> Callable[[Callable[..., Tensor]], Rule]:
+    """Declare a function as a merge rule; ``attributes`` are those of :class:`Rule`.
 
-    def declare(function: Callable[..., Tensor]) -> Rule:
-        hints = get_type_hints(function, include_extras=True)
-        inputs, options = [], []
-        for parameter in inspect.signature(function).parameters.values():
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-                options.append(_option(parameter, hints[parameter.name]))
-            elif parameter.name in INPUTS or parameter.name in (measures or {}):
-                inputs.append(parameter.name)
-            else:
-                raise TypeError(f"rule {name}: {parameter.name!r} is no input; inputs are {', '.join(INPUTS)}")
-        return Rule(
-            name=name,
-            function=function,
-            row=row,
-            reference=reference,
-            inputs=tuple(inputs),
-            options=tuple(options),
-            when=when or {},
-            optional=frozenset(optional),
-            precision=precision,
-            only_one_model=only_one_model,
-            base_shows=base_shows,
-            otherwise=otherwise,
-            layers=layers,
-            wide=wide,
-            measures=measures or {},
-            ranks=ranks,
-            grain=grain,
-            auto_damping=auto_damping,
-            checks=frozenset(checks),
-            copies=copies,
-        )
-
-    return declare
-
-
-def _option(parameter: inspect.Parameter, hint: Any) -> Option:
-    if get_origin(hint) is not Annotated:
-        raise TypeError(f"option {parameter.name!r} needs Annotated[type, Help(…)]")
-    kind, help_ = get_args(hint)
-    return Option(parameter.name, kind, parameter.default, help_)
+    Inputs and options come from the function's signature, which is read when they are first used.
+    """
+    return lambda function: Rule(name, function, **attributes)

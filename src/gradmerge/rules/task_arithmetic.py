@@ -13,7 +13,7 @@ from .spec import Help, rule
 
 @rule(
     "task-arithmetic",
-    row=("w_t", "I", "0"),
+    matching_form=("w_t", "I", "0"),
     reference="Ilharco et al., Editing models with task arithmetic, ICLR 2023",
 )
 def task_arithmetic(

@@ -22,7 +22,7 @@ def _norms(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[float]) -
 
 @rule(
     "ties",
-    row=("w_t", "0", "0/1 mask after trimming and sign election"),
+    matching_form=("w_t", "0", "0/1 mask after trimming and sign election"),
     reference="Yadav et al., TIES-Merging, NeurIPS 2023",
     ranks=largest,
     measures={"norms": Sums(_norms)},

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from .sparse import Scale
-from .spec import rule, unusual
+from .spec import extreme_weights, rule
 from .svd import plain_mean, rounding, svd
 
 
 @rule(
     "tsv",
-    row=("w_t", "I", "0, between orthogonal directions"),
+    matching_form=("w_t", "I", "0, between orthogonal directions"),
     reference="Gargiulo et al., Task Singular Vectors, CVPR 2025",
-    grain="tensor",
-    wide=unusual,
-    copies=8,
+    granularity="tensor",
+    needs_float64=extreme_weights,
+    workspace=8,
 )
 def tsv(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
     """θ_0 + scale · U_⊥ Σ V_⊥ᵀ for matrices: each Δ_t's leading 1/T of singular vectors, all made orthogonal together.

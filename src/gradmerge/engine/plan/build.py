@@ -204,14 +204,14 @@ def make_plan(
         if name not in wanted:
             jobs.append(Job(name, info, None))
             continue
-        chosen = rule if rule.otherwise is None or name in gram_names else rule.otherwise
+        chosen = rule if rule.fallback is None or name in gram_names else rule.fallback
         read = [c for c in inputs.checkpoints if name not in c.absent]
         types = {c.tensors[inputs.stored_name(c, name)].dtype for c in read}
         widest = _widest_type(types) if recipe.output.dtype == "widest" else info.dtype
         stored = _STORED.get(recipe.output.dtype, widest)
-        wide = "F64" in types or chosen.otherwise is not None or name in layers or name in biases
+        wide = "F64" in types or chosen.fallback is not None or name in layers or name in biases
         compute = torch.float64 if wide else torch.float32
-        grain = chosen.cut(inputs.settings.of(name).options)
+        grain = chosen.granularity_of(inputs.settings.of(name).options)
         jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases, grain=grain))
     own = {job.name: job for job in jobs}
     for place, job in enumerate(jobs):
@@ -374,7 +374,7 @@ def rehearse(plan: Plan) -> None:
     one = torch.ones(1, 1)
     stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one) | {"damping": plan.inputs.damping}
     every = plan.inputs.settings.every(job.name for job in plan.merged)
-    for rule in (plan.rule, plan.rule.otherwise):
+    for rule in (plan.rule, plan.rule.fallback):
         for numbers in every if rule is not None else ():
             assert rule is not None
             models = len(numbers.weights)
@@ -384,7 +384,7 @@ def rehearse(plan: Plan) -> None:
                 ranks = rule.ranks(1, models, numbers.options) if rule.ranks is not None else []
                 stand_ins["thresholds"] = [0.0 if len(own) == 1 else [0.0] * len(own) for own in ranks]
                 arguments = rule_arguments(rule, plan, stand_ins, numbers)
-                found = measured(rule.measured(numbers.options), [arguments].__iter__, arguments, 1, one.dtype)
+                found = measured(rule.measures_of(numbers.options), [arguments].__iter__, arguments, 1, one.dtype)
                 rule(**rule_arguments(rule, plan, {**stand_ins, **found}, numbers))
             except ValueError as error:
                 raise InputError(f"{rule.name}: {error}") from error

@@ -15,7 +15,7 @@ from ...notes import Note
 from ...rules import Rule
 from ...rules.kronecker_matching import KroneckerFactors
 from ...rules.measures import Measure
-from ...rules.spec import Grain
+from ...rules.spec import Granularity
 from ...text import natural
 from .inputs import Inputs
 from .per_layer import Numbers
@@ -42,13 +42,13 @@ class Job:
     """For the weight of a layer with Kronecker curvature, which is solved whole."""
     inside: bool = False
     """A bias that is solved and written with its layer's weight."""
-    grain: Grain = "entries"
+    grain: Granularity = "entries"
     """How the tensor may be cut for the rule."""
 
     @property
     def solved(self) -> bool:
         """Whether the rule solves for the matrix as a whole, from Gram matrices or Kronecker factors."""
-        return self.layer is not None or (self.rule is not None and self.rule.otherwise is not None)
+        return self.layer is not None or (self.rule is not None and self.rule.fallback is not None)
 
     @property
     def whole(self) -> bool:
@@ -144,7 +144,7 @@ class Plan:
     @property
     def measures(self) -> Mapping[str, Measure]:
         """What is measured on whole tensors before the merge."""
-        return self.rule.measured(self.inputs.options)
+        return self.rule.measures_of(self.inputs.options)
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -225,7 +225,7 @@ class Plan:
     def _wide(self) -> bool:
         """Whether some blocks are in float64."""
         every = self.inputs.settings.every(job.name for job in self.merged)
-        wide = any(self.rule.wide(numbers.all_weights, numbers.options) for numbers in every)
+        wide = any(self.rule.needs_float64(numbers.all_weights, numbers.options) for numbers in every)
         return wide or any(job.compute == torch.float64 for job in self.jobs)
 
     @property
@@ -240,7 +240,7 @@ class Plan:
         All copies count: eigenvectors, the vectors of conjugate gradients, and what is freed and not yet given back.
         """
         if job.layer is None:
-            return job.info.numel * 8 * (tensors + (job.rule.copies if job.rule is not None else 0))
+            return job.info.numel * 8 * (tensors + (job.rule.workspace if job.rule is not None else 0))
         factors = [source.nbytes(job.name) for source in self.inputs.curvatures]
         return job.info.numel * 8 * (tensors + 24) + 6 * sum(factors) + 12 * max(factors)
 
@@ -251,7 +251,7 @@ def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any], numbers: 
     Where weights make float32 too narrow for the rule, the tensors are widened.
     """
     inputs = plan.inputs
-    if rule.wide(numbers.all_weights, numbers.options):
+    if rule.needs_float64(numbers.all_weights, numbers.options):
         tensors = converted(tensors, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     given: dict[str, Any] = {"weights": numbers.weights, "base_weight": numbers.base_weight}
     if "damping" in rule.inputs:

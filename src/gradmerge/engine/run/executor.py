@@ -172,7 +172,7 @@ def _check_finite(plan: Plan, job: Job, tensors: dict[str, Any], merged: Tensor,
     assert job.rule is not None
     inputs, base = plan.inputs, tensors.get("base")
     fine = all_finite(stored)
-    if fine and job.rule.base_shows and min(inputs.settings.of(job.name).weights) > 0:
+    if fine and job.rule.propagates_nonfinite and min(inputs.settings.of(job.name).weights) > 0:
         return
     for checkpoint, tensor in ((inputs.base, base), *zip(inputs.tuned_of(job.name), tensors["tuned"], strict=True)):
         if checkpoint is not None and tensor is not None and not all_finite(tensor):

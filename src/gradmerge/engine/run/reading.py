@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checkpoints.checkpoint import Buffers, Checkpoint
 from ...errors import InputError
-from ...rules.spec import each
+from ...rules.spec import per_model
 from ...text import one_line
 from ..plan.inputs import CurvatureInput
 from ..plan.plan import Job, Plan, converted
@@ -57,7 +57,7 @@ def random_inputs(plan: Plan, kind: str, tensor: str, start: int, stop: int) -> 
     options, models = plan.inputs.settings.of(tensor).options, range(len(plan.inputs.tuned_of(tensor)))
     if kind == "uniform":
         return [uniform(options["seed"], i, tensor, start, stop) for i in models]
-    shares = enumerate(each(options["density"], models))
+    shares = enumerate(per_model(options["density"], models))
     return [keep_mask(options["seed"], i, tensor, start, stop, share) for i, share in shares]
 
 

@@ -39,7 +39,7 @@ def measure(
             tensors = read_block(plan, job, start, stop, buffers)
             yield rule_arguments(rule, plan, shaped(job, start, stop, {**tensors, **known}), settings)
 
-    numbers, measures = rule_arguments(rule, plan, known, settings), rule.measured(settings.options)
+    numbers, measures = rule_arguments(rule, plan, known, settings), rule.measures_of(settings.options)
     found = measured(measures, blocks, numbers, job.info.numel, job.compute)
     advance(len(measures) * plan.bytes_read(job))
     return found
