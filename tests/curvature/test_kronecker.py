@@ -159,7 +159,7 @@ def test_float32_is_the_same_to_its_rounding(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "when"),
-    [("accumulate.add_squares", 1), *(("factors.BatchInputs.rows", when) for when in (1, 2, 3, 6, 11))],
+    [("accumulate.add_squares", 1), *(("kfac.BatchInputs.rows", when) for when in (1, 2, 3, 6, 11))],
 )
 def test_where_memory_runs_out_halves_give_the_same(what: str, when: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether at a squared gradient, or where the rows of a layer's input or output are made."""

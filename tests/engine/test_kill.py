@@ -32,7 +32,7 @@ import json, os, signal, sys, time
 import torch
 torch.set_num_threads(1)
 import gradmerge as gm
-from gradmerge.engine.journal import Journal
+from gradmerge.engine.run.journal import Journal
 from gradmerge.errors import GradmergeError
 
 from tests.fuzz.killing import kill_before_change
