@@ -22,7 +22,7 @@ from ..views import beneath, is_same
 from .config_diff import allows, comparable, differences, labels, shown
 from .lineage import kinship, kinship_note
 from .rename import rename_hint
-from .tied_weights import equal, in_layer, other_ties, same_values, tied_to
+from .tied_weights import KEY as TYING, equal, in_layer, same_values, tied_to, tying_differences
 
 #: Constants that older versions of transformers saved with the weights and newer ones do not. Those in ``MASKS`` share
 #: their name with a bias, and are told from it by their four dimensions.
@@ -215,23 +215,25 @@ def _compare_configs(
     """Refuse configs that make another function of the same weights; returns the ``allowed`` keys that were needed."""
     try:
         found, unknown = differences(*comparable(first.config, other.config))
-        lines = {
-            key: f"{key}: {shown(here)} in {first.label}, {shown(there)} in {other.label}"
+        lines = [
+            (key, f"{key}: {shown(here)} in {first.label}, {shown(there)} in {other.label}")
             for key, (here, there) in found.items()
-        }
+        ]
     except RecursionError:
         raise InputError(f"{other.label}: its config.json, or that of {first.label}, is nested too deeply") from None
-    lines |= dict(other_ties(stored(first), stored(other), chosen))
-    lines |= dict(_other_labels(first, other, result))
-    allowing = {key: by for key in lines if (by := allows(allowed, key))}
-    refused = [line for key, line in lines.items() if key not in allowing]
+    tying, notes = tying_differences(stored(first), stored(other), chosen)
+    lines += [(TYING, line) for line in tying]
+    lines += _other_labels(first, other, result)
+    result.notes += notes
+    allowing = {key: by for key, _ in lines if (by := allows(allowed, key))}
+    refused = [line for key, line in lines if key not in allowing]
     what = f"{other.label}: its config makes another function of the weights than that of {first.label}"
     advice = "Take models that agree; if a difference is meant, pass --allow-config KEY for each key."
     result.refuse(refused, what, advice, limit=20)
     if allowing:
         result.notes.append(
             f"{other.label}: merged with another config, as --allow-config says; the result has that of {first.label}. "
-            + "; ".join(lines[key] for key in allowing)
+            + "; ".join(line for key, line in lines if key in allowing)
         )
     ours, theirs = (checkpoint.config.get("problem_type") for checkpoint in (first, other))
     if ours and theirs and ours != theirs:

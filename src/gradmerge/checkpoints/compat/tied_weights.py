@@ -1,19 +1,20 @@
-"""Tied weights: one tensor of a model under two names, such as a head that is its embedding, stored once or twice."""
+"""Tied weights: one parameter of a model under two names, such as a head that is also the embedding."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ...quiet import quiet_transformers
 from ..checkpoint import Buffers, Checkpoint
+from .config_diff import completed
 
-#: Tensor → modules whose tensor of the same kind may stand for it: for files without a config and for names that older
-#: versions of transformers wrote, and to spare the usual models the seconds that it takes to ask transformers.
+#: Tensor → modules that it can be tied to. The table covers files without a config, names that older versions of
+#: transformers wrote, and the usual models, for which it saves the seconds that importing their class takes.
 _TIED = {
     "lm_head.weight": "model.embed_tokens transformer.wte shared model.decoder.embed_tokens model.shared "
     "transformer.word_embeddings model.language_model.embed_tokens language_model.model.embed_tokens wte",
@@ -29,19 +30,21 @@ _TIED = {
     "vocab_projector.weight": "distilbert.embeddings.word_embeddings",
 }
 TIED = {n: tuple(f"{module}.{n.rpartition('.')[2]}" for module in modules.split()) for n, modules in _TIED.items()}
-#: The key of a config that says whether heads are embeddings.
+#: The key of a config that says whether the head is the embedding.
 KEY = "tie_word_embeddings"
-#: Tensors that encoder and decoder share, whether or not the head is one with them.
+#: Encoder and decoder share their embeddings whatever the config says about the head.
 STACKS = ("encoder.", "decoder.", "model.encoder.", "model.decoder.")
 
 
 def ties_of_class(checkpoint: Checkpoint) -> dict[str, str]:
-    """Tensor → the one it is tied to, as transformers declares for the class that the config names.
+    """Return tensor → the tensor it is tied to, as the model's transformers class declares.
 
-    Importing the class takes seconds: ask only about names that the table does not have.
+    Importing the class takes seconds, so callers ask only about names that ``TIED`` does not have.
     """
-    stated = checkpoint.config.get("architectures")
-    return _ties_of(str(stated[0])) if isinstance(stated, list) and stated and not says_untied(checkpoint) else {}
+    architectures = checkpoint.config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or says_untied(checkpoint):
+        return {}
+    return _ties_of(str(architectures[0]))
 
 
 @functools.cache
@@ -50,28 +53,23 @@ def _ties_of(architecture: str) -> dict[str, str]:
 
     try:
         with quiet_transformers():
-            found = getattr(transformers, architecture)._tied_weights_keys
-    except Exception:  # a class that needs what is not installed, or whatever else a config names
+            declared = getattr(transformers, architecture)._tied_weights_keys
+    except Exception:  # the class needs a package that is not installed, or the name is not a class
         return {}
-    # Some are patterns of names, between layers.
-    pairs: dict[str, str] = found if isinstance(found, dict) else {}
+    pairs: dict[str, str] = declared if isinstance(declared, dict) else {}
+    # Patterns tie modules inside of layers, which are compared like any other tensor.
     return {name: source for name, source in pairs.items() if re.fullmatch(r"[\w.]+\.(weight|bias)", name)}
 
 
 def tied_to(name: str, checkpoint: Checkpoint) -> str | None:
-    """The tensor that a head is tied to in a checkpoint, or None if it is not tied there."""
+    """Return the tensor that ``name`` is tied to in a checkpoint, or None if it is not tied there."""
     if in_layer(name) or (says_untied(checkpoint) and not name.startswith(STACKS)):
         return None
-    return _source(name, checkpoint)
-
-
-def _source(name: str, checkpoint: Checkpoint) -> str | None:
-    """From the table, or from transformers if the tensor is not stored, or another has the same values."""
     tensors = checkpoint.tensors
     for source in TIED.get(name, ()):
         if source in tensors:
             return source
-    if name in tensors:
+    if name in tensors:  # import the class only if another tensor has the same values
         others = (other for other in tensors if other != name and not in_layer(other))
         if len(tensors[name].shape) < 2 or not any(same_values(checkpoint, name, other) for other in others):
             return None
@@ -80,7 +78,7 @@ def _source(name: str, checkpoint: Checkpoint) -> str | None:
 
 
 def in_layer(name: str) -> bool:
-    """Whether a tensor belongs to one of a model's numbered layers; ties are between tensors outside of them."""
+    """Return whether a tensor belongs to a numbered layer. Tied weights are outside of the layers."""
     return re.search(r"\.\d+\.", name) is not None
 
 
@@ -89,47 +87,112 @@ def is_head(name: str) -> bool:
 
 
 def says_untied(checkpoint: Checkpoint) -> bool:
-    text = checkpoint.config.get("text_config")
-    inner = text.get(KEY) if isinstance(text, dict) else None
-    return checkpoint.config.get(KEY, inner) is False
+    return _config_flag(checkpoint) is False
 
 
 def has_head(checkpoint: Checkpoint) -> bool:
-    """Whether the architecture that a checkpoint was saved from, where it says so, gives tokens out."""
-    stated = checkpoint.config.get("architectures")
-    return not isinstance(stated, list) or any(re.search("LM|Generation|PreTraining", str(name)) for name in stated)
+    """Return whether the class in the config predicts tokens; True if the config names no class."""
+    architectures = checkpoint.config.get("architectures")
+    if not isinstance(architectures, list):
+        return True
+    return any(re.search("LM|Generation|PreTraining", str(name)) for name in architectures)
 
 
-def other_ties(first: Checkpoint, other: Checkpoint, chosen: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
-    """Heads that are the embedding in one model and a tensor of their own, or none, in the other."""
-    pair = first, other
-    untied = [says_untied(checkpoint) for checkpoint in pair]
-    lacking = [
-        n for n in first.tensors if n not in other.tensors and not in_layer(n) and len(first.tensors[n].shape) > 1
-    ]
-    for head in dict.fromkeys([*TIED, *lacking] if first.config and other.config else []):
-        if head in first.absent | other.absent:
+def tying_differences(
+    first: Checkpoint, other: Checkpoint, chosen: Callable[[str], bool]
+) -> tuple[list[str], list[str]]:
+    """Return lines about weights that only one of two models ties, and notes. ``chosen`` says what is merged.
+
+    A model can store a separate head although its config ties the head to the embedding. Loaders disagree about such a
+    file: transformers 4 and most inference engines ignore the stored head, transformers 5 uses it. It merges only with
+    models of which the same is true.
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    if not first.config or not other.config:
+        return problems, notes
+    for name, source in _tied_pairs(first, other):
+        if not chosen(name) or name in first.absent | other.absent:
             continue
-        stored = [head in checkpoint.tensors for checkpoint in pair]
-        alike = stored[0] == stored[1] and untied[0] == untied[1]
-        if not is_head(head) or not chosen(head) or stored == [False, True] or alike:
-            continue
-        known = [source for checkpoint in pair if (source := _source(head, checkpoint))]
-        sources = [next((source for source in known if source in c.tensors), "") for c in pair]
-        if not all(sources):
-            continue
-        tied = [not stored[i] or same_values(pair[i], head, sources[i]) for i in (0, 1)]
-        if not any(stored):
-            which = first if untied[0] else other
-            if which.config.get("architectures") and has_head(which):
-                yield KEY, f"{KEY}: false in {which.label}, which stores no {head}"
-        elif tied[0] != tied[1]:
-            one, two = pair if tied[0] else pair[::-1]
-            yield KEY, f"{KEY}: {head} is the embedding in {one.label}, and a tensor of its own in {two.label}"
+        pair = (first, other)
+        stored = [name in checkpoint.tensors for checkpoint in pair]
+        if stored == [True, True]:
+            flags = [_flag(name, checkpoint) for checkpoint in pair]
+            if flags == [False, False]:
+                continue
+            equal = [same_values(checkpoint, name, source) for checkpoint in pair]
+            if all(equal):
+                continue
+            if None in flags or flags[0] != flags[1]:
+                flags = [_flag_with_default(name, checkpoint) for checkpoint in pair]
+            contradictory = [flag and not same for flag, same in zip(flags, equal, strict=True)]
+            if all(contradictory):
+                if is_head(name) and not says_untied(first):
+                    notes.append(f"{other.label} and {_contradiction(first, name, source)}")
+            elif any(contradictory):
+                problems.append(_contradiction(pair[contradictory.index(True)], name, source))
+            elif any(flags):
+                problems.append(_only_one_ties(pair[equal.index(True)], pair[equal.index(False)], name, source))
+        elif stored == [True, False] and tied_to(name, other) and not same_values(first, name, source):
+            problems.append(_only_one_ties(other, first, name, source))
+        elif stored == [False, False] and is_head(name) and says_untied(first) != says_untied(other):
+            untied = first if says_untied(first) else other
+            if untied.config.get("architectures") and has_head(untied):
+                problems.append(f"{KEY}: false in {untied.label}, which stores no {name}")
+    return problems, notes
+
+
+def _tied_pairs(first: Checkpoint, other: Checkpoint) -> list[tuple[str, str]]:
+    """Return (tensor, the tensor it can be tied to) for every pair whose second tensor both models store."""
+
+    def stored(source: str) -> bool:
+        return source in first.tensors and source in other.tensors
+
+    pairs = [(name, source) for name, sources in TIED.items() for source in sources if stored(source)]
+    known = {n for pair in pairs if pair[0] in first.tensors.keys() | other.tensors.keys() for n in pair}
+    matrices = [n for n, info in first.tensors.items() if len(info.shape) > 1 and not in_layer(n) and n not in known]
+    shapes = [first.tensors[name].shape for name in matrices]
+    # Ask the class only about models that may have a head that the table does not know.
+    if any(name not in other.tensors for name in matrices) or len(set(shapes)) < len(shapes):
+        ties = ties_of_class(other) | ties_of_class(first)
+        pairs += [(name, source) for name, source in ties.items() if stored(source) and (name, source) not in pairs]
+    return pairs
+
+
+def _config_flag(checkpoint: Checkpoint) -> bool | None:
+    """Return what the config says about tied embeddings, or None if it says nothing."""
+    text = checkpoint.config.get("text_config")
+    flag = checkpoint.config.get(KEY, text.get(KEY) if isinstance(text, dict) else None)
+    return flag if isinstance(flag, bool) else None
+
+
+def _flag(name: str, checkpoint: Checkpoint) -> bool | None:
+    return True if name.startswith(STACKS) else _config_flag(checkpoint)
+
+
+def _flag_with_default(name: str, checkpoint: Checkpoint) -> bool:
+    """Return whether the model's class ties a tensor. Some classes, such as T5's, ignore what the config says."""
+    if name.startswith(STACKS):
+        return True
+    full = completed(checkpoint.config) or {}
+    flag = full.get(KEY)
+    return flag if isinstance(flag, bool) else _config_flag(checkpoint) is True
+
+
+def _contradiction(checkpoint: Checkpoint, name: str, source: str) -> str:
+    return (
+        f"{checkpoint.label}: its config ties {name} to {source} ({KEY}), but its file stores different values for "
+        f"the two. transformers 4 ignores the stored {name}, transformers 5 uses it. If it was trained, set {KEY} to "
+        "false in config.json; otherwise remove it from the file"
+    )
+
+
+def _only_one_ties(tied: Checkpoint, untied: Checkpoint, name: str, source: str) -> str:
+    return f"{KEY}: {name} is tied to {source} in {tied.label}, and a separate tensor in {untied.label}"
 
 
 def same_values(checkpoint: Checkpoint, one: str, two: str) -> bool:
-    """Whether two tensors of a checkpoint are the same, bit by bit."""
+    """Return whether two tensors of a checkpoint are bit-identical."""
     if checkpoint.tensors[one] != checkpoint.tensors[two]:
         return False
     return equal((checkpoint, one), (checkpoint, two), lambda block: block.view(torch.uint8))

@@ -1,0 +1,191 @@
+"""Tied weights: merges agree with what transformers loads, and files that loaders read differently are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM, WhisperConfig, WhisperForConditionalGeneration
+
+import gradmerge as gm
+from gradmerge.checkpoints import Checkpoint, compare
+from gradmerge.checkpoints.compat.tied_weights import tied_to
+from gradmerge.errors import InputError
+from tests.forked import forked
+from tests.making import assert_close, random_state, run, write_model
+
+from .families import make, randomise
+
+KEY = "tie_word_embeddings"
+
+
+def bert(seed: int) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    return BertForMaskedLM(BertConfig(vocab_size=60, tie_word_embeddings=False, **sizes))
+
+
+def whisper(seed: int) -> Any:
+    torch.manual_seed(seed)
+    layers = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 24))}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 16, "vocab_size": 60}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return WhisperForConditionalGeneration(WhisperConfig(tie_word_embeddings=False, **layers, **heads, **tokens))
+
+
+#: Family → a model with a separate head, and the tensors that are the same if it is tied.
+MODELS: dict[str, tuple[Callable[[int], Any], dict[str, str]]] = {
+    "llama": (lambda seed: make("llama-untied", seed), {"lm_head.weight": "model.embed_tokens.weight"}),
+    "t5": (lambda seed: make("t5", seed), {"lm_head.weight": "shared.weight"}),
+    "bert": (
+        bert,
+        {
+            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+        },
+    ),
+    "whisper": (whisper, {"proj_out.weight": "model.decoder.embed_tokens.weight"}),  # known to the class alone
+}
+KINDS = ("stored once", "stored twice", "untied", "contradictory")
+
+
+def write(folder: Path, family: str, kind: str, seed: int) -> Path:
+    """A checkpoint whose head is tied or separate, as its config and its file say."""
+    builder, ties = MODELS[family]
+    model = builder(seed)
+    randomise(model.parameters(), seed, 0.1)
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for head, source in ties.items():
+        if kind == "stored once":
+            del state[head]
+        else:
+            separate = random_state(seed, {head: tuple(state[source].shape)})[head]
+            state[head] = state[source].clone() if kind == "stored twice" else separate
+    for stack in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
+        state.pop(stack, None)
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    return write_model(folder, state, 1, config | {KEY: kind != "untied"})
+
+
+def loaded(folder: Path, family: str) -> dict[str, Tensor]:
+    """Every parameter as transformers loads it."""
+    return dict(type(MODELS[family][0](0)).from_pretrained(folder).state_dict())
+
+
+def merges(family: str, base: str, tuned: str) -> bool:
+    tied = {"stored once", "stored twice"}
+    if family == "t5" and tied.isdisjoint({base, tuned}):
+        return True  # transformers 5 writes "tied" into the config of every T5
+    return {base, tuned} <= tied or base == tuned
+
+
+@pytest.mark.parametrize("tuned", KINDS)
+@pytest.mark.parametrize("base", KINDS)
+@pytest.mark.parametrize("family", MODELS)
+def test_a_merge_is_that_of_the_models_that_transformers_loads_or_is_refused(
+    family: str, base: str, tuned: str, tmp_path: Path
+) -> None:
+    folders = [write(tmp_path / name, family, kind, i) for i, (name, kind) in enumerate((("b", base), ("t", tuned)))]
+    recipe = {"method": "average", "base": str(folders[0]), "models": list(map(str, folders))}
+    states = [loaded(folder, family) for folder in folders]
+    want = {name: (value.double() + states[1][name].double()) / 2 for name, value in states[0].items()}
+    if merges(family, base, tuned):
+        gm.merge(recipe, tmp_path / "out")
+    else:
+        with pytest.raises(InputError):
+            gm.merge(recipe, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        if base == "stored once":
+            return  # the result would have no tensor for a separate head
+        gm.merge(recipe, tmp_path / "out", allow_config=[KEY])
+    assert_close(loaded(tmp_path / "out", family), want, 1e-6)
+
+
+def test_inspect_refuses_a_head_that_the_config_ties_beside_an_untied_one(tmp_path: Path) -> None:
+    folders = [write(tmp_path / kind, "llama", kind, i) for i, kind in enumerate(("untied", "contradictory"))]
+    run("inspect", *folders, status=2)
+    run("inspect", *reversed(folders), status=2)
+
+
+def test_defaults_of_the_class_count_where_a_config_does_not_mention_ties(tmp_path: Path) -> None:
+    plain, untied, contradictory = (
+        write(tmp_path / name, "llama", kind, i)
+        for i, (name, kind) in enumerate(
+            (("plain", "untied"), ("untied", "untied"), ("contradictory", "contradictory"))
+        )
+    )
+    config = json.loads((plain / "config.json").read_text())
+    del config[KEY]
+    (plain / "config.json").write_text(json.dumps(config))
+    gm.merge({"method": "average", "base": str(plain), "models": [str(untied)]}, tmp_path / "out")
+    with pytest.raises(InputError):
+        gm.merge({"method": "average", "base": str(plain), "models": [str(contradictory)]}, tmp_path / "refused")
+
+
+def test_a_stack_with_other_embeddings_than_the_shared_ones_is_refused() -> None:
+    state = random_state(0, {"shared.weight": (6, 4), "encoder.block.0.wi.weight": (4, 4)})
+    copies = {f"{stack}.embed_tokens.weight": state["shared.weight"].clone() for stack in ("encoder", "decoder")}
+    config = {"model_type": "t5", KEY: False}
+    base, same = (Checkpoint(label, memory=state | copies, config=config) for label in ("base", "same"))
+    moved = copies | {"encoder.embed_tokens.weight": state["shared.weight"] + 1}
+    assert not compare(base, [same]).problems
+    assert len(compare(base, [Checkpoint("tuned", memory=state | moved, config=config)]).problems) == 1
+
+
+# Which tensor is tied to which
+
+WHISPER = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], KEY: True}
+HEAD, EMBEDDING = "proj_out.weight", "model.decoder.embed_tokens.weight"
+SHAPES = {EMBEDDING: (6, 4), "model.decoder.layers.0.fc1.weight": (4, 4)}
+
+
+def checkpoint(label: str, head: Tensor | None = None, **config: Any) -> Checkpoint:
+    state = random_state(0, SHAPES)
+    if head is not None:
+        state[HEAD] = head
+    return Checkpoint(label, memory=state, config=WHISPER | config)
+
+
+def test_transformers_is_asked_about_a_head_that_the_table_does_not_have() -> None:
+    assert tied_to(HEAD, checkpoint("one")) == EMBEDDING
+    assert tied_to(HEAD, checkpoint("one", tie_word_embeddings=False)) is None
+    assert tied_to("model.decoder.embed_positions.weight", checkpoint("one")) is None
+
+
+@pytest.mark.parametrize("architecture", ["NoSuchModel", "__path__", "", 5, None, "BertForSequenceClassification"])
+def test_a_class_that_has_no_ties_or_is_none_is_no_error(architecture: Any) -> None:
+    assert tied_to("some_head.weight", checkpoint("one", architectures=[architecture])) is None
+
+
+def write_adapter(folder: Path, module: str) -> None:
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "base_model_name_or_path": "base"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    factors = {"A": torch.ones(1, 4), "B": torch.ones(4, 1)}
+    tensors = {f"base_model.model.{module}.lora_{letter}.weight": factor for letter, factor in factors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("tuned", ["stored once", "stored twice", "an adapter"])
+def test_the_usual_models_merge_without_the_seconds_that_transformers_takes(tuned: str, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], KEY: True}
+    state = random_state(0, {"model.embed_tokens.weight": (6, 4), "model.layers.0.up.weight": (4, 4)})
+    write_model(tmp_path / "base", state, 1, config)
+    if tuned == "an adapter":
+        write_adapter(tmp_path / "tuned", "model.layers.0.up")
+    else:
+        copy = {"lm_head.weight": state["model.embed_tokens.weight"].clone()} if tuned == "stored twice" else {}
+        write_model(tmp_path / "tuned", state | copy, 1, config)
+    code = (
+        "import sys, gradmerge as gm\n"
+        "gm.merge({'method': 'average', 'base': 'base', 'models': ['tuned']}, 'out')\n"
+        "assert 'transformers' not in sys.modules and 'regex' not in sys.modules\n"
+    )
+    done = forked(code=code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
