@@ -14,8 +14,14 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -83,10 +89,26 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 
+#: Mixtures of experts. transformers fuses the experts of the first two while it loads them, and stores them apart.
+EXPERTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8},
+    ),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+        | {"intermediate_size": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+
 
 def make(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random model; every parameter is random, also biases and norms."""
-    model_class, config_class, settings = FAMILIES[family]
+    model_class, config_class, settings = (FAMILIES | EXPERTS)[family]
     torch.manual_seed(seed)
     return moved(model_class(config_class(**settings | changes)), seed + 1000, 0.1)
 
@@ -112,7 +134,7 @@ def save(model: Any, folder: Path, shard: str = "5GB") -> Path:
 
 def load(family: str, folder: Path, **arguments: Any) -> Any:
     """The model in a folder, which must have every weight of its class and none besides."""
-    model, info = FAMILIES[family][0].from_pretrained(folder, output_loading_info=True, **arguments)
+    model, info = (FAMILIES | EXPERTS)[family][0].from_pretrained(folder, output_loading_info=True, **arguments)
     assert not info["missing_keys"], info
     assert not info["unexpected_keys"], info
     assert not info["mismatched_keys"], info

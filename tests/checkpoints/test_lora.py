@@ -22,6 +22,7 @@ from torch import Tensor
 import gradmerge as gm
 from gradmerge.checkpoints import Buffers, open_checkpoint
 from gradmerge.errors import InputError
+from gradmerge.tasks.models import load_model
 from tests.making import assert_close, random_curvature, read_model, weight_bytes, write_model
 
 from . import slow
@@ -168,6 +169,79 @@ def test_an_adapter_stands_for_what_peft_makes_of_it(case: str, tmp_path: Path) 
     assert all(any(piece in name for name in touched) for piece in pieces)
     assert changed(read_model(base), got) == touched
     load(family, tmp_path / "out")
+
+
+PARAMETERS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "all experts and a router, with patterns": (
+        "mixtral",
+        {
+            "r": 2,
+            "lora_alpha": 3,
+            "target_modules": ["q_proj"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "mlp.gate.weight"],
+            "rank_pattern": {"experts.down_proj": 3, r"layers\.1\.mlp\.gate\.weight": 1},
+            "alpha_pattern": {r"layers\.0\.mlp\.experts\.gate_up_proj": 5, "q_proj": 1},
+        },
+        {"w1", "w2", "w3", "gate", "q_proj"},
+    ),
+    "one of two parameters": (
+        "qwen3-moe",
+        {"r": 3, "lora_alpha": 5, "target_modules": [], "target_parameters": ["gate_up_proj"]},
+        {"gate_proj", "up_proj"},
+    ),
+    "rslora": (
+        "qwen3-moe",
+        {"r": 3, "use_rslora": True, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        {"gate_proj", "up_proj", "down_proj"},
+    ),
+    "inputs first, square, with biases": (
+        "gpt-oss",
+        {
+            "r": 2,
+            "bias": "all",
+            "target_modules": ["q_proj"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "experts.down_proj_bias"],
+        },
+        {"gate_up_proj", "down_proj", "q_proj", "bias"},
+    ),
+    "experts by their old names, which PEFT translates": (
+        "mixtral",
+        {"r": 2, "target_modules": ["w1", "w2", "w3"], "lora_alpha": 3},
+        {"w1", "w2", "w3"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_bare_parameters_are_merged_as_by_peft(case: str, tmp_path: Path) -> None:
+    family, settings, pieces = PARAMETERS[case]
+    base = make_base(tmp_path / "base", family)
+    got, want = same_as_peft(base, family, LoraConfig(**settings), tmp_path)
+    touched = changed(read_model(base), want)
+    assert changed(read_model(base), got) == touched
+    assert all(any(piece in name for name in touched) for piece in pieces)
+    merged = load(family, tmp_path / "out").state_dict()
+    loaded, _ = load_model(str(tmp_path / "adapter"), "causal-lm", device="cpu")  # as `evaluate` does
+    assert_close(loaded.state_dict(), merged, 1e-6)
+    merge_one(base, tmp_path / "adapter", tmp_path / "blocks/out", block=37, threads=2)
+    assert weight_bytes(tmp_path / "blocks/out") == weight_bytes(tmp_path / "out")
+
+
+@pytest.mark.parametrize("problem", ["no config", "other experts", "half of the factors"])
+def test_bare_parameters_that_do_not_fit_the_base_are_refused(problem: str, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "mixtral")
+    config = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    write_adapter(base, "mixtral", tmp_path / "adapter", config)
+    path = tmp_path / "adapter/adapter_model.safetensors"
+    if problem == "no config":
+        base = write_model(tmp_path / "bare", read_model(base), 1)
+    elif problem == "other experts":
+        base = make_base(tmp_path / "other", "mixtral", num_local_experts=2)
+    else:
+        save_file({n: v for n, v in load_file(path).items() if "0.mlp.experts.lora_B" not in n}, path)
+    with pytest.raises(InputError, match="adapter"):
+        merge_one(base, tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 SQUARE: dict[str, tuple[str, dict[str, Any], LoraConfig]] = {

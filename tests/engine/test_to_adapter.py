@@ -318,6 +318,17 @@ def test_adapters_that_cannot_be_written_are_refused(case: str, tmp_path: Path) 
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.gradmerge-partial").exists()
 
 
+def test_experts_that_transformers_fuses_are_refused_in_an_adapter(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "mixtral")
+    save(moved(load("mixtral", base), 3), tmp_path / "tuned")
+    with pytest.raises(InputError, match="experts"):
+        gm.extract_lora(tmp_path / "tuned", tmp_path / "out", base=base, rank=4)
+    gm.extract_lora(tmp_path / "tuned", tmp_path / "out", base=base, rank=64, exclude=["*experts*"])
+    want, got = read_model(tmp_path / "tuned"), by_peft(tmp_path, "mixtral")
+    start = read_model(base)
+    assert_close(got, {name: (start if "experts" in name else want)[name] for name in want}, 1e-6)
+
+
 def test_an_adapter_on_an_adapter_is_refused_as_base(tmp_path: Path) -> None:
     _, models = llama(tmp_path, LLAMA, SECOND)
     recipe = {"method": "task-arithmetic", "base": models[0], "models": [models[1]], "output": {"format": "adapter"}}

@@ -13,7 +13,6 @@ from ..io.small_files import read_json, require_within
 #: Settings that change what the adapter means, and that are not LoRA as in base + scale · BA.
 UNSUPPORTED = {
     "layer_replication": "layer replication",
-    "target_parameters": "LoRA on bare parameters",
     "alora_invocation_tokens": "activated LoRA",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
@@ -22,8 +21,9 @@ UNSUPPORTED = {
     "monteclora_config": "MonteCLoRA",
     "megatron_config": "Megatron layers",
 }
-#: Settings of adapters that are read, although they are more than base + scale · BA.
+#: Settings of adapters that are read, although they are more than base + scale · BA of a module's weight.
 MORE_THAN_FACTORS = {
+    "target_parameters": "LoRA on bare parameters",
     "use_dora": "DoRA",
     "trainable_token_indices": "trainable tokens",
     "lora_bias": "LoRA with a bias of its own",
@@ -47,6 +47,7 @@ class _FieldTypes(BaseModel):
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, FiniteFloat] | None = None
     target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
     exclude_modules: list[str] | str | None = None
     modules_to_save: list[str] | str | None = None
     layers_pattern: list[str] | str | None = None

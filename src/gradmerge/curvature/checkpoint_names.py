@@ -141,7 +141,9 @@ def _fingerprint(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
 def stored_sources(model: nn.Module) -> dict[str, str]:
     """Name in a checkpoint → name in memory, of every tensor whose entries all come from one parameter."""
     names = [name for name, _ in model.named_parameters()]
-    coded = {n: torch.tensor(float(k)).expand(p.shape) for k, (n, p) in enumerate(model.named_parameters())}
+    # transformers copies the parts of fused experts: with two columns each, the copies of a large model fit in memory.
+    shapes = [p.shape if p.dim() != 3 else (*p.shape[:2], 2) for p in model.parameters()]
+    coded = {name: torch.tensor(float(k)).expand(shapes[k]) for k, name in enumerate(names)}
     stored = _reverted(model, _untied(model, coded))
     return {n: names[int(v[(0,) * v.dim()])] for n, v in stored.items() if v.numel() and _is_one_number(v)}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +59,7 @@ def with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingIn
         needs = "this is a PEFT adapter, which needs the library peft: pip install peft"
         raise InputError(f"{reference}: {needs}") from error
     try:
-        config = without_patterns(PeftConfig.from_pretrained(str(folder)), dict(model.named_modules()), folder)
+        config = without_patterns(PeftConfig.from_pretrained(str(folder)), model, folder)
         wrapped = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=apart)
         whole = [name for name, _ in wrapped.named_modules() if name.endswith(".modules_to_save")]
         merged = wrapped if apart else wrapped.merge_and_unload()
@@ -78,28 +77,29 @@ def with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingIn
     return merged
 
 
-def without_patterns(config: Any, modules: Iterable[str], folder: Path) -> Any:
-    """The config with the names that its regular expressions fit in their place.
+def without_patterns(config: Any, model: nn.Module, folder: Path) -> Any:
+    """Replace the regular expressions in an adapter's config by the names that they match.
 
-    PEFT matches them with ``re``, which no limit of time can stop.
+    PEFT matches them with ``re``, which cannot be stopped after a time.
     """
     where = folder / "adapter_config.json"
     patterns = Patterns(where)
-    names = [name for name in modules if name]
+    modules = [name for name, _ in model.named_modules() if name]
+    targets = [*modules, *(name for name, _ in model.named_parameters())] if config.target_parameters else modules
 
-    def fitting(pattern: str) -> list[str]:
+    def matching(pattern: str, names: list[str]) -> list[str]:
         return [name for name in names if patterns.fits(pattern, name)]
 
     for key in ("target_modules", "exclude_modules"):
-        stated = getattr(config, key, None)
-        if isinstance(stated, str) and stated != "all-linear":
-            setattr(config, key, set(fitting(stated)))
-    if config.target_modules is not None and not config.target_modules:
+        value = getattr(config, key, None)
+        if isinstance(value, str) and value != "all-linear":
+            setattr(config, key, set(matching(value, modules)))
+    if config.target_modules is not None and not config.target_modules and not config.target_parameters:
         raise InputError(f"{where}: target_modules fits no module of the base. Was it trained on another base?")
     for key in ("rank_pattern", "alpha_pattern"):
-        stated = getattr(config, key, None) or {}
-        found = {pattern: fitting(rf"(.*\.)?({pattern})") for pattern in stated}
-        setattr(config, key, {"|".join(map(re.escape, found[p])): v for p, v in stated.items() if found[p]})
+        values = getattr(config, key, None) or {}
+        names = {pattern: matching(rf"(.*\.)?({pattern})", targets) for pattern in values}
+        setattr(config, key, {"|".join(map(re.escape, names[p])): v for p, v in values.items() if names[p]})
     for key in ("modules_to_save", "layers_pattern"):
         stated = getattr(config, key, None) or []
         for name in [stated] if isinstance(stated, str) else stated:

@@ -59,6 +59,8 @@ class AdapterLayout:
         self._known: dict[str, Place] = {}
         for adapter in adapters:
             for name, factors in adapter.factors.items():
+                if factors.slice is not None:
+                    continue
                 if ".lora_embedding_" in factors.a:
                     kind = "embedding"
                 else:
@@ -84,11 +86,13 @@ class AdapterLayout:
         """Tensor of the base → its name in the model."""
         paths, prefix = stored_sources(self._model), f"{getattr(self._model, 'base_model_prefix', '')}."
         own = {name for name, _ in self._model.named_buffers()}
+        shapes = {name: tuple(value.shape) for name, value in self._model.state_dict().items()}
         found = {}
         for name in self.base.tensors:
             names = (name, prefix + name, name.removeprefix(prefix))
             path = next((paths.get(other, other) for other in names if other in paths or other in own), None)
-            if path is not None:
+            # transformers fuses experts: a stored tensor of another shape is only a part of the parameter.
+            if path is not None and shapes.get(path) == self.base.tensors[name].shape:
                 found[name] = path
         return found
 
