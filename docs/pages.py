@@ -26,6 +26,7 @@ from gradmerge.cli.app import app
 from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice, SliceModel, TokenizerChoice
 from gradmerge.recipe.mergekit.methods import MERGEKIT_METHODS
 from gradmerge.rules import METHODS, Rule
+from gradmerge.rules.spec import INPUTS
 from gradmerge.tasks import MEANINGS, columns
 
 DOCS = Path(__file__).parent
@@ -162,6 +163,11 @@ def methods_table() -> str:
 
 def methods_reference() -> str:
     return methods_table() + "\n\n" + "\n\n".join(method(rule) for rule in METHODS.values())
+
+
+def rule_inputs() -> str:
+    """The inputs that a rule can take."""
+    return table(("input", "value"), [(f"`{name}`", text) for name, text in INPUTS.items()])
 
 
 def method(rule: Rule) -> str:
@@ -320,6 +326,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "hub-models": hub_models,
     "mergekit": mergekit_methods,
     "methods": methods_reference,
+    "rule-inputs": rule_inputs,
     "metrics": metrics_reference,
     "python": python_names,
     "recipe": recipe_reference,

@@ -40,6 +40,7 @@ from gradmerge.rules import METHODS
 from gradmerge.urls import output_path
 
 from ..making import SHAPES, Stop, near, random_curvature, random_state, weight_bytes, write_model
+from ..recipe.test_external_rules import EXAMPLE
 from . import test_layers, test_merge
 
 OPTIONS: dict[str, dict[str, Any]] = {"slerp": {"t": 0.3}, "nearswap": {"t": 0.1}}
@@ -97,7 +98,7 @@ def on(
     cluster: RayCluster, recipe: dict[str, Any], out: Path, workers: int = 2, folder: Path | None = None, **how: Any
 ) -> MergeResult:
     """A merge on some of a cluster's workers, in small blocks."""
-    made = make_recipe(recipe, folder=folder)
+    made = make_recipe(recipe, folder=folder, allow_code=True)
     idle, cluster.crew.members = cluster.crew.members[workers:], cluster.crew.members[:workers]
     cluster.crew.workers = workers
     try:
@@ -131,6 +132,14 @@ def test_every_method_gives_the_bytes_of_a_local_merge(
     number = list(METHODS).index(method)
     output = {"shard_size": [10**9, 2000, 500][number % 3], "curvature": method == "gradient-matching"}
     same(cluster, recipe_of(method, place, output=output), tmp_path, 1 + (number // 3) % 2)
+
+
+def test_workers_load_the_file_of_a_rule(cluster: RayCluster, place: Path, tmp_path: Path) -> None:
+    (tmp_path / "median.py").write_text(EXAMPLE, "utf-8")
+    recipe = recipe_of("./median.py", place, options={"scale": 0.9})
+    gm.merge(make_recipe(recipe, folder=tmp_path, allow_code=True), tmp_path / "local" / "out", block=64)
+    on(cluster, recipe, tmp_path / "ray" / "out", folder=tmp_path)
+    assert weight_bytes(tmp_path / "ray" / "out") == weight_bytes(tmp_path / "local" / "out")
 
 
 @pytest.mark.parametrize("right", [True, False])

@@ -45,6 +45,7 @@ def diagnose(
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     dequantize: bool = False,
+    allow_code: bool = False,
     force: bool = False,
     progress: bool | Progress = True,
     command: str = "",
@@ -61,7 +62,7 @@ def diagnose(
             too.
         changes: Keys of the recipe to set before: `{"damping": 1e-3}`.
         data: Task (the name of its model's folder, or `base`) → data, on which the merges are then also evaluated.
-        threads, allow_pickle, allow_config, dequantize, force, progress: As of :func:`gradmerge.merge`.
+        threads, allow_pickle, allow_config, dequantize, allow_code, force, progress: As of :func:`gradmerge.merge`.
         command: What the report says to repeat it with.
         loading: How models and data are loaded: the keywords of :class:`gradmerge.LoadOptions`.
 
@@ -71,7 +72,7 @@ def diagnose(
     >>> print(*diagnose("recipe.yml", "./report").verdict)  # doctest: +SKIP
     """
     options = complete(loading, diagnose)
-    recipe, _ = with_changes(recipe_of_models(recipe, "diagnose"), changes, None)
+    recipe, _ = with_changes(recipe_of_models(recipe, "diagnose", allow_code), changes, None)
     space = Space(parse_weights(None, task_names(recipe), recipe, None), parse_sweeps(sweep, [recipe.method]))
     space.check([recipe.method], recipe)
     allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
@@ -117,7 +118,7 @@ def report_folder(
 
 def recipe_text(recipe: Recipe) -> str:
     """The full recipe, defaults filled in."""
-    return to_yaml(recipe.model_dump(mode="json"))
+    return to_yaml(recipe.to_dict())
 
 
 def provenance(recipe: Recipe, data: Mapping[str, str]) -> dict[str, str]:

@@ -428,6 +428,7 @@ def explore(
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     dequantize: bool = False,
+    allow_code: bool = False,
     **loading: Unpack[LoadOptions],
 ) -> Explorer:
     """Open a recipe's models to try settings one after another: formed in memory, measured on rows of data.
@@ -441,7 +442,7 @@ def explore(
         generation: Have every merge write answers too, as of :func:`gradmerge.preview`.
         memory: Bytes that models and curvature may take in memory, by default half of what is free; what does not fit
             is read from disk for every setting.
-        threads, allow_pickle, allow_config, dequantize: As of :func:`gradmerge.merge`.
+        threads, allow_pickle, allow_config, dequantize, allow_code: As of :func:`gradmerge.merge`.
         loading: How models and data are loaded: the keywords of :class:`gradmerge.LoadOptions`.
 
     Returns:
@@ -458,7 +459,7 @@ def explore(
             options["batch_size"] = loading.get("batch_size", 64)
     if not data:
         raise InputError("there are no rows to measure settings on: give data={NAME: SRC}, or --data NAME=SRC")
-    found = recipe_of_models(recipe, "explore")
+    found = recipe_of_models(recipe, "explore", allow_code)
     check_methods(None, found)
     allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     how: dict[str, Any] = {"generation": generation, "memory": memory, "threads": threads or default_threads()}

@@ -37,16 +37,17 @@ def default_threads() -> int:
     return min(cores(), 4)  # more wait for one another at the interpreter's lock
 
 
-def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
+def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any], allow_code: bool = False) -> Recipe:
     """A recipe from a file, a mapping, or itself."""
     if isinstance(recipe, Recipe):
         return recipe
-    return make_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
+    load = make_recipe if isinstance(recipe, Mapping) else load_recipe
+    return load(recipe, allow_code=allow_code)
 
 
-def recipe_of_models(recipe: str | Path | Recipe | Mapping[str, Any], who: str) -> Recipe:
+def recipe_of_models(recipe: str | Path | Recipe | Mapping[str, Any], who: str, allow_code: bool = False) -> Recipe:
     """The same, for those who look at merges of whole models."""
-    found = as_recipe(recipe)
+    found = as_recipe(recipe, allow_code)
     if found.slices:
         advice = "Merge it, and look at the result with `gradmerge evaluate`"
         raise InputError(f"slices: {who} looks at merges of whole models, not at stacked layers. {advice}.")
@@ -76,6 +77,7 @@ def merge(
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     dequantize: bool = False,
+    allow_code: bool = False,
     allow_nonfinite: bool = False,
     accept_untrusted: bool = False,
     engine: str = "local",
@@ -100,6 +102,7 @@ def merge(
         allow_pickle: Also read .bin and .pt checkpoints, of which only the tensors are taken.
         allow_config: Keys in which configs may differ although they make another function of the weights.
         dequantize: Read quantised models (fp8 with scales, bitsandbytes) as the numbers that their codes stand for.
+        allow_code: Run the Python file that the recipe names as its method (``method: ./my_rule.py``).
         allow_nonfinite: Go on when weights are NaN or infinite.
         accept_untrusted: Write a removal although its step is too long to be trusted.
         engine: ``local``, or ``ray`` to have workers of a Ray cluster share the work, with the same bytes in the end.
@@ -118,7 +121,7 @@ def merge(
     >>> merge({"method": "ties", "base": "./base", "models": ["./a", "./b"]}, "./merged").merged  # doctest: +SKIP
     148
     """
-    recipe = as_recipe(recipe)
+    recipe = as_recipe(recipe, allow_code)
     out = output_path(out)
     if out.suffix == ".safetensors":
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")

@@ -53,6 +53,7 @@ def preview(
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     dequantize: bool = False,
+    allow_code: bool = False,
     force: bool = False,
     progress: bool | Progress = True,
     command: str = "",
@@ -77,7 +78,7 @@ def preview(
         lm_eval: Tasks of the lm-evaluation-harness to evaluate every merge on, a list or `"arc_easy,hellaswag"`.
         lm_eval_tasks: A folder with task files of the harness.
         objective: Without data, the best has the smallest loss of its worst task ("worst") or of all ("sum").
-        threads, allow_pickle, allow_config, dequantize, force: As of :func:`gradmerge.merge`.
+        threads, allow_pickle, allow_config, dequantize, allow_code, force: As of :func:`gradmerge.merge`.
         progress: A bar on long work; False for none; or what is told how far it is, in merges.
         command: What the report says to repeat it with.
         loading: How models and data are loaded: the keywords of :class:`gradmerge.LoadOptions`.
@@ -91,7 +92,7 @@ def preview(
     """
     options = complete(loading, preview)
     allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
-    recipe = recipe_of_models(recipe, "preview")
+    recipe = recipe_of_models(recipe, "preview", allow_code)
     recipe, fixed = with_changes(recipe, changes, method_names(methods))
     chosen = check_methods(methods, recipe)
     sweeps = parse_sweeps(sweep, chosen)
@@ -130,6 +131,7 @@ def suggest_weights(
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     dequantize: bool = False,
+    allow_code: bool = False,
     force: bool = False,
     progress: bool | Progress = True,
     command: str = "",
@@ -145,7 +147,7 @@ def suggest_weights(
         recipe, out, data, methods, changes: As of :func:`gradmerge.preview`.
         objective: What is to be small.
         weights: Ranges to search, by default 0 to 1.5.
-        threads, allow_pickle, allow_config, dequantize, force, progress, command, loading: As of
+        threads, allow_pickle, allow_config, dequantize, allow_code, force, progress, command, loading: As of
             :func:`gradmerge.preview`.
 
     Returns:
@@ -156,7 +158,7 @@ def suggest_weights(
     """
     options = complete(loading, suggest_weights)
     allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
-    recipe = recipe_of_models(recipe, "preview")
+    recipe = recipe_of_models(recipe, "preview", allow_code)
     recipe, fixed = with_changes(recipe, changes, method_names(methods))
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)

@@ -54,7 +54,8 @@ def _moved(recipe: Recipe, folder: Path, names: dict[str, Recipe]) -> dict[str, 
                 rule.source.model = moved(rule.source.model)
     if "{" not in copy.chat_template:
         copy.chat_template = _moved_word(copy.chat_template, moved)
-    return recipe_as_written(copy)
+    written = recipe_as_written(copy)
+    return written | ({"method": moved(recipe.rule.file)} if recipe.rule.file else {})
 
 
 def _moved_word(text: str, moved: Callable[[str], str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from ..engine.run.executor import MergedBlock, run
 from ..engine.run.statistics import find_statistics
 from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
-from ..rules import METHODS
+from ..recipe.rule_file import is_rule_file, load_rule
+from ..rules import METHODS, Rule
 from .merge import check_device, default_threads
 
 CurvatureLike = Mapping[str, Tensor] | float
@@ -30,7 +32,7 @@ CurvatureLike = Mapping[str, Tensor] | float
 def merge_state_dicts(
     base: Mapping[str, Tensor] | None,
     tuned: Sequence[Mapping[str, Tensor]],
-    method: str = "gradient-matching",
+    method: str | Rule = "gradient-matching",
     *,
     prior: CurvatureLike | None = None,
     curvature: Sequence[CurvatureLike] | None = None,
@@ -45,6 +47,7 @@ def merge_state_dicts(
     options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     device: str = "cpu",
+    allow_code: bool = False,
     allow_nonfinite: bool = False,
 ) -> dict[str, Tensor]:
     """Merge state dicts in memory, by the same rules, checks and arithmetic as on disk.
@@ -55,7 +58,8 @@ def merge_state_dicts(
     Args:
         base: The model that all were tuned from; None for methods that do without.
         tuned: One state dict per tuned model.
-        method: See `gradmerge methods`.
+        method: A name (see `gradmerge methods`), a function with ``@rule``, or the path of a Python file that defines
+            one.
         prior: The base's curvature.
         curvature: That of each tuned model; for ``regmean``, Gram matrices.
         penalty: P, the matrix of the penalty that the models were tuned under, for ``gradient-matching`` and
@@ -72,6 +76,7 @@ def merge_state_dicts(
         options: The method's own.
         threads: By default one per core, at most 4.
         device: Where the arithmetic is done: cpu, cuda, cuda:1, …
+        allow_code: Run the Python file that ``method`` names.
         allow_nonfinite: Go on when weights are NaN or infinite.
 
     Returns:
@@ -81,7 +86,11 @@ def merge_state_dicts(
     >>> merge_state_dicts(base, [a, b], "task-arithmetic", weights=[0.5, 1.0])
     {'w': tensor([2.5000])}
     """
-    if method not in METHODS:
+    if isinstance(method, Rule):
+        method = (METHODS.add(method) if METHODS.get(method.name) is not method else method).name
+    elif is_rule_file(method):
+        method = load_rule(method, Path(), allow_code=allow_code).name
+    elif method not in METHODS:
         raise InputError(f"method: there is no rule {method!r}; known are {', '.join(METHODS)}")
     _check_state_dicts(base, tuned)
     check_device(device)

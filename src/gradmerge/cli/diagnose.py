@@ -62,7 +62,7 @@ def diagnose(
 
     with progress(printing.silent) as shown:
         found = diagnosing.diagnose(
-            read_recipe(recipe),
+            read_recipe(recipe, reading.allow_code),
             out,
             merged=merged,
             target=target,

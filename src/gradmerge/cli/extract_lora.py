@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..text import one_line, size
-from .options import Force, Model, Printing, RecipeOptions, command
+from .options import Force, Model, Printing, ReadOptions, command
 from .output import heavy_imports, note, print_json, print_table, progress
 from .stdio import say
 
@@ -40,7 +40,7 @@ def extract_lora(
     ] = "auto",
     force: Force = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with work that was killed.")] = False,
-    options: RecipeOptions,
+    options: ReadOptions,
     printing: Printing,
 ) -> None:
     """Write what fine-tuning changed as a PEFT LoRA adapter of the base, and say what the rank loses of it.

@@ -11,8 +11,8 @@ import typer
 from ..errors import InputError
 from ..text import size
 from .completion import method_names, words_of
-from .options import VARIABLES, DryRun, Force, Printing, RecipeOptions, Settings, command, from_environment
-from .output import heavy_imports, note, print_json, progress
+from .options import VARIABLES, DryRun, Force, Printing, ReadOptions, Settings, command, from_environment
+from .output import AllowCode, heavy_imports, note, print_json, progress
 from .stdio import say
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ CurvatureOption = Annotated[
 
 
 @dataclass(frozen=True)
-class MergeOptions(RecipeOptions):
+class MergeOptions(ReadOptions):
     """How a merge is run: the options of :func:`gradmerge.merge`."""
 
     force: Force = False
@@ -103,6 +103,7 @@ def merge(
     set_: Settings = None,
     device: Device = "cpu",
     dry_run: DryRun = False,
+    allow_code: AllowCode = False,
     options: MergeOptions,
     printing: Printing,
 ) -> None:
@@ -121,7 +122,7 @@ def merge(
         given = from_options(method, base, model, curvature or [])
     elif base is not None or model or curvature:
         raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
-    made = build_recipe(recipe, given, set_ or [], method if recipe is not None else None)
+    made = build_recipe(recipe, given, set_ or [], method if recipe is not None else None, allow_code)
     run_recipe(made, out, device, options, dry_run, printing)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,11 +23,18 @@ def methods(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="Explain this method.", autocompletion=method_names)
     ] = None,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Run NAME, the path of a Python file that defines a method.")
+    ] = False,
     printing: Printing,
 ) -> None:
     """List the merge methods, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""
     from ..rules import METHODS
 
+    if name is not None and name.endswith(".py"):
+        from ..recipe.rule_file import load_rule
+
+        name = load_rule(name, Path(), allow_code=allow_code).name
     if name is not None and name not in METHODS:
         raise InputError(f"there is no method {name!r}{nearest(name, METHODS)}\n  Known are {', '.join(METHODS)}.")
     if printing.json:

@@ -19,6 +19,7 @@ from ..processes import announced, current, joined, stop_with_the_others
 from ..urls import as_url, output_path
 from .completion import words_of
 from .output import (
+    AllowCode,
     AllowConfig,
     AllowPickle,
     Debug,
@@ -203,8 +204,8 @@ class HarnessOptions:
 
 
 @dataclass(frozen=True)
-class RecipeOptions:
-    """How the models of a recipe are read."""
+class ReadOptions:
+    """How models are read."""
 
     threads: Annotated[
         int | None,
@@ -223,6 +224,13 @@ class RecipeOptions:
     def as_keywords(self) -> dict[str, Any]:
         """As keywords of the Python functions."""
         return {**asdict(self), "allow_config": self.allow_config or ()}
+
+
+@dataclass(frozen=True)
+class RecipeOptions(ReadOptions):
+    """How a recipe and its models are read."""
+
+    allow_code: AllowCode = False
 
 
 def command(function: Callable[..., None], *, processes: bool = False) -> Callable[..., None]:

@@ -33,6 +33,10 @@ AllowPickle = Annotated[
 Dequantize = Annotated[
     bool, typer.Option("--dequantize", help="Read quantised models (fp8, bitsandbytes) as what their codes stand for.")
 ]
+AllowCode = Annotated[
+    bool,
+    typer.Option("--allow-code", help="Run the Python file that a recipe names as its method (method: ./my_rule.py)."),
+]
 AllowConfig = Annotated[
     list[str] | None,
     typer.Option(

@@ -135,7 +135,7 @@ def preview(
         **loading.as_keywords(),
     }
     suggestion = None
-    given = read_recipe(recipe)
+    given = read_recipe(recipe, reading.allow_code)
     with progress(printing.silent, "merges") as shown:
         if suggest:
             suggestion = suggest_weights(given, out, progress=shown, **options)

@@ -13,6 +13,7 @@ from ..errors import InputError
 from ..recipe import Recipe, load_recipe, make_recipe
 from ..recipe.load import MAX_BYTES, recipe_of_text
 from ..recipe.overrides import apply_settings
+from ..recipe.rule_file import is_rule_file, load_rule
 from ..safe_yaml import parse_yaml
 
 
@@ -66,31 +67,39 @@ def _source(text: str) -> Any:
     return {"identity": parse_yaml(match[1], "--curvature")} if match else text
 
 
-def read_recipe(path: str | Path) -> Recipe:
+def read_recipe(path: str | Path, allow_code: bool = False) -> Recipe:
     """The recipe of a file; where the path is `-`, of standard input, with paths that start from the working folder."""
     if str(path) != "-":
-        return load_recipe(path)
+        return load_recipe(path, allow_code=allow_code)
     stream = getattr(sys.stdin, "buffer", None)  # none where standard input is closed
     try:
         raw = b"" if stream is None else stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise InputError(f"standard input: cannot be read: {error.strerror}") from error
-    return recipe_of_text(raw, Path(), "standard input")
+    return recipe_of_text(raw, Path(), "standard input", allow_code=allow_code)
 
 
 def build_recipe(
-    path: Path | None, given: dict[str, Any] | None, settings: Sequence[str], method: str | None
+    path: Path | None,
+    given: dict[str, Any] | None,
+    settings: Sequence[str],
+    method: str | None,
+    allow_code: bool = False,
 ) -> Recipe:
     """The recipe of a command: from a file with changes, or from options."""
     if path is None:
         assert given is not None
+        if is_rule_file(given["method"]):
+            given["method"] = load_rule(given["method"], Path(), allow_code=allow_code).name
         apply_settings(given, settings)
         return make_recipe(given, where="command line")
-    loaded = read_recipe(path)
+    loaded = read_recipe(path, allow_code)
     if not settings and method is None:
         return loaded
     raw = loaded.model_dump(mode="json", exclude_unset=True)
-    if method is not None:
+    if is_rule_file(method):
+        raw["method"] = load_rule(str(Path(method).absolute()), Path(), allow_code=allow_code).name
+    elif method is not None:
         raw["method"] = method
     apply_settings(raw, settings)
     where = "standard input" if loaded.file is None else path

@@ -168,7 +168,7 @@ def _used(facts: Mapping[str, Any], shown: Shown) -> str:
 
 def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
     """The recipe without what is at its default."""
-    written = recipe.model_dump(mode="json", exclude_defaults=True)
+    written = recipe.to_dict(exclude_defaults=True)
     if recipe.tokenizer is not None and written["tokenizer"].keys() <= {"source"}:
         written["tokenizer"] = recipe.tokenizer.source
     return written

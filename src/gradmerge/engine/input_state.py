@@ -33,11 +33,12 @@ def model_paths(reference: str | None, relative_to: Path | None = None) -> list[
 
 
 def recipe_paths(recipe: Recipe) -> list[Path]:
-    """The recipe's file, and every model and curvature that it names."""
+    """The recipe's file, its rule's file, and every model and curvature that it names."""
     named = [text for model in recipe.sources for text in (model.model, model.adapter, model.curvature)]
     if recipe.base is not None:
         named += [recipe.base.model, recipe.base.adapter, recipe.base.curvature, recipe.base.penalty]
     found = [recipe.file] if recipe.file is not None else []
+    found += [recipe.folder / Path(recipe.rule.file).expanduser()] if recipe.rule.file else []
     return found + [path for text in named if isinstance(text, str) for path in model_paths(text, recipe.folder)]
 
 

@@ -34,14 +34,15 @@ def merge_record(
     out: Path,
 ) -> dict[str, Any]:
     """The record of a merge."""
-    merged = len(plan.merged)
+    merged, rule = len(plan.merged), recipe.rule
     options = {name: plain(value) for name, value in plan.inputs.options.items()}
     return {
         "gradmerge": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "fingerprint": fingerprint,
-        "recipe": recipe.model_dump(mode="json") | ({} if recipe.slices else {"options": options}),
-        **({"merges": {n: one.model_dump(mode="json") for n, one in recipe.merges.items()}} if recipe.merges else {}),
+        "recipe": recipe.to_dict() | ({} if recipe.slices else {"options": options}),
+        **({"rule": {"file": rule.file, "sha256": rule.digest}} if rule.file else {}),
+        **({"merges": {n: one.to_dict() for n, one in recipe.merges.items()}} if recipe.merges else {}),
         "models": recorded_models(recipe, out),
         **used(recipe, plan),
         **({"layers": layer_table(recipe)} if recipe.slices else {}),

@@ -18,6 +18,7 @@ from ..text import nearest
 from ..urls import UrlPath, is_url, redact_urls, remote_url, strip_file_scheme
 from .fields import CurvatureSource, Identity
 from .mergekit.translate import is_mergekit, translate
+from .rule_file import is_rule_file, load_rule
 from .schema import Base, Recipe
 from .slices import check_slices
 from .validation_errors import explain
@@ -27,7 +28,7 @@ MAX_BYTES = 1_000_000
 
 
 @checked()
-def load_recipe(path: str | Path) -> Recipe:
+def load_recipe(path: str | Path, *, allow_code: bool = False) -> Recipe:
     """Read and check a recipe file, of ours or of mergekit's. Relative paths in it start from its folder.
 
     A file may hold several recipes, as YAML documents: the one without a `name` is the result, or else the last; those
@@ -35,6 +36,7 @@ def load_recipe(path: str | Path) -> Recipe:
 
     Args:
         path: The YAML file, or its URL.
+        allow_code: Run the Python file that a recipe names as its method (``method: ./my_rule.py``).
 
     Returns:
         The recipe, with defaults filled in.
@@ -46,7 +48,7 @@ def load_recipe(path: str | Path) -> Recipe:
         from ..io.remote import read_at
 
         place = UrlPath(url)
-        return recipe_of_text(read_at(url, MAX_BYTES), place.parent, url, place)
+        return recipe_of_text(read_at(url, MAX_BYTES), place.parent, url, place, allow_code)
     path = Path(strip_file_scheme(path))
     if path.is_dir():
         raise InputError(f"{path}: is a folder; a recipe is a YAML file")
@@ -55,22 +57,24 @@ def load_recipe(path: str | Path) -> Recipe:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    return recipe_of_text(raw, path.parent, str(path), path)
+    return recipe_of_text(raw, path.parent, str(path), path, allow_code)
 
 
-def recipe_of_text(raw: bytes, folder: Path, where: str, file: Path | None = None) -> Recipe:
+def recipe_of_text(raw: bytes, folder: Path, where: str, file: Path | None = None, allow_code: bool = False) -> Recipe:
     """The recipe that a text holds, wherever it came from. Relative paths in it start from the folder."""
     if len(raw) > MAX_BYTES:
         raise InputError(f"{where}: larger than {MAX_BYTES} bytes; that is no recipe")
-    return of_documents(parse_documents(raw, where), folder, where, file)
+    return of_documents(parse_documents(raw, where), folder, where, file, allow_code)
 
 
-def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe") -> Recipe:
+def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe", allow_code: bool = False) -> Recipe:
     """Check a recipe that is given as a mapping: of ours, or of mergekit's."""
-    return _make(value, {}, folder or Path(), where, names=())
+    return _make(value, {}, folder or Path(), where, names=(), allow_code=allow_code)
 
 
-def of_documents(documents: Sequence[tuple[Any, Lines]], folder: Path, where: str, file: Path | None = None) -> Recipe:
+def of_documents(
+    documents: Sequence[tuple[Any, Lines]], folder: Path, where: str, file: Path | None, allow_code: bool
+) -> Recipe:
     """The recipe that one document or several make: the one without a name, or else the last.
 
     Named ones may be used by their names, and are kept with it in the order in which they have to be made.
@@ -78,7 +82,7 @@ def of_documents(documents: Sequence[tuple[Any, Lines]], folder: Path, where: st
     names = [
         str(value["name"]) for value, _ in documents if isinstance(value, Mapping) and value.get("name") is not None
     ]
-    recipes = [_make(value, lines, folder, where, names) for value, lines in documents]
+    recipes = [_make(value, lines, folder, where, names, allow_code) for value, lines in documents]
     for recipe in recipes:
         recipe._file = file
     unnamed = [recipe for recipe in recipes if recipe.name is None]
@@ -130,7 +134,7 @@ def _is_there(reference: str, folder: Path) -> bool:
         return False
 
 
-def _make(value: Any, lines: Lines, folder: Path, where: str, names: Collection[str]) -> Recipe:
+def _make(value: Any, lines: Lines, folder: Path, where: str, names: Collection[str], allow_code: bool) -> Recipe:
     notes: list[Note] = []
     layers: dict[str, str] = {}
     if is_mergekit(value):
@@ -141,20 +145,28 @@ def _make(value: Any, lines: Lines, folder: Path, where: str, names: Collection[
             return str(Path(reference).expanduser().absolute()) if elsewhere else reference
 
         value, notes, layers = translate(YamlValue(dict(value), lines, where), find)
-    recipe = _checked(value, folder, where)
+    recipe = _checked(value, folder, where, allow_code)
     recipe._notes, recipe._layers = notes, layers
     return recipe
 
 
-def _checked(value: Any, folder: Path, where: str) -> Recipe:
+def _checked(value: Any, folder: Path, where: str, allow_code: bool) -> Recipe:
     if not isinstance(value, Mapping):
         raise InputError(f"{where}: a recipe is a mapping with method, base and models, not {type(value).__name__}")
     method = value.get("method")
+    rule = None
+    if is_rule_file(method):
+        try:
+            rule = load_rule(method, folder, allow_code=allow_code)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        value, method = {**value, "method": rule.name}, rule.name
     if method is not None and (not isinstance(method, str) or method not in METHODS):
         known = f"{nearest(str(method), METHODS)}\n  Known are {', '.join(METHODS)}."
         raise InputError(f"{where}: method: there is no method {str(method)[:60]!r}{known}")
     try:
         recipe = Recipe.model_validate(redact_urls(dict(value)))
+        recipe._rule = rule
         _check_fit(recipe)
     except ValidationError as error:
         raise InputError(explain(error, where, Recipe)) from None

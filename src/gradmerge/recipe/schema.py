@@ -165,6 +165,7 @@ class Recipe(OneLine, RecipePart):
     _made: dict[str, Path] = PrivateAttr(default_factory=dict)
     _notes: list[Note] = PrivateAttr(default_factory=list)
     _layers: dict[str, str] = PrivateAttr(default_factory=dict)
+    _rule: Rule | None = PrivateAttr(default=None)
 
     def _line(self) -> list[str]:
         base = "no base" if self.base is None else f"base {self.base.model}"
@@ -219,7 +220,12 @@ class Recipe(OneLine, RecipePart):
 
     @property
     def rule(self) -> Rule:
-        return METHODS[self.method]
+        """The rule of the method: that of the recipe's Python file, or the one of this name."""
+        return METHODS[self.method] if self._rule is None else self._rule
+
+    def to_dict(self, **how: Any) -> dict[str, Any]:
+        """Return the keys as they are written to files, where a rule from a Python file is named by its path."""
+        return self.model_dump(mode="json", **how) | {"method": self.rule.file or self.method}
 
     @property
     def resolved_options(self) -> dict[str, Any]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import pkgutil
+import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
 
 from .full import gradient_matching_full, removal_full
 from .spec import Help, Option, Rule, rule
@@ -35,7 +42,7 @@ class Methods(Mapping[str, Rule]):
 
     def __iter__(self) -> Iterator[str]:
         self._load_installed()
-        if len(self._sorted) != len(self._rules):
+        if not self._sorted:
             self._sorted = sorted(self._rules, key=lambda name: _order(self._rules[name]))
         return iter(self._sorted)
 
@@ -43,12 +50,19 @@ class Methods(Mapping[str, Rule]):
         self._load_installed()
         return len(self._rules)
 
-    def add(self, rule: Rule) -> None:
-        """Add a rule, or replace one that was added; raise ValueError if the name is a built-in one."""
+    def add(self, rule: Rule) -> Rule:
+        """Add a rule from outside, or replace one that was added; return it as added.
+
+        Raises ValueError if the name is that of a built-in method, and TypeError if the signature is invalid. Whatever
+        the added rule raises later is a ValueError that names the rule.
+        """
         if rule.name in self._built_in:
             raise ValueError(f"the name {rule.name!r} is that of a built-in method")
-        rule.inputs, rule.options  # noqa: B018 (raises TypeError if the signature is invalid)
+        rule = replace(rule, function=_checked(rule))
+        _ = rule.inputs, rule.options  # reads the signature
         self._rules[rule.name] = rule
+        self._sorted = []
+        return rule
 
     def _load_installed(self) -> None:
         if self._installed:
@@ -64,6 +78,28 @@ class Methods(Mapping[str, Rule]):
                 self.add(rule)
             except Exception as error:  # whatever the package's code raises
                 warnings.warn(f"method {entry.name!r} cannot be loaded: {type(error).__name__}: {error}", stacklevel=2)
+
+
+def _checked(rule: Rule) -> Callable[..., Tensor]:
+    """The function of a rule from outside, whose exceptions and wrong results are raised as ValueError."""
+    signature = inspect.signature(rule.function)
+
+    @functools.wraps(rule.function)
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        try:
+            merged = rule.function(*args, **kwargs)
+        except (ValueError, MemoryError):
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise ValueError(f"{frame.filename}, line {frame.lineno}: {type(error).__name__}: {error}") from error
+        shape = signature.bind(*args, **kwargs).arguments["tuned"][0].shape
+        if not isinstance(merged, Tensor) or merged.shape != shape:
+            found = list(merged.shape) if isinstance(merged, Tensor) else type(merged).__name__
+            raise ValueError(f"the result must be a tensor of shape {list(shape)}, not {found}")
+        return merged
+
+    return run
 
 
 def _order(rule: Rule) -> tuple[int, str]:

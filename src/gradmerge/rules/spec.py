@@ -170,6 +170,11 @@ class Rule:
     checks: Set[Check] = frozenset()
     """What the engine checks before the merge."""
 
+    file: str = ""
+    """The Python file that defines the rule, as the recipe names it; empty for rules of packages."""
+    digest: str = ""
+    """The SHA-256 of that file's content."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.function(*args, **kwargs)
 

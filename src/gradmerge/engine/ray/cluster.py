@@ -65,7 +65,7 @@ class RayCluster:
         run = secrets.token_hex(16)
         staging.sign(run)
         order = Order(
-            recipe=recipe.model_dump(mode="json"),
+            recipe=recipe.to_dict(),
             folder=str(recipe.folder.absolute()),
             made={name: str(place) for name, place in recipe.made.items()},
             allowed={**self.allowed, "allow_config": list(self.allowed.get("allow_config", ()))},

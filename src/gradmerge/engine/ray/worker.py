@@ -69,7 +69,7 @@ class OpenOrder:
         """``here``: on the driver's own machine."""
         allow_many_files()
         self._order, self._sync = order, not here
-        recipe = make_recipe(order.recipe, folder=Path(order.folder))
+        recipe = make_recipe(order.recipe, folder=Path(order.folder), allow_code=True)
         recipe = recipe.with_made({name: Path(place) for name, place in order.made.items()})
         self.plan = open_plan(recipe, **order.allowed)
         self.plan.block = order.block

@@ -269,7 +269,8 @@ def fingerprint_of(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bo
     named = {name: read_json(Path(folder) / RECORD, MAX_TOKENIZER)["fingerprint"] for name, folder in made.items()}
     content = {
         "version": __version__,
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": recipe.to_dict(),
+        "code": recipe.rule.digest,
         "named": named,
         "files": [entry for entry in files if not any(_within(entry[0], folder) for folder in made.values())],
         "block": plan.block,
