@@ -10,16 +10,15 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 
 from gradmerge.errors import InputError
-from gradmerge.recipe.load import of_documents
-from gradmerge.safe_yaml import parse_documents
+from gradmerge.recipe.load import recipe_of_text
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """A recipe that the program would refuse stops the build; what only the site can show comes out of its comment."""
     for block in re.findall(r"^```yaml[^\n]*\n(.*?)^```", markdown, re.DOTALL | re.MULTILINE):
-        if re.search(r"^(merge_)?method:", block, re.MULTILINE):
+        if re.search(r"^(merge_)?method:(?!.*\.py$)", block, re.MULTILINE):
             try:
-                of_documents(parse_documents(block, "recipe"), Path(), "recipe")
+                recipe_of_text(block.encode(), Path(), "recipe")
             except InputError as error:
                 raise PluginError(f"{page.file.src_uri} shows a recipe that is not valid: {error}") from error
     return re.sub(r"^<!-- only on the site$(.*?)^-->$", r"\1", markdown, flags=re.DOTALL | re.MULTILINE)

@@ -41,8 +41,9 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any], allow_code: bool 
     """A recipe from a file, a mapping, or itself."""
     if isinstance(recipe, Recipe):
         return recipe
-    load = make_recipe if isinstance(recipe, Mapping) else load_recipe
-    return load(recipe, allow_code=allow_code)
+    if isinstance(recipe, Mapping):
+        return make_recipe(recipe, allow_code=allow_code)
+    return load_recipe(recipe, allow_code=allow_code)
 
 
 def recipe_of_models(recipe: str | Path | Recipe | Mapping[str, Any], who: str, allow_code: bool = False) -> Recipe:
