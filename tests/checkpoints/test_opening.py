@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.checkpoints import Buffers, open_checkpoint
 from gradmerge.errors import InputError
-from gradmerge.markdown import split_card
 from tests.forked import forked
 from tests.making import assert_close, near, random_state, read_model, write_model
 
@@ -293,9 +293,9 @@ def test_hub_ids_with_and_without_revision_are_read_from_the_cache(tmp_path: Pat
         assert not config.is_symlink()
     record = json.loads((tmp_path / "branch/gradmerge.json").read_text())
     assert [i["hub_id"] for i in record["inputs"]] == ["org/my.model", "org/my.model@v2"]
-    front, text = split_card((tmp_path / "branch/README.md").read_text(), "card")
-    assert front["base_model"] == ["org/my.model"] and front["license"] == "mit"
-    assert "| tuned | `org/my.model@v2` | 0.5 |" in text
+    card: Any = ModelCard.load(tmp_path / "branch/README.md")
+    assert card.data.base_model == ["org/my.model"] and card.data.license == "mit"
+    assert "| fine-tuned | `org/my.model@v2` | 0.5 |" in card.text
 
 
 def test_a_folder_of_the_same_name_goes_before_the_hub(tmp_path: Path) -> None:
@@ -307,8 +307,8 @@ def test_a_folder_of_the_same_name_goes_before_the_hub(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert_close(read_model(tmp_path / "out"), here, 0)
-    front, text = split_card((tmp_path / "out/README.md").read_text(), "card")
-    assert "base_model" not in front and "| tuned | `my.model` |" in text
+    card: Any = ModelCard.load(tmp_path / "out/README.md")
+    assert card.data.base_model is None and "| fine-tuned | `my.model` |" in card.text
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import check_known, checked
-from ..checkpoints.hub_metadata import name_of
+from ..cards.metadata import name_of
 from ..curvature.batches import moved
 from ..display import Displayed, View
 from ..engine.input_state import changed, model_paths, state_of

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..cards.provenance import model_paths
 from ..compare.predict import BASE, task_names
-from ..engine.record import recorded_models as models_of_recipe
 from ..recipe import Recipe
 from ..refinement.inputs import model_reference, recorded_models as models_of_folder
 from ..text import one_line
@@ -34,7 +34,7 @@ def calibrate_command(
     >>> calibrate_command(recipe, {"yelp": "yelp.jsonl"})  # doctest: +SKIP
     'gradmerge calibrate OUT --data yelp=yelp.jsonl --data imdb=ROWS -o calibrated'
     """
-    models = models_of_recipe(recipe, Path.cwd())
+    models = model_paths(recipe, Path.cwd())
     tasks = task_names(recipe)
     if recipe.method == "removal" or recipe.slices or recipe.tokenizer is not None or len(models) != len(tasks):
         return ""

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..arguments import check_known, checked
+from ..cards.metadata import name_of
 from ..checkpoints.adapter_config import is_adapter
-from ..checkpoints.hub_metadata import name_of
 from ..checkpoints.lora import AdapterCheckpoint
 from ..curvature.batches import moved
 from ..curvature.checkpoint_names import adapter_names

@@ -12,14 +12,13 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.hub_metadata import all_published
+from ..cards.metadata import license_notes, read_all_metadata
 from ..curvature.kernels import HELD_CPU, HELD_CUDA
 from ..curvature.kronecker import MAX_KRONECKER_DIM, factors_for, stored_alone
 from ..curvature.offload import blocks_of
 from ..curvature.per_example_gradients import is_conv1d
 from ..engine.checks.coefficients import coefficient_notes
 from ..engine.checks.step_size import trust_notes
-from ..engine.front_matter import licence_notes
 from ..engine.plan.penalties import used
 from ..errors import InputError
 from ..io.reader import close_files, open_files
@@ -130,7 +129,7 @@ def dry_run_merge(
         bytes_read = plan.total_read + plan.statistics_read + plan.damping_read
         plan.note(trust_notes(plan, threads))
         plan.note(coefficient_notes(recipe, plan, threads))
-        plan.note(licence_notes(all_published(plan.inputs.checkpoints), recipe.output.license))
+        plan.note(license_notes(read_all_metadata(plan.inputs.checkpoints), recipe.output.license))
         job = JobSize(
             bytes_read=bytes_read,
             bytes_written=None if adapter else plan.total_written,

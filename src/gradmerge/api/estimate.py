@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..arguments import check_known, checked
-from ..checkpoints.hub_metadata import name_of
+from ..cards.metadata import name_of
 from ..curvature.batches import watched
 from ..curvature.curvature import Curvature
 from ..curvature.curvature_card import write_curvature_card

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
-from ..checkpoints.hub_metadata import CARD
+from ..cards.metadata import CARD
 from ..curvature.format import STEM
 from ..errors import GradmergeError, InputError, MachineError
 from ..progress import Progress

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from ..cards.metadata import CARD, MAX_CARD, RECORD, may_be_hub_id
 from ..checkpoints.adapter_config import is_adapter
 from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.hub_metadata import CARD, MAX_CARD, RECORD, may_be_hub_id
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.sidecars import sidecars
 from ..curvature.curvature_card import curvature_card

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments import checked
-from ..checkpoints.hub_metadata import CARD, MAX_CARD, RECORD
+from ..cards.eval_results import evaluation, with_evaluations
+from ..cards.metadata import CARD, MAX_CARD, RECORD
 from ..checkpoints.open import HUB_ID
 from ..display import Displayed
-from ..engine.eval_results import evaluation, with_evaluations
 from ..errors import InputError, MachineError
 from ..io.small_files import MAX_TOKENIZER, read_bounded, read_json
 from ..progress import Progress, shown

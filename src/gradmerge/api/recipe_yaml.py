@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..engine.card import recipe_as_written
+from ..cards.card import recipe_as_written
 from ..io.reader import local_path
 from ..markdown import to_yaml
 from ..recipe import NONE, Identity, Recipe

@@ -13,9 +13,9 @@ from typing import Any, cast, overload
 from torch import nn
 
 from ..arguments import check_known, checked
+from ..cards.eval_results import evaluation
 from ..curvature.kronecker import MAX_KRONECKER_DIM
 from ..curvature.losses import ExampleLoss, loss_named
-from ..engine.eval_results import evaluation
 from ..engine.input_state import changed, model_paths, state_of
 from ..engine.run.to_folder import MergeResult
 from ..errors import InputError, MachineError

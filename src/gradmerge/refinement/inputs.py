@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.hub_metadata import RECORD
+from ..cards.metadata import RECORD
 from ..checkpoints.open import HUB_ID
 from ..checkpoints.tokenizer.differences import token_difference
 from ..errors import InputError

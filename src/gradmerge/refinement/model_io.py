@@ -10,38 +10,34 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._version import __version__
+from ..cards.card import write_card
+from ..cards.eval_results import with_evaluations
+from ..cards.metadata import CARD, ModelMetadata, may_be_hub_id, name_of, read_metadata
+from ..cards.provenance import write_record
 from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.checkpoint import TORCH_TYPES, Checkpoint
 from ..checkpoints.compat.tied_weights import same_values, tied_to
-from ..checkpoints.hub_metadata import CARD, RECORD, Published, may_be_hub_id, name_of, published
 from ..checkpoints.quantization import quantisation
 from ..checkpoints.sidecars import copy_sidecars, sidecars
 from ..curvature.checkpoint_names import adapter_names, stored_shapes, stored_sources, stored_tensors
-from ..engine.eval_results import PLACE, with_evaluations
-from ..engine.front_matter import front_matter_of
 from ..engine.run.rounding import rounded
-from ..engine.usage import pipeline_tag, usage
 from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..io.reader import TensorFile, bytes_of, open_files
 from ..io.small_files import lies_within, read_json
-from ..markdown import as_card, as_text
 from ..tasks import LoadedTask, LoadingInfo, LoadOptions, load_model, with_data
 from ..tasks.resolve_model import folder_of
-from ..text import listed, to_json
+from ..text import listed
 
 #: Dtypes of the weights in memory.
 WIDE = ("float32", "float64")
@@ -158,44 +154,35 @@ def write_folder(
         notes: What a user should know.
     """
     sizes = _write_weights(staging.folder, loaded, changed)
-    card = _card(staging, loaded, action, card)
-    card = with_evaluations(card, staging.out.name, measured) if measured else card
-    (staging.folder / CARD).write_text(card, "utf-8")
-    record = {
-        "gradmerge": __version__,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        action: dict(facts),
-        "inputs": [{"role": "start", **loaded.facts()}],
-        **({"evaluations": list(measured)} if measured else {}),
-        "output": {"files": list(sizes), "sizes": sizes, "bytes": sum(sizes.values())},
-        "versions": {
-            "gradmerge": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
-        "timings": {"total": round(seconds, 3)},
-        "notes": list(notes),
-    }
-    (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
-
-
-def _card(staging: AtomicDir, loaded: LoadedModel, action: str, text: str) -> str:
-    part, home = published(loaded.stored), loaded.info.folder
-    base, on = None, None
-    if loaded.adapter:
-        stated = str(read_adapter_config(home).get("base_model_name_or_path") or "")
-        base = [Published(stated, hub_id=stated)] if may_be_hub_id(stated, home) else []
-        on = stated if base else name_of(stated), loaded.stored.config
-    front = front_matter_of(
-        [part],
-        bases=base,
-        relation="adapter" if loaded.adapter else "finetune",
-        library="peft" if loaded.adapter else "transformers",
-        tags=["gradmerge", action, *(["lora"] if loaded.adapter else [])],
-        pipeline=part.pipeline_tag or pipeline_tag(loaded.info.base_folder),
+    metadata, name = read_metadata(loaded.stored), staging.out.name
+    base, base_folder = (_adapter_base(loaded), loaded.info.base_folder) if loaded.adapter else (None, None)
+    write_card(
+        staging.folder,
+        name,
+        card.rstrip(),
+        [metadata],
+        relation="finetune",
+        tags=[action],
+        base=base,
+        base_folder=base_folder,
     )
-    name = staging.out.name
-    return as_card(front, f"# {as_text(name)}\n\n{text.rstrip()}\n{usage(staging.folder, name, on)}\n{PLACE}")
+    if measured:
+        path = staging.folder / CARD
+        path.write_text(with_evaluations(path.read_text("utf-8"), name, measured), "utf-8")
+    write_record(
+        staging.folder,
+        {action: dict(facts), **({"evaluations": list(measured)} if measured else {})},
+        inputs=[{"role": "start", **loaded.facts()}],
+        sizes=sizes,
+        timings={"total": seconds},
+        notes=notes,
+    )
+
+
+def _adapter_base(loaded: LoadedModel) -> ModelMetadata:
+    """The base model that an adapter's config names."""
+    name = str(read_adapter_config(loaded.info.folder).get("base_model_name_or_path") or "")
+    return ModelMetadata(name_of(name), hub_id=name if may_be_hub_id(name, loaded.info.folder) else None)
 
 
 def _write_weights(folder: Path, loaded: LoadedModel, changed: Collection[str]) -> dict[str, int]:

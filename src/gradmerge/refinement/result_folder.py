@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .._version import __version__
+from ..cards import card as cards, provenance
+from ..cards.metadata import read_metadata
 from ..checkpoints import Checkpoint
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
-from ..checkpoints.hub_metadata import CARD, RECORD, published
 from ..checkpoints.sidecars import copy_sidecars, stems
-from ..engine.eval_results import PLACE
-from ..engine.front_matter import front_matter_of
 from ..engine.run.rounding import rounded
-from ..engine.usage import pipeline_tag, usage
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
 from ..io.reader import bytes_of
 from ..io.writer import ShardWriter
-from ..markdown import as_card, as_text
-from ..text import to_json
 from .streaming import CHUNK, ModelFiles
 
 SHARD_SIZE = 5_000_000_000
@@ -71,18 +63,9 @@ def write_weights(
 
 
 def write_card(staging: AtomicDir, files: ModelFiles, what: str, text: str) -> None:
-    """Write the model card: front matter, title, ``text`` and how to load the model."""
-    part = published(files.checkpoint)
-    front = front_matter_of(
-        [part],
-        relation="finetune",
-        library="transformers",
-        tags=["gradmerge", what],
-        pipeline=part.pipeline_tag or pipeline_tag(files.info.base_folder),
-    )
-    name = staging.out.name
-    body = f"# {as_text(name)}\n\n{text.rstrip()}\n{usage(staging.folder, name)}\n{PLACE}"
-    (staging.folder / CARD).write_text(as_card(front, body), "utf-8")
+    """Write the model card; ``text`` says what was done, in Markdown."""
+    metadata = [read_metadata(files.checkpoint)]
+    cards.write_card(staging.folder, staging.out.name, text.rstrip(), metadata, relation="finetune", tags=[what])
 
 
 def write_record(
@@ -107,15 +90,11 @@ def write_record(
         seconds: How long it took.
         notes: What a user should know.
     """
-    record = {
-        "gradmerge": __version__,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        what: dict(facts),
-        "models": dict(models),
-        "inputs": [{"role": "merged", "source": files.reference}],
-        "output": {"files": list(sizes), "sizes": dict(sizes), "bytes": sum(sizes.values())},
-        "versions": {"gradmerge": __version__, "python": platform.python_version(), "torch": torch.__version__},
-        "timings": {"total": round(seconds, 3)},
-        "notes": list(notes),
-    }
-    (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
+    provenance.write_record(
+        staging.folder,
+        {"models": dict(models), what: dict(facts)},
+        inputs=[{"role": "merged", "source": files.reference}],
+        sizes=sizes,
+        timings={"total": seconds},
+        notes=notes,
+    )

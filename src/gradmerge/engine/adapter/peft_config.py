@@ -8,7 +8,7 @@ from typing import Any
 
 from ...checkpoints.adapter_config import read_adapter_config
 from ...errors import InputError
-from ...markdown import as_table
+from ...markdown import as_code, markdown_table
 from ...notes import Note
 from ...urls import redact
 from .build import Changes
@@ -55,9 +55,9 @@ class WrittenAdapter:
                 "changes of its base (squared Frobenius norm). Most is lost in"
             )
             worst = sorted(self.lost, key=lambda name: -self.lost[name])[:10]
-            rows = [(name, str(self.ranks[name]), f"{100 * self.lost[name]:.3g} %") for name in worst]
-            intro += "\n\n" + as_table(["tensor", "rank", "lost"], rows)
-        return f"\n{intro}\n"
+            rows = [(as_code(name), str(self.ranks[name]), f"{100 * self.lost[name]:.3g} %") for name in worst]
+            intro += "\n\n" + markdown_table(["tensor", "rank", "lost"], rows)
+        return intro
 
 
 def lay_out(changes: Changes) -> WrittenAdapter:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.hub_metadata import CARD, RECORD
 from ...checkpoints.lora import AdapterCheckpoint
 from ...checkpoints.views import is_same
 from ...errors import InputError, MachineError
@@ -20,14 +19,12 @@ from ...io.atomic_dir import AtomicDir
 from ...io.reader import TensorInfo
 from ...progress import NoProgress, Progress
 from ...recipe import Recipe
-from ...text import to_json
-from ..card import merge_card
 from ..input_state import changed, recipe_paths, state_of
 from ..plan.plan import Job, Plan
-from ..record import merge_record
 from ..run.journal import Finished
 from ..run.statistics import find_statistics
 from ..run.to_folder import MergeResult, files_read, fingerprint_of, is_complete, journal_in, prepare, timed
+from ..run.write_cards import write_cards
 from ..thread_pool import run_parallel
 from .build import Changes
 from .parts import FOLDER, join_parts
@@ -126,11 +123,19 @@ def merge_to_adapter(
         result.lost, result.lost_share = adapter.lost, adapter.lost_share
         result.copied = len(plan.jobs) - len(plan.merged)
         plan.note(adapter.notes())
-        record = merge_record(recipe, plan, fingerprint, sizes, timings, len(finished.units), at.out)
-        record["output"] |= {"format": "adapter", "bytes": result.bytes_written, **adapter.facts()}
-        (at.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
-        card = merge_card(recipe, plan, at.folder, at.out.name, base, adapter.text())
-        (at.folder / CARD).write_text(card, "utf-8")
+        write_cards(
+            recipe,
+            plan,
+            at.folder,
+            at.out,
+            fingerprint=fingerprint,
+            sizes=sizes,
+            timings=timings,
+            resumed=len(finished.units),
+            adapter_base=base,
+            adapter_facts={"format": "adapter", **adapter.facts()},
+            adapter_text=adapter.text(),
+        )
         if at.upload is None:
             journal.remove()
     return result

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..._version import __version__
+from ...cards.metadata import RECORD, license_notes, read_all_metadata
 from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.hub_metadata import CARD, RECORD, all_published
 from ...checkpoints.layers.stack import StackedCheckpoint
 from ...checkpoints.sidecars import copy_sidecars, sidecars
 from ...checkpoints.views import beneath
@@ -25,22 +25,20 @@ from ...io.small_files import MAX_TOKENIZER, read_json
 from ...notes import Note
 from ...progress import NoProgress, Progress
 from ...recipe import Recipe, reduction_factor
-from ...text import size, to_json
+from ...text import size
 from ...urls import is_url
-from ..card import merge_card
 from ..checks.coefficients import coefficient_notes
 from ..checks.damping import find_damping
 from ..checks.step_size import judge_removal
-from ..front_matter import licence_notes
 from ..input_state import State, changed, recipe_paths, state_of
 from ..plan.penalties import PENALTY
 from ..plan.plan import Plan
-from ..record import merge_record
 from .executor import run
 from .journal import Journal
 from .output import Target
 from .spreading import Spread
 from .statistics import Counting, Statistics, ThresholdSearches, begin_search, find_statistics
+from .write_cards import write_cards
 
 if TYPE_CHECKING:
     from ..ray.cluster import RayCluster
@@ -194,9 +192,16 @@ def merge_to_folder(
         result.output, result.bytes_written, result.seconds = staging.out, plan.total_written, timings["total"]
         if cluster is not None:
             timings["start"] = cluster.seconds
-        record = merge_record(recipe, plan, fingerprint, sizes, timings, resumed, staging.out)
-        (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
-        (staging.folder / CARD).write_text(merge_card(recipe, plan, staging.folder, staging.out.name), "utf-8")
+        write_cards(
+            recipe,
+            plan,
+            staging.folder,
+            staging.out,
+            fingerprint=fingerprint,
+            sizes=sizes,
+            timings=timings,
+            resumed=resumed,
+        )
         if staging.upload is None:  # else it is needed until all has been sent
             journal.remove()
     return result
@@ -227,7 +232,7 @@ def prepare(
     find_damping(plan, threads, progress.advance, spread)
     plan.note(judge_removal(plan, threads, progress, refuse=not accept_untrusted, spread=spread))
     plan.note(coefficient_notes(recipe, plan, threads))
-    plan.note(licence_notes(all_published(plan.inputs.checkpoints), recipe.output.license))
+    plan.note(license_notes(read_all_metadata(plan.inputs.checkpoints), recipe.output.license))
 
 
 def _written_type(recipe: Recipe, plan: Plan) -> str:

@@ -1,0 +1,1 @@
+"""Model cards (README.md) and records (gradmerge.json) of the folders that gradmerge writes."""

@@ -1,0 +1,198 @@
+"""What models state about themselves: Hub id, base models, license, languages, datasets and task.
+
+The statements come from the models' own files: README.md, gradmerge.json and config.json. These files are untrusted,
+so only values of the expected form are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.layers.stack import StackedCheckpoint
+from ..checkpoints.lora import AdapterCheckpoint
+from ..checkpoints.open import HUB_ID
+from ..checkpoints.views import View, beneath
+from ..errors import InputError
+from ..io.reader import local_path
+from ..io.small_files import lies_within, read_bounded, readable_json
+from ..safe_yaml import parse_yaml
+from ..text import one_line
+
+CARD, RECORD = "README.md", "gradmerge.json"
+MAX_CARD = 5_000_000
+#: First parts of relative paths that look like an owner on the Hub.
+FOLDER_NAMES = """
+    checkpoint checkpoints content data demo experiments home kaggle merged mnt model models opt out output outputs
+    results root runs scratch tmp tuned usr var weights work workspace
+"""
+FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*$", re.M | re.S)
+#: Evaluation results: up to megabytes, which PyYAML parses slowly.
+EVAL_RESULTS = re.compile(r"^model-index:.*?(?=^\w|\Z)", re.M | re.S)
+SNAPSHOT = re.compile(r"models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)")
+WORD = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}")
+LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
+DATASET = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """What a model states about itself."""
+
+    name: str
+    """Its Hub id, or the name of its folder without the path."""
+    hub_id: str | None = None
+    base_models: tuple[str, ...] = ()
+    """Hub ids of the models that it was made from."""
+    license: tuple[tuple[str, str], ...] = ()
+    """Key and value of `license`, and of `license_name` and `license_link` if the license is `other`."""
+    language: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+    pipeline_tag: str | None = None
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Its Hub id, or those of the models that it was made from."""
+        return (self.hub_id,) if self.hub_id is not None else self.base_models
+
+
+def read_metadata(checkpoint: Checkpoint) -> ModelMetadata:
+    """Read what a model's own files state."""
+    front = _front_matter(checkpoint.folder)
+    hub_id = (checkpoint.hub_id or "").partition("@")[0] or _own_hub_id(checkpoint.folder)
+    return ModelMetadata(
+        name=hub_id or _last_part(checkpoint.label),
+        hub_id=hub_id,
+        base_models=_base_models(checkpoint, front),
+        license=_license(front),
+        language=_matching(front.get("language"), LANGUAGE),
+        datasets=_matching(front.get("datasets"), DATASET),
+        pipeline_tag=next(iter(_matching(front.get("pipeline_tag"), WORD)), None),
+    )
+
+
+def read_all_metadata(checkpoints: Iterable[Checkpoint]) -> list[ModelMetadata]:
+    """Read the same for all inputs of a merge: models, adapters and their base models, and models of slices."""
+    return list(dict.fromkeys(read_metadata(model) for checkpoint in checkpoints for model in _models(checkpoint)))
+
+
+def _models(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    for inner in beneath(checkpoint):
+        if isinstance(inner, StackedCheckpoint):
+            for part in inner.parts:
+                yield from _models(part)
+        elif not isinstance(inner, View):
+            yield inner
+
+
+def _front_matter(folder: Path | None) -> dict[str, Any]:
+    """The front matter of a folder's card without evaluation results; empty if it cannot be read."""
+    if folder is None or not (path := folder / CARD).is_file() or not lies_within(path, folder):
+        return {}
+    with contextlib.suppress(InputError):
+        match = FRONT_MATTER.match(read_bounded(path, MAX_CARD).decode("utf-8", "replace"))
+        front = parse_yaml(EVAL_RESULTS.sub("", match[1]), str(path)) if match else {}
+        return front if isinstance(front, dict) else {}
+    return {}
+
+
+def _own_hub_id(folder: Path | None) -> str | None:
+    """The Hub id of a snapshot in the Hub's cache, or the one that `gradmerge push` wrote into the record."""
+    if folder is None:
+        return None
+    for path in (folder.absolute(), folder.resolve()):
+        if path.parent.name == "snapshots" and (match := SNAPSHOT.fullmatch(path.parent.parent.name)):
+            return f"{match['owner']}/{match['name']}"
+    hub_id = _json(folder / RECORD).get("hub_id")
+    return hub_id if may_be_hub_id(hub_id) else None
+
+
+def _base_models(checkpoint: Checkpoint, front: Mapping[str, Any]) -> tuple[str, ...]:
+    """The Hub ids in `base_model` of the card, or else `_name_or_path` of the config."""
+    folder = checkpoint.folder
+    if folder is None:
+        return ()
+    ids = tuple(dict.fromkeys(name for name in _as_list(front.get("base_model")) if may_be_hub_id(name, folder)))
+    if ids or isinstance(checkpoint, AdapterCheckpoint):  # the config of an adapter is that of its base model
+        return ids
+    name = _json(folder / "config.json").get("_name_or_path")
+    return (str(name),) if may_be_hub_id(name, folder) else ()
+
+
+def _license(front: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    names = _matching(front.get("license"), WORD)
+    if len(names) != 1:
+        return ()
+    license = {"license": names[0].lower()}
+    if license["license"] == "other":
+        more = {key: front.get(key) for key in ("license_name", "license_link")}
+        license |= {key: one_line(text) for key, text in more.items() if isinstance(text, str) and 0 < len(text) <= 300}
+    return tuple(license.items())
+
+
+def _matching(value: Any, form: re.Pattern[str]) -> tuple[str, ...]:
+    """The words of a value, a word or a list, that have the right form."""
+    words = ["no" if word is False else word for word in _as_list(value)]  # YAML 1.1 reads Norwegian as False
+    return tuple(word for word in words if isinstance(word, str) and form.fullmatch(word))
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value[:200] if isinstance(value, list) else [value]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return (readable_json(path) or {}) if lies_within(path, path.parent) else {}
+
+
+def may_be_hub_id(text: Any, near: Path | None = None) -> bool:
+    """Whether text from a file is a Hub id, as far as one can tell offline: `owner/name`, and not a local folder."""
+    if not isinstance(text, str) or not HUB_ID.fullmatch(text) or "@" in text or len(text) > 96:
+        return False
+    owner, _, name = text.partition("/")
+    if "--" in text or ".." in text or name.endswith((".git", ".ipynb")) or name.startswith("checkpoint"):
+        return False
+    folders = [Path(), *([near, *near.absolute().parents[:2]] if near is not None else [])]
+    local = any((folder / text).exists() or (folder / owner).is_dir() for folder in folders)
+    return not local and owner.lower() not in FOLDER_NAMES.split()
+
+
+def license_notes(models: Sequence[ModelMetadata], chosen: str | None) -> list[str]:
+    """Return a note for the user and the card if the models' licenses differ and the user chose none."""
+    if chosen is not None or len({model.license for model in models}) < 2:
+        return []
+    licenses = {model.name: dict(model.license) for model in models}
+    listed = [f"{name}: {x.get('license_name') or x.get('license') or 'not stated'}" for name, x in licenses.items()]
+    return [
+        f"The licenses of the models differ ({'; '.join(listed)}), so the card names none. Choose one that all models "
+        "allow: set output.license in the recipe, or license in README.md."
+    ]
+
+
+def name_of(reference: str, relative_to: Path | None = None) -> str:
+    """Return a model's Hub id, or the name of its folder or file without the path."""
+    is_id = HUB_ID.fullmatch(reference) and not local_path(reference, relative_to).exists()
+    return reference if is_id else _last_part(reference)
+
+
+def _last_part(reference: str) -> str:
+    path = Path(reference)
+    return path.name if path.name not in ("", "..") else path.resolve().name or reference
+
+
+def short_names(
+    references: Iterable[str], relative_to: Path | None = None, hub_ids: Mapping[str, str | None] | None = None
+) -> dict[str, str]:
+    """Return reference → unique short name: its Hub id, or as many last parts of its path as make it unique."""
+    known = {text: hub_id for text, hub_id in (hub_ids or {}).items() if hub_id}
+    names = {text: name_of(text, relative_to) for text in references if text not in known}
+    for length in range(2, 6):
+        counts = Counter(names.values())
+        for text in [text for text, name in names.items() if counts[name] > 1]:
+            names[text] = "/".join(part for part in Path(text).parts[-length:] if part.strip("/"))
+    return names | known

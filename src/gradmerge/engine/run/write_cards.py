@@ -1,0 +1,122 @@
+"""Write the record and the model card of a finished merge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...cards.card import MergeText, write_card
+from ...cards.metadata import read_all_metadata, read_metadata
+from ...cards.provenance import input_entry, model_paths, write_record
+from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.layers.stack import StackedCheckpoint
+from ...recipe import Recipe, plain
+from ..plan.inputs import CurvatureInput, Inputs, Source
+from ..plan.penalties import used
+from ..plan.plan import Plan
+from ..plan.slices import layer_table
+
+
+def write_cards(
+    recipe: Recipe,
+    plan: Plan,
+    folder: Path,
+    out: Path,
+    *,
+    fingerprint: str,
+    sizes: Mapping[str, int],
+    timings: Mapping[str, float],
+    resumed: int,
+    adapter_base: Checkpoint | None = None,
+    adapter_facts: Mapping[str, Any] | None = None,
+    adapter_text: str = "",
+) -> None:
+    """Write gradmerge.json and README.md.
+
+    Args:
+        recipe: The recipe.
+        plan: Its plan.
+        folder: The finished files, under their temporary name.
+        out: The name that the folder will have.
+        fingerprint: What `resume` compares.
+        sizes: File → bytes.
+        timings: Step → seconds.
+        resumed: Number of blocks that an earlier run wrote.
+        adapter_base: For an adapter, its base model.
+        adapter_facts: For an adapter, further facts for the record.
+        adapter_text: For an adapter, further text for the card, in Markdown.
+    """
+    inputs, merged = plan.inputs, len(plan.merged)
+    settings = used(recipe, plan)
+    options = {} if recipe.slices else {"options": {name: plain(value) for name, value in inputs.options.items()}}
+    facts: dict[str, Any] = {
+        "fingerprint": fingerprint,
+        "recipe": recipe.to_dict() | options,
+        "models": model_paths(recipe, out),
+        "resumed_blocks": resumed,
+        **settings,
+    }
+    if recipe.rule.file:
+        facts["rule"] = {"file": recipe.rule.file, "sha256": recipe.rule.digest}
+    if recipe.merges:
+        facts["merges"] = {name: named.to_dict() for name, named in recipe.merges.items()}
+    if recipe.slices:
+        facts["layers"] = layer_table(recipe)
+    output = {"merged_tensors": merged, "copied_tensors": len(plan.jobs) - merged, **(adapter_facts or {})}
+    write_record(
+        folder,
+        facts,
+        inputs=_input_entries(inputs),
+        sizes=sizes,
+        timings=timings,
+        notes=plan.notes,
+        output=output,
+    )
+    metadata = {checkpoint.label: read_metadata(checkpoint) for checkpoint in inputs.checkpoints}
+    merge = MergeText(recipe, metadata)
+    write_card(
+        folder,
+        out.name,
+        f"{merge.text(_curvature_facts(recipe, inputs), settings)}\n\n{adapter_text}".rstrip(),
+        read_all_metadata(inputs.checkpoints),
+        relation="merge",
+        tags=["merge"],
+        base=None if adapter_base is None else read_metadata(adapter_base),
+        base_folder=None if adapter_base is None else adapter_base.folder,
+        license=recipe.output.license,
+        recipe=merge.recipe_yaml(),
+    )
+
+
+def _curvature_facts(recipe: Recipe, inputs: Inputs) -> list[str]:
+    """What is known about the curvature of the base, if there is one, and of each model."""
+    curvature: list[CurvatureInput | None] = [inputs.prior] if recipe.base is not None else []
+    curvature += inputs.curvature or inputs.grams or [None] * len(recipe.models)
+    facts = []
+    for item in curvature:
+        if item is None or (item.file is None and item.constant is None):
+            facts.append("")
+        elif item.constant is not None:
+            facts.append(f"{item.constant:g} · I")
+        else:
+            likelihood = f", {item.likelihood}" if item.likelihood else ""
+            facts.append(f"{item.kind}{likelihood}, {item.examples:,} examples")
+    return facts
+
+
+def _input_entries(inputs: Inputs) -> list[dict[str, Any]]:
+    """One entry for each model and curvature that was read; for stacked layers, the models that they come from."""
+    sources: dict[Source, None] = {}
+    for source in inputs.sources:
+        sources |= dict.fromkeys(source.parts if isinstance(source, StackedCheckpoint) else [source])
+    roles: dict[Source | None, str] = {inputs.base: "base", inputs.prior: "base curvature"}
+    roles |= dict.fromkeys(inputs.penalty, "penalty")
+    if isinstance(inputs.base, StackedCheckpoint):
+        roles |= dict.fromkeys(inputs.base.parts, "base")
+    entries = []
+    for source in sources:
+        role = roles.get(source, "tuned" if isinstance(source, Checkpoint) else "curvature")
+        hub = (source.hub_id, source.folder) if isinstance(source, Checkpoint) else (None, None)
+        entries.append(input_entry(role, source.label, source.files(), *hub))
+    return entries

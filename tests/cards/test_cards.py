@@ -1,0 +1,301 @@
+"""Model cards: names in them are text, their metadata is what the Hub accepts, and their code runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+import gradmerge as gm
+from gradmerge.api.publishing import MeasuredCard
+from gradmerge.cards.card import MergeText, render_card
+from gradmerge.cards.metadata import license_notes, read_all_metadata
+from gradmerge.cards.usage import pipeline_tag, usage
+from gradmerge.markdown import as_block, as_text
+from gradmerge.recipe import make_recipe
+from gradmerge.text import printable
+
+from ..making import near, random_curvature, random_state, read_model, write_model
+from ..tasks.making import (
+    sentences,
+    tiny_bert_checkpoint,
+    tiny_gpt2_checkpoint,
+    tiny_t5_checkpoint,
+    tiny_vit_checkpoint,
+    write_jsonl,
+)
+
+HOSTILE_NAMES = [
+    "a`b``c",
+    "line\n---\nbase_model: x\n```\n# Heading",
+    "<img src=x onerror=alert(1)>|<b>",
+    "\x1b[31m\u202e\udce9",
+    "```" + " word" * 60 + "\n```",
+    "[link](javascript:alert(1)) ![i](x)",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_a_hostile_name_is_text_wherever_it_stands(name: str) -> None:
+    recipe = make_recipe(
+        {
+            "method": "gradient-matching",
+            "base": {"model": name, "curvature": {"identity": 1.0}},
+            "models": [{"model": name, "curvature": name}],
+        }
+    )
+    merge = MergeText(recipe, {})
+    text = render_card(
+        ModelCardData(tags=["gradmerge"]),
+        as_text(name),
+        merge.text(["1 · I", ""], {"penalty": [{"model": name, "penalty": "H_0"}]}),
+        recipe=as_block("yaml", merge.recipe_yaml()),
+    )
+    assert printable(text) == text
+    card: Any = ModelCard(text)
+    assert card.data.to_dict() == {"tags": ["gradmerge"]}
+    blocks = re.findall(r"^(`{3,})yaml\n(.*?)\n\1$", card.text, re.M | re.S)
+    assert yaml.safe_load(blocks[0][1])["penalty"][0]["model"] == name
+    assert yaml.safe_load(blocks[1][1])["models"][0]["model"] == name
+    assert all(fence not in block for fence, block in blocks)
+    title, *lines = [line for line in card.text.splitlines() if line]
+    assert title.startswith("# ") and not re.search(r"(?<!\\)[<\[`!]", title)
+    rows = [line for line in lines if line.startswith("|")][:4]
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 5 for row in rows)
+    for row in rows[2:]:  # outside of code there is no part of the name
+        outside = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", row)
+        assert re.fullmatch(r"\| (base|fine-tuned) \|  \| 1? ?\| ?(1 · I)? *\|", outside), outside
+
+
+def write_models(folder: Path, **fronts: str) -> dict[str, Path]:
+    """Write models of one shape, each with a card of this front matter if it is not empty."""
+    base = random_state(0)
+    models = {name: write_model(folder / name, near(base, seed)) for seed, name in enumerate(fronts)}
+    for name, front in fronts.items():
+        if front:
+            (models[name] / "README.md").write_text(f"---\n{front}\n---\n# {name}\n")
+    return models
+
+
+def average(folder: Path, *names: str, **more: Any) -> tuple[dict[str, Any], str, gm.MergeResult]:
+    """The metadata and the text of an average's card."""
+    recipe = make_recipe({"method": "average", "models": list(names), **more}, folder=folder)
+    result = gm.merge(recipe, folder / "out", force=True, progress=False)
+    card = ModelCard.load(folder / "out" / "README.md")
+    return card.data.to_dict(), card.text, result
+
+
+def test_base_models_are_hub_ids_and_never_paths(tmp_path: Path) -> None:
+    fronts = {"a": "base_model: org/origin", "c": "base_model: [./x, /d/e, models/f, gpt2, org/other]"}
+    models = write_models(tmp_path, **fronts, b="", d="")
+    config = models["b"] / "config.json"
+    config.write_text(json.dumps({"model_type": "test", "_name_or_path": "google/base"}))
+    snapshot = tmp_path / "cache/models--owner--its-name/snapshots/abc"
+    shutil.copytree(models["d"], snapshot)
+    data, text, _ = average(tmp_path, "./a", str(models["b"]), "c", str(snapshot))
+    assert data["base_model"] == ["org/origin", "google/base", "org/other", "owner/its-name"]
+    assert data["base_model_relation"] == "merge" and str(tmp_path) not in text
+    (tmp_path / "org/model").mkdir(parents=True)
+    names = ("models/base", "./base", "runs/checkpoint-500", "~/m/base", "gpt2", "a/b/c", "org/x--y", 5, "org/model")
+    for name in names:
+        config.write_text(json.dumps({"model_type": "test", "_name_or_path": name}))
+        assert "base_model" not in average(tmp_path, "b")[0], name
+
+
+def test_folders_of_the_same_name_have_as_much_of_their_paths_as_tells_them_apart(tmp_path: Path) -> None:
+    base, names = random_state(0), ["yelp/step-5", "sst/step-5", "other"]
+    for name in names:
+        write_model(tmp_path / name, near(base, len(name)))
+    _, text, _ = average(tmp_path, *(str(tmp_path / name) for name in names))
+    assert re.findall(r"^\| fine-tuned \| `(.*?)`", text, re.M) == names
+    recipe = yaml.safe_load(re.findall("```yaml\n(.*?)```", text, re.S)[0])
+    assert [model["model"] for model in recipe["models"]] == names
+    models = json.loads((tmp_path / "out/gradmerge.json").read_text())["models"]
+    assert models == {name: f"../{name}" for name in names}
+
+
+def test_a_license_that_all_models_state_is_kept_and_otherwise_left_out_with_a_note(tmp_path: Path) -> None:
+    other = "license: other\nlicense_name: own\nlicense_link: LICENSE"
+    models = write_models(tmp_path, a="license: MIT", b="license: mit", c="license: gpl-3.0", d="", e=other, f=other)
+    metadata = {name: read_all_metadata([gm.open_checkpoint(path)])[0] for name, path in models.items()}
+    assert average(tmp_path, "a", "b")[0]["license"] == "mit"
+    data = average(tmp_path, "e", "f")[0]
+    assert (data["license"], data["license_name"], data["license_link"]) == ("other", "own", "LICENSE")
+    for names, count in (("ab", 0), ("ef", 0), ("d", 0), ("ac", 1), ("ad", 1), ("ae", 1)):
+        assert len(license_notes([metadata[name] for name in names], None)) == count
+        assert not license_notes([metadata[name] for name in names], "mit")
+    data, text, result = average(tmp_path, "a", "c")
+    assert "license" not in data and "gpl-3.0" in text and any("gpl-3.0" in note for note in result.notes)
+    data, text, result = average(tmp_path, "a", "c", output={"license": "apache-2.0"})
+    assert data["license"] == "apache-2.0" and not result.notes
+
+
+def test_languages_datasets_and_task_come_from_the_models(tmp_path: Path) -> None:
+    write_models(
+        tmp_path,
+        a="",
+        b="language: [no, en]\ndatasets: org/yelp",
+        c="language: [{x: 1}, English]\ndatasets: ['<b>', 3, 'a b']\npipeline_tag: [1]",
+    )
+    results = "".join(f"  - task: {{type: retrieval, n: {n}}}\n    metrics: [{{value: {n}}}]\n" for n in range(9000))
+    with (tmp_path / "a/README.md").open("w") as card:  # like a model that was evaluated on everything
+        card.write("---\nmodel-index:\n- name: a\n  results:\n" + results)
+        card.write("language: en\ndatasets: [imdb, org/yelp]\n# words\npipeline_tag: translation\n---\n# A\n")
+    data, _, _ = average(tmp_path, "c", "a", "b")
+    assert data["language"] == ["en", "no"] and data["datasets"] == ["imdb", "org/yelp"]
+    assert data["pipeline_tag"] == "translation"
+
+
+@pytest.mark.parametrize("front", ["a: [", "- 1", "!!python/object:os.system {}", "x: &a [*a]", "license: 2024-01-01"])
+def test_a_broken_card_of_a_model_is_ignored(front: str, tmp_path: Path) -> None:
+    write_models(tmp_path, a=front)
+    assert average(tmp_path, "a")[0].keys() == {"library_name", "tags"}
+
+
+def test_the_card_lists_the_curvature_of_each_model(tmp_path: Path) -> None:
+    models = write_models(tmp_path, base="", a="", b="")
+    for seed, name in enumerate(("base", "a")):
+        random_curvature(seed, read_model(models[name]), examples=1234).save(models[name] / "curvature")
+    random_curvature(5, read_model(models["b"])).save(tmp_path / "of-b")
+    recipe = {"method": "gradient-matching", "base": "base", "models": ["a", {"model": "b", "curvature": "of-b"}]}
+    gm.merge(make_recipe(recipe, folder=tmp_path), tmp_path / "out", progress=False)
+    rows = re.findall(r"^\| (?:base|fine-tuned) \|.*$", (tmp_path / "out/README.md").read_text(), re.M)
+    assert all(part in row for row, part in zip(rows, ("1,234", "1,234", "`of-b`"), strict=True))
+
+
+def run_usage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run the code of a card in the folder above; ``printed`` is its output."""
+    [code] = re.findall(r"## Usage\n\n```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
+    monkeypatch.chdir(folder.parent)
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, names)
+    return names | {"printed": printed.getvalue()}
+
+
+FAMILIES: dict[str, tuple[Callable[..., Path], str, str]] = {
+    "bert": (tiny_bert_checkpoint, "text-classification", "score"),
+    "gpt2": (tiny_gpt2_checkpoint, "text-generation", "generated_text"),
+    "t5": (tiny_t5_checkpoint, "text-generation", ""),
+    "vit": (tiny_vit_checkpoint, "image-classification", ""),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_code_of_a_card_loads_the_result(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, tag, printed = FAMILIES[family]
+    make(tmp_path / "a", seed=1)
+    data, _, _ = average(tmp_path, "a")
+    assert (data["pipeline_tag"], data["library_name"]) == (tag, "transformers")
+    names = run_usage(tmp_path / "out", monkeypatch)
+    assert printed in names["printed"]
+    model = names["pipe"].model if "pipe" in names else names["model"]
+    stored, loaded = read_model(tmp_path / "out"), model.state_dict()
+    shared = stored.keys() & loaded.keys()  # transformers renames some tensors of ViT in memory
+    assert len(shared) > 5 and all((stored[name] == loaded[name]).all() for name in shared)
+
+
+def test_the_card_of_an_adapter_names_its_base_and_its_code_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed, name in enumerate(("base", "tuned")):
+        tiny_gpt2_checkpoint(tmp_path / name, seed=seed)
+    options: Any = {"base": tmp_path / "base", "rank": 2, "progress": False}
+    gm.extract_lora(tmp_path / "tuned", tmp_path / "lora", **options)
+    data = ModelCard.load(tmp_path / "lora/README.md").data.to_dict()
+    assert data.pop("tags") == ["gradmerge", "merge", "lora"]
+    assert data == {"library_name": "peft", "pipeline_tag": "text-generation"}
+    assert type(run_usage(tmp_path / "lora", monkeypatch)["model"]).__name__ == "PeftModelForCausalLM"
+    (tmp_path / "base/README.md").write_text("---\nbase_model: org/origin\nlicense: mit\n---\n")
+    (tmp_path / "tuned/README.md").write_text("---\nbase_model: org/tuned\nlicense: mit\n---\n")
+    gm.extract_lora(tmp_path / "tuned", tmp_path / "lora", **options, force=True)
+    card: Any = ModelCard.load(tmp_path / "lora/README.md")
+    assert card.data.base_model == ["org/origin"] and card.data.base_model_relation == "adapter"
+    assert card.data.license == "mit" and '"org/origin"' in card.text
+
+
+def config(architecture: str, **more: Any) -> dict[str, Any]:
+    return {"config.json": {"architectures": [architecture], **more}}
+
+
+@pytest.mark.parametrize(
+    ("files", "tag", "loader"),
+    [
+        (config("LlavaForConditionalGeneration", vision_config={}), "image-text-to-text", "ForImageTextToText"),
+        (config("WhisperForConditionalGeneration", model_type="whisper"), "automatic-speech-recognition", "Speech"),
+        (config("BertModel", model_type="bert"), None, "AutoModel.from"),
+        (config("BertModel") | {"modules.json": []}, "sentence-similarity", "SentenceTransformer"),
+        (config("__import__('os')"), None, "AutoModel.from"),
+        ({"config.json": {"architecture": "resnet18"}}, "image-classification", "timm"),
+        ({"model_index.json": {"_class_name": "StableDiffusionImg2ImgPipeline"}}, "image-to-image", "DiffusionPipe"),
+        ({}, None, "open_checkpoint"),
+    ],
+)
+def test_the_task_and_the_code_follow_from_the_files(
+    files: dict[str, Any], tag: str | None, loader: str, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert pipeline_tag(tmp_path) == tag
+    code = usage(tmp_path, "m")
+    assert loader in code and "__import__" not in code
+
+
+def test_evaluations_are_in_the_card_with_standard_errors_and_rows(tmp_path: Path) -> None:
+    tiny_bert_checkpoint(tmp_path / "a", seed=0)
+    average(tmp_path, "a")
+    out = tmp_path / "out"
+    rows = [{"text": text, "label": index % 2} for index, text in enumerate(sentences(12))]
+    data = write_jsonl(tmp_path / "dir/some data.jsonl", rows)
+    numbers = gm.evaluate(out, data, card=True, device="cpu")
+    card: Any = ModelCard.load(out / "README.md")
+    results = {result.metric_name: result for result in card.data.eval_results}
+    assert results.keys() == numbers.keys() - {"task", "examples", "standard_errors"}
+    for name, result in results.items():
+        assert result.metric_value == pytest.approx(numbers[name], rel=1e-5)
+        assert (result.task_type, result.dataset_name) == ("text-classification", "some data.jsonl")
+        assert re.fullmatch(r"[\w.-]+", result.dataset_type)
+        assert f"`{name}` | {numbers[name]:.5g} |" in card.text
+    assert results["macro_f1"].metric_type == "f1" and card.data.model_name == "out"
+    assert [x["rows"] for x in json.loads((out / "gradmerge.json").read_text())["evaluations"]] == [12]
+    # The same data replace their results. Other data, and what the user wrote, stay.
+    (out / "README.md").write_text((out / "README.md").read_text().replace("# out", "# My model"))
+    for source in (data, write_jsonl(tmp_path / "more.jsonl", rows[:6]), f"file://{data}"):
+        gm.evaluate(out, source, card=True, device="cpu")
+    gm.evaluate(out, write_jsonl(tmp_path / "other/more.jsonl", rows[:4]), card=True, device="cpu")
+    card = ModelCard.load(out / "README.md")
+    assert len(card.data.eval_results) == 3 * len(results) and "# My model" in card.text
+    assert {x.dataset_name for x in card.data.eval_results} == {"some data.jsonl", "more.jsonl", "other/more.jsonl"}
+    assert card.text.count("## Evaluation") == 1 and card.text.index("## Evaluation") < card.text.index("## Recipe")
+    with pytest.raises(gm.InputError):
+        gm.evaluate(tmp_path / "a", data, card=True)
+
+
+def test_results_of_the_harness_are_added_to_cards_of_users(tmp_path: Path) -> None:
+    tiny_bert_checkpoint(tmp_path / "a", seed=0)
+    average(tmp_path, "a")
+    path = tmp_path / "out/README.md"
+    numbers = {"lm_eval": {"arc": {"acc": 0.5, "examples": 8, "standard_errors": {"acc": 0.25}}}}
+    path.write_text("---\nmodel-index: 5\n---\n# M\n")
+    with pytest.raises(gm.InputError, match=r"README\.md"):
+        MeasuredCard(tmp_path / "out").add(None, numbers)
+    path.write_text("# Only text\n")
+    MeasuredCard(tmp_path / "out").add(None, numbers)
+    assert "# Only text\n" in path.read_text() and "| `arc` | 8 | `acc` | 0.5 | 0.25 |" in path.read_text()
+
+
+def test_the_hub_library_is_imported_only_to_write_a_card() -> None:
+    code = "import gradmerge.engine.run.write_cards, sys; print({'huggingface_hub', 'jinja2'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
