@@ -2,7 +2,8 @@
 
     python -m benchmarks.calibration_memory --data bench-data --json benchmarks/results/calibration-memory.json
 
-Makes Llama-shaped models with random weights, of one width and two depths: a merge and two fine-tuned models of each.
+Makes Llama-shaped models with random weights, of one width and two depths (0.3 and 1.2 billion parameters): a merge and
+three fine-tuned models of each. The folder of the models is deleted at the end.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ import gradmerge as gm
 
 WIDTH, INNER, HEADS, KEY_HEADS, VOCABULARY = 1024, 2816, 16, 4, 8000
 ROWS, TOKENS = 16, 64
+TASKS = ("one", "two", "three")
 
 
 def write_model(folder: Path, layers: int, seed: int) -> None:
     """A Llama-shaped model in bfloat16, one file per layer."""
-    if (folder / "model.safetensors.index.json").is_file():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     keys = WIDTH // HEADS * KEY_HEADS
     shapes: dict[str, dict[str, tuple[int, ...]]] = {
@@ -97,15 +97,15 @@ def write_rows(path: Path, seed: int) -> None:
 def measure(data: Path, layers: int) -> dict[str, float]:
     """Calibrate models of a depth in a process of its own."""
     place = data / f"llama-{layers}"
-    for seed, name in enumerate(("merged", "one", "two")):
+    for seed, name in enumerate(("merged", *TASKS)):
         write_model(place / name, layers, seed)
         write_tokenizer(place / name)
-    for seed, name in enumerate(("one", "two")):
+    for seed, name in enumerate(TASKS):
         write_rows(data / f"{name}.jsonl", seed)
     out = data / "calibrated"
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", "gradmerge", "calibrate", str(place / "merged"), "--curvature", "none"]
-    for name in ("one", "two"):
+    for name in TASKS:
         command += ["--data", f"{name}={data / name}.jsonl", "--teacher", f"{name}={place / name}"]
     begun = time.perf_counter()
     process = subprocess.Popen([*command, "--no-check", "--quiet", "-o", str(out)])
@@ -116,6 +116,7 @@ def measure(data: Path, layers: int) -> dict[str, float]:
     record = json.loads((out / "gradmerge.json").read_text())
     size = sum(path.stat().st_size for path in (place / "merged").glob("*.safetensors"))
     shutil.rmtree(out)
+    shutil.rmtree(place)
     return {
         "layers": layers,
         "parameters": size // 2,
@@ -130,11 +131,11 @@ def measure(data: Path, layers: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("bench-data"), help="folder for the models (4 GB)")
-    parser.add_argument("--layers", default="8,32", help="depths of the models")
+    parser.add_argument("--data", type=Path, default=Path("bench-data"), help="new folder for the models (10 GB)")
+    parser.add_argument("--layers", default="25,105", help="depths of the models")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    options.data.mkdir(parents=True, exist_ok=True)
+    options.data.mkdir(parents=True)
     found = []
     for layers in map(int, options.layers.split(",")):
         found.append(measure(options.data, layers))
@@ -144,10 +145,11 @@ def main() -> None:
             f"one model in float32 {one['model_bytes_float32'] / 2**30:.2f} GiB, {one['seconds']:.0f} s",
             flush=True,
         )
+    shutil.rmtree(options.data)
     if options.json:
         facts = {
             "command": f"python -m benchmarks.calibration_memory --layers {options.layers}",
-            "rows": {"per task": ROWS, "tokens": TOKENS, "tasks": 2},
+            "rows": {"per task": ROWS, "tokens": TOKENS, "tasks": len(TASKS)},
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "gradmerge": gm.__version__},
             "runs": found,
         }

@@ -52,8 +52,32 @@ def test_the_cache_keeps_to_its_limit():
     assert cache.peak <= 1000 and cache.spilled == 3 * 400
     assert [float(one.get()[7]) for one in kept] == [0, 1, 2, 3, 4]
     kept[0].drop()
-    assert cache.nbytes == 400
+    again = cache.put(torch.full((100,), 9.0))
+    assert cache.peak <= 1000 and cache.spilled == 3 * 400 and float(again.get()[7]) == 9
+    again.drop()
+    cache.put(torch.zeros(150))  # memory of another shape is freed for it
+    assert cache.peak <= 1000 and cache.spilled == 3 * 400
     cache.close()
+
+
+def test_blocks_of_equal_size_are_read_into_the_same_memory(tmp_path):
+    from gradmerge.refinement.streaming import open_model_files
+
+    model, _ = make("llama")
+    model.save_pretrained(tmp_path)
+    files = open_model_files(str(tmp_path))
+    source = files.source(torch.device("cpu"))
+    structure = examine(files.module, rows("llama")["task0"], source)
+    streamed, addresses = BlockModel(files.module, structure, source), set()
+    for stage in structure.stages:
+        with streamed.loaded(stage):
+            weights = [files.module.get_parameter(name) for name in streamed.weights_of(stage)]
+            if stage.is_block:
+                addresses.add(weights[0].untyped_storage().data_ptr())
+            for name, weight in zip(streamed.weights_of(stage), weights, strict=True):
+                assert torch.equal(weight, model.get_parameter(name))
+    assert len(structure.lists[0]) == 2 and len(addresses) == 1
+    assert all(parameter.is_meta for parameter in files.module.parameters())
 
 
 def test_layers_that_read_the_same_input_form_a_group():

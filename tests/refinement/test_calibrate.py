@@ -117,7 +117,7 @@ def test_conjugate_gradients_give_the_dense_solution():
         g = torch.randn(20, 5, generator=generator).double()
         factors.append((g.T @ g)[None])
     settings = Settings(ridge=0.3, epsilon=0.1, tolerance=1e-10)
-    solution = solve(given, weights, anchor, settings, factors)
+    solution = solve(list(zip(given, weights, strict=True)), anchor, settings, factors)
     eye_o, eye_i = torch.eye(5).double(), torch.eye(7).double()
     mean = sum(p.inputs[0] for p in given).diagonal().mean()
     system, right = 0.3 * mean * torch.kron(eye_o, eye_i), 0.3 * mean * anchor[0]
@@ -134,7 +134,7 @@ def test_regmean_is_the_case_without_ridge_where_the_inputs_are_those_of_the_fin
     x = [torch.randn(30, 6, generator=generator).double() for _ in range(2)]
     weights = [torch.randn(1, 4, 6, generator=generator).double() for _ in x]
     given = [InputProducts((one.T @ one)[None], (one.T @ one)[None]) for one in x]
-    found = solve(given, weights, torch.zeros(1, 4, 6).double(), Settings(ridge=0.0)).matrix[0]
+    found = solve(list(zip(given, weights, strict=True)), torch.zeros(1, 4, 6).double(), Settings(ridge=0.0)).matrix[0]
     grams = [one.T @ one for one in x]
     regmean = sum(w[0] @ g for w, g in zip(weights, grams, strict=True)) @ torch.linalg.inv(sum(grams))
     torch.testing.assert_close(found, regmean)
@@ -165,7 +165,7 @@ def test_a_fine_tuned_model_that_is_the_merge_changes_nothing():
 def test_a_singular_system_gets_a_larger_ridge_which_is_reported():
     row = torch.ones(1, 1, 4).double()
     given = [InputProducts(row.mT @ row, row.mT @ row)]
-    solution = solve(given, [torch.ones(1, 2, 4).double()], torch.zeros(1, 2, 4).double(), Settings(ridge=0.0))
+    solution = solve([(given[0], torch.ones(1, 2, 4).double())], torch.zeros(1, 2, 4).double(), Settings(ridge=0.0))
     assert solution.ridge > 0 and bool(solution.matrix.isfinite().all())
 
 

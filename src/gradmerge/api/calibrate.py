@@ -39,7 +39,7 @@ from ..refinement.distances import Distances
 from ..refinement.inputs import MergeInputs, find_teachers, model_reference, opened_inputs, recorded_models
 from ..refinement.output_factors import output_factors
 from ..refinement.result_folder import write_card, write_record, write_weights
-from ..refinement.streaming import ModelFiles, load_model_whole, load_whole
+from ..refinement.streaming import ModelFiles, WeightMemory, load_model_whole, load_whole
 from ..report.calibration_page import calibration_page, calibration_verdict
 from ..report.page import write_report
 from ..tasks import LoadOptions, complete
@@ -52,7 +52,7 @@ from .dry_run import PROCESS, JobSize, free_disk, free_memory
 #: Layers with more inputs or outputs have no output factor.
 MAX_KRONECKER_DIM = 16384
 #: Share of the free memory that hidden states may take, and that all G matrices together may take.
-CACHE_SHARE, FACTOR_SHARE, TEACHER_SHARE = 0.5, 0.5, 0.1
+CACHE_SHARE, FACTOR_SHARE = 0.5, 0.5
 
 
 @dataclass(repr=False)
@@ -467,8 +467,9 @@ def _calibrate_inputs(
     structure = examine(inputs.merged.module, _two_rows(batches), source)
     if structure.lists:
         merged = BlockModel(inputs.merged.module, structure, source, store)
+        memory = WeightMemory(device)  # one fine-tuned model at a time has weights in memory
         teachers = {
-            task: BlockModel(one.module, structure, one.source(device)) for task, one in inputs.teachers.items()
+            task: BlockModel(one.module, structure, one.source(device, memory)) for task, one in inputs.teachers.items()
         }
     else:
         notes.append("the model runs whole, and all models are in memory")
@@ -481,9 +482,6 @@ def _calibrate_inputs(
         raise InputError(f"{inputs.merged.reference}: has no linear layer that calibration can solve")
     rows = {task: hold_out(given) for task, given in batches.items()}
     finder = _disk_factor_finder(inputs, structure, request, device, notes)
-    largest = max(merged.stage_bytes(stage) for stage in structure.stages)
-    free = free_memory(device)
-    hold = free is None or (len(teachers) + 1) * largest < TEACHER_SHARE * free
     try:
         with shown(progress, "blocks") as bar:
             done = calibrate_model(
@@ -497,7 +495,6 @@ def _calibrate_inputs(
                 keep=inputs.keeps,
                 shared_head=inputs.shared_head,
                 check=request.check,
-                hold_teachers=hold,
                 progress=bar,
             )
     finally:
@@ -607,7 +604,16 @@ def dry_run_calibrate(
         widest = max(_sizes(layer)[1] + 1 for layer in module.modules() if is_linear(layer))
         width = int(getattr(module.config.get_text_config(), "hidden_size", widest))  # type: ignore[operator, union-attr]
         positions = sum(_positions(batch) for one in inputs.rows.values() for batch in one.batches)
-        hidden = 2 * 4 * width * positions
+        # In two models the block's inputs, and in the fine-tuned model those of all its layers.
+        captured = max(
+            sum(
+                _sizes(layer)[1]
+                for name, layer in module.named_modules()
+                if name.startswith(block) and is_linear(layer)
+            )
+            for block in ([f"{name}." for name in blocks] or [""])
+        )
+        hidden = 4 * (2 * width + captured) * positions
         limit = (int(CACHE_SHARE * free) if free else hidden) if cache_memory is None else _bytes(cache_memory)
         passes = 2 if check else 1
         parts = {

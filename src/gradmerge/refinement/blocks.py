@@ -95,7 +95,7 @@ class Structure:
 class WeightSource(Protocol):
     """Loads weights into a module, and frees them."""
 
-    def load(self, names: Sequence[str]) -> None: ...
+    def load(self, names: Sequence[str], within: Sequence[str] = ()) -> None: ...
 
     def free(self, names: Sequence[str]) -> None: ...
 
@@ -119,7 +119,7 @@ class BlockModel:
         self._loaded: Stage | None = None
         blocks = [name for blocks in structure.lists for name in blocks]
         self._weights: dict[str | None, list[str]] = {None: [], **{name: [] for name in blocks}}
-        for name, _ in _weights(module):
+        for name, _ in stored_values(module):
             owner = next((block for block in blocks if name.startswith(f"{block}.")), None)
             self._weights[owner].append(name)
 
@@ -132,19 +132,18 @@ class BlockModel:
         """Names of the parameters and buffers that a stage uses."""
         return self._weights[stage.name if stage.is_block else None]
 
-    def stage_bytes(self, stage: Stage) -> int:
-        """Bytes of the weights of a stage in memory."""
-        known = dict(_weights(self.module))
-        return sum(known[name].nbytes for name in self.weights_of(stage))
-
     @contextlib.contextmanager
-    def loaded(self, stage: Stage) -> Iterator[None]:
-        """Hold the weights of a stage in memory. Inside another such block for the same stage this does nothing."""
+    def loaded(self, stage: Stage, layers: Sequence[str] | None = None) -> Iterator[None]:
+        """Hold the weights of a stage in memory, or only those of some of its layers.
+
+        Inside another such block for the same stage this does nothing.
+        """
         if self.source is None or self._loaded == stage:
             yield
             return
-        names = self.weights_of(stage)
-        self.source.load(names)
+        every = self.weights_of(stage)
+        names = every if layers is None else [name for name in every if name.rpartition(".")[0] in layers]
+        self.source.load(names, every)
         self._loaded = stage
         try:
             with torch.no_grad():
@@ -178,8 +177,8 @@ class BlockModel:
             self._store.close()
 
 
-def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and the buffers that a checkpoint stores."""
+def stored_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that a checkpoint stores, by name."""
     yield from module.named_parameters()
     stored = module.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in stored)
@@ -250,7 +249,7 @@ class _Trace:
         self.blocks = [name for names in candidates for name in names]
         self.names = {child: name for name, child in module.named_modules()}
         self.layers = {name: child for child, name in self.names.items() if is_linear(child)}
-        stored = [name for name, _ in _weights(module)]
+        stored = [name for name, _ in stored_values(module)]
         self.weights = {block: [n for n in stored if n.startswith(f"{block}.")] for block in self.blocks}
         self.outside = [name for name in stored if not any(name.startswith(f"{block}.") for block in self.blocks)]
         times = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
@@ -453,37 +452,64 @@ class CachedTensor:
 
     def drop(self) -> None:
         if self._tensor is not None:
-            self._cache.nbytes -= _bytes_held(self._tensor)
+            self._cache.take_back(self._tensor)
             self._tensor = None
         elif self._path is not None:
             self._path.unlink(missing_ok=True)
 
 
 class HiddenCache:
-    """Keeps hidden states in memory up to a limit in bytes, and the others in temporary files."""
+    """Keeps hidden states in memory up to a limit in bytes, and the others in temporary files.
+
+    A dropped tensor's memory is used for the next one of its shape. Without that, small hidden states that stay lie
+    between large blocks that are freed, and the C library's heap grows with every block of the model.
+    """
 
     def __init__(self, limit: int, folder: Path | None = None) -> None:
         self.limit, self.nbytes, self.peak, self.spilled = limit, 0, 0, 0
         self._folder = folder
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._number = 0
+        self._unused: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def put(self, tensor: Tensor) -> CachedTensor:
+        if unused := self._unused.get(_layout(tensor)):
+            return CachedTensor(self, unused.pop().copy_(tensor), None)
         size = _bytes_held(tensor)
+        if self.nbytes + size > self.limit:
+            self.free_unused()
         if self.nbytes + size <= self.limit:
             self.nbytes += size
             self.peak = max(self.peak, self.nbytes)
-            return CachedTensor(self, tensor, None)
+            # A view, such as an expanded mask, is kept as it is: a copy would be larger.
+            return CachedTensor(self, tensor.detach().clone() if tensor.is_contiguous() else tensor, None)
         if self._temporary is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="gradmerge-hidden-", dir=self._folder)
         self._number += 1
         self.spilled += tensor.nbytes
         return CachedTensor(self, tensor, Path(self._temporary.name) / str(self._number))
 
+    def take_back(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor for the next one of its shape."""
+        if tensor.is_contiguous():
+            self._unused.setdefault(_layout(tensor), []).append(tensor)
+        else:
+            self.nbytes -= _bytes_held(tensor)
+
+    def free_unused(self) -> None:
+        """Free the memory of dropped tensors."""
+        self.nbytes -= sum(_bytes_held(tensor) for tensors in self._unused.values() for tensor in tensors)
+        self._unused = {}
+
     def close(self) -> None:
+        self.free_unused()
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary = None
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape
 
 
 def _bytes_held(tensor: Tensor) -> int:
@@ -494,6 +520,7 @@ class RowStream:
     """The rows of one task on their way through one model, stage by stage.
 
     Call `layer_inputs` as often as needed for the layers of a stage, then `go_through` to move to the next stage.
+    `go_through` can capture the inputs of a block's layers, for `layer_inputs` to return afterwards.
     """
 
     def __init__(self, model: BlockModel, batches: Sequence[Batch], cache: HiddenCache) -> None:
@@ -501,6 +528,7 @@ class RowStream:
         self._calls: list[dict[str, Call]] = [{} for _ in self.batches]
         self._outputs: list[dict[Link, Any]] = [{} for _ in self.batches]
         """For every batch the outputs of blocks that are still needed: a `CachedTensor`, or the value itself."""
+        self._captured: dict[str, list[CachedTensor]] = {}
         self._arguments: list[Any] = []
         """The arguments that a block was run with last."""
 
@@ -510,11 +538,15 @@ class RowStream:
             for value in self._outputs[batch].values():
                 _drop(value)
             self._outputs[batch] = {}
+        for values in self._captured.values():
+            for value in values:
+                value.drop()
+        self._captured = {}
 
-    def go_through(self, stage: Stage) -> None:
-        """Run all rows through a stage."""
+    def go_through(self, stage: Stage, capture: Sequence[str] = ()) -> None:
+        """Run all rows through a stage, and capture the inputs of some layers of a block."""
         if stage.is_block:
-            self._run_block(stage)
+            self._run_block(stage, capture)
         elif stage.index < len(self.model.structure.lists):
             self._record_arguments(stage)
 
@@ -601,7 +633,15 @@ class RowStream:
 
     @torch.no_grad()
     def layer_inputs(self, stage: Stage, layer: str) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """For every batch the input of a layer, and which positions of it count (None: all)."""
+        """For every batch the input of a layer, and which positions of it count (None: all).
+
+        Captured inputs are returned once, without the positions that count.
+        """
+        if layer in self._captured:
+            for cached in self._captured.pop(layer):
+                yield cached.get(), None
+                cached.drop()
+            return
 
         def reached(child: nn.Module, args: Any, kwargs: Any) -> None:
             raise _Reached(input_of(args, kwargs))
@@ -612,19 +652,27 @@ class RowStream:
             yield values, counted_positions(self.model.module, inputs, values, self._is_encoded(stage, values))
 
     @torch.no_grad()
-    def _run_block(self, stage: Stage) -> None:
+    def _run_block(self, stage: Stage, capture: Sequence[str]) -> None:
         """Run all rows through a block, and cache what later stages need of its output."""
         blocks = self.model.structure.lists[stage.index]
         later = blocks[blocks.index(stage.name) + 1 :]
         for batch in range(len(self.batches)):
-            leaves = pytree.tree_leaves(self._runner(batch, stage)())
+            with contextlib.ExitStack() as stack:
+                for layer in capture:
+                    child, hook = self.model.module.get_submodule(layer), partial(self._capture, layer)
+                    stack.callback(child.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                leaves = pytree.tree_leaves(self._runner(batch, stage)())
             outputs = self._outputs[batch]
             needed = {leaf for name in later for leaf in self._calls[batch][name].leaves if isinstance(leaf, Link)}
-            for link in [link for link in outputs if link.block in blocks and link not in needed]:
-                _drop(outputs.pop(link))
+            passed = [link for link in outputs if link.block in blocks and link not in needed]
             for index, leaf in enumerate(leaves):
                 if not later or Link(stage.name, index) in needed:
                     outputs[Link(stage.name, index)] = self.cache.put(leaf) if isinstance(leaf, Tensor) else leaf
+            for link in passed:  # only now: an output may be an input that was passed on
+                _drop(outputs.pop(link))
+
+    def _capture(self, layer: str, child: nn.Module, args: Any, kwargs: Any) -> None:
+        self._captured.setdefault(layer, []).append(self.cache.put(input_of(args, kwargs)))
 
     def hidden(self, stage: Stage, batch: int) -> Tensor:
         """The first output of the block that the rows went through last."""

@@ -15,8 +15,7 @@ The calibrated weight W solves
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -149,8 +148,8 @@ def _patches(layer: Any, values: Tensor) -> Tensor:
 
 def input_products(
     layer: Any,
-    inputs: Iterator[tuple[Tensor, Tensor | None]],
-    teacher_inputs: Iterator[tuple[Tensor, Tensor | None]],
+    inputs: Iterable[tuple[Tensor, Tensor | None]],
+    teacher_inputs: Iterable[tuple[Tensor, Tensor | None]],
     alpha: float,
     *,
     scaled: bool = True,
@@ -159,14 +158,14 @@ def input_products(
     products: InputProducts | None = None
     for (values, counted), (teacher_values, _) in zip(inputs, teacher_inputs, strict=True):
         rows = layer_rows(layer, values, counted)
-        mixed = alpha * layer_rows(layer, teacher_values, counted) + (1 - alpha) * rows
         if products is None:
             size = rows.shape[-1]
             zeros = torch.zeros(len(rows), size, size, dtype=rows.dtype, device=rows.device)
             products = InputProducts(zeros, zeros.clone())
         products.inputs.baddbmm_(rows.mT, rows)
-        products.mixed.baddbmm_(mixed.mT, rows)
+        products.mixed.baddbmm_(layer_rows(layer, teacher_values, counted).mT, rows)
     assert products is not None
+    products.mixed.lerp_(products.inputs, 1 - alpha)
     if scaled:
         norm = products.inputs.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)[:, None, None]
         products.inputs /= norm
@@ -188,8 +187,7 @@ class Solution:
 
 
 def solve(
-    products: Sequence[InputProducts],
-    teachers: Sequence[Tensor],
+    terms: Iterable[tuple[InputProducts, Tensor]],
     anchor: Tensor,
     settings: Settings,
     factors: Sequence[Tensor] | None = None,
@@ -197,12 +195,20 @@ def solve(
     """Solve the equation for one layer in float64; without ``factors`` G_t is the identity and ε is 0.
 
     All matrices have a leading dimension for the groups of a convolution, which are solved independently.
+
+    Args:
+        terms: For every task A_t and C_t, and W_t. Without ``factors``, those of one task are needed at a time.
+        anchor: B.
+        settings: The numbers of the equation.
+        factors: G_t for every task.
     """
-    total = products[0].inputs.to(torch.float64, copy=True)
-    for other in products[1:]:
-        total += other.inputs
-    right = sum_of(w.double() @ p.mixed.double() for w, p in zip(teachers, products, strict=True))
+    terms = terms if factors is None else list(terms)
     anchor = anchor.double()
+    total, right = None, torch.zeros_like(anchor)
+    for products, weight in terms:
+        total = products.inputs.to(torch.float64, copy=True) if total is None else total.add_(products.inputs)
+        right += weight @ products.mixed  # as precise as the products are
+    assert total is not None
     diagonal = total.diagonal(dim1=1, dim2=2)
     mean = diagonal.mean(1)
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))[:, None]
@@ -215,10 +221,11 @@ def solve(
             break
         ridge = max(10 * ridge, SMALLEST_RIDGE)
     damping = (ridge * mean)[:, :, None]
-    del total
-    matrix = torch.cholesky_solve((right + damping * anchor).mT, root).mT
+    del total, diagonal
+    matrix = torch.cholesky_solve(right.add_(damping * anchor).mT, root).mT
     if factors is None:
         return Solution(matrix, ridge)
+    products, teachers = [p for p, _ in terms], [w for _, w in terms]
     matrix, steps, residual = _conjugate_gradients(matrix, products, teachers, anchor, damping, factors, settings)
     return Solution(matrix, ridge, steps, residual)
 
@@ -287,7 +294,6 @@ def calibrate_layers(
     *,
     factors: Mapping[str, Factors] | None = None,
     keep: Callable[[str], bool] = lambda layer: False,
-    hold_teachers: bool = False,
     advance: Callable[[int], None] = lambda amount: None,
 ) -> PassReport:
     """Solve the layers of ``merged`` in place, in forward order.
@@ -300,7 +306,6 @@ def calibrate_layers(
         settings: The numbers of the equation.
         factors: Task → layer → G, which is scaled here. Layers without factors have G = I.
         keep: Says for which layers the merge keeps its weights.
-        hold_teachers: Hold the current block of all fine-tuned models in memory, instead of one at a time.
         advance: Called with 1 after every stage.
     """
     report = PassReport()
@@ -308,23 +313,32 @@ def calibrate_layers(
     guides = {task: RowStream(teachers[task], batches, cache) for task, batches in rows.items()}
     try:
         for stage in merged.structure.stages:
-            with contextlib.ExitStack() as held:
-                held.enter_context(merged.loaded(stage))
-                for teacher in teachers.values() if hold_teachers else ():
-                    held.enter_context(teacher.loaded(stage))
-                for group in merged.structure.groups.get(stage.name, []):
-                    if layers := [layer for layer in group if not keep(layer)]:
-                        _solve_group(merged, teachers, students, guides, stage, layers, settings, factors, report)
+            solved = [[n for n in group if not keep(n)] for group in merged.structure.groups.get(stage.name, [])]
+            groups = [group for group in solved if group]
+            if stage.is_block:  # a fine-tuned model does not change, so that one pass is enough for all groups
+                _run_teachers(teachers, guides, stage, [group[0] for group in groups])
+            with merged.loaded(stage):
+                for layers in groups:
+                    _solve_group(merged, teachers, students, guides, stage, layers, settings, factors, report)
                 merged.store(stage, report.layers)
-                for task in rows:
-                    students[task].go_through(stage)
-                    with teachers[task].loaded(stage):
-                        guides[task].go_through(stage)
+                for student in students.values():
+                    student.go_through(stage)
+            if not stage.is_block:
+                _run_teachers(teachers, guides, stage)
             advance(1)
     finally:
         for stream in (*students.values(), *guides.values()):
             stream.close()
+        cache.free_unused()
     return report
+
+
+def _run_teachers(
+    teachers: Mapping[str, BlockModel], guides: Mapping[str, RowStream], stage: Stage, capture: Sequence[str] = ()
+) -> None:
+    for task, guide in guides.items():
+        with teachers[task].loaded(stage):
+            guide.go_through(stage, capture)
 
 
 def _solve_group(
@@ -339,30 +353,31 @@ def _solve_group(
     report: PassReport,
 ) -> None:
     """Solve layers that read the same input: one set of products, one solve per layer."""
-    first = merged.module.get_submodule(layers[0])
-    products: list[InputProducts] = []
-    wanted: dict[str, list[Tensor]] = {layer: [] for layer in layers}
-    for task, student in students.items():
-        with teachers[task].loaded(stage):
-            inputs, targets = student.layer_inputs(stage, layers[0]), guides[task].layer_inputs(stage, layers[0])
-            found = input_products(first, inputs, targets, settings.alpha, scaled=settings.scaled)
-            for layer in layers:
-                wanted[layer].append(layer_matrix(teachers[task].module.get_submodule(layer)))
-        if not bool(found.inputs.isfinite().all() and found.mixed.isfinite().all()):
-            raise InputError(f"{stage.name}: the inputs of {layers[0]} are not finite on the rows of {task}")
-        products.append(found)
+    scaled = {layer: _scaled_factors([factors[task].get(layer) for task in students]) for layer in layers if factors}
+    plain = [layer for layer in layers if scaled.get(layer) is None]
     anchors = {layer: layer_matrix(merged.module.get_submodule(layer)) for layer in layers}
+
+    def products_and_weights() -> Iterator[tuple[InputProducts, dict[str, Tensor]]]:
+        first = merged.module.get_submodule(layers[0])
+        for task, student in students.items():
+            with teachers[task].loaded(stage, layers if stage.is_block else None):
+                inputs, targets = student.layer_inputs(stage, layers[0]), guides[task].layer_inputs(stage, layers[0])
+                found = input_products(first, inputs, targets, settings.alpha, scaled=settings.scaled)
+                if not bool(found.inputs.isfinite().all() and found.mixed.isfinite().all()):
+                    raise InputError(f"{stage.name}: the inputs of {layers[0]} are not finite on the rows of {task}")
+                yield found, {layer: layer_matrix(teachers[task].module.get_submodule(layer)) for layer in layers}
+
+    terms: Iterable[tuple[InputProducts, dict[str, Tensor]]] = products_and_weights()
     solutions: dict[str, Solution] = {}
-    plain = []
+    if len(plain) < len(layers):
+        terms = [(found, {name: w.clone() for name, w in weights.items()}) for found, weights in terms]
     for layer in layers:
-        given = _scaled_factors([factors[task].get(layer) for task in students]) if factors else None
-        if given is None:
-            plain.append(layer)
-        else:
-            solutions[layer] = solve(products, wanted[layer], anchors[layer], settings, given)
+        if layer not in plain:
+            given = [(found, weights[layer]) for found, weights in terms]
+            solutions[layer] = solve(given, anchors[layer], settings, scaled[layer])
     if plain:  # with G = I the outputs are independent, so that all layers are one solve
-        stacked = [torch.cat(matrices, 1) for matrices in zip(*(wanted[layer] for layer in plain), strict=True)]
-        solution = solve(products, stacked, torch.cat([anchors[layer] for layer in plain], 1), settings)
+        stacked = ((found, torch.cat([weights[layer] for layer in plain], 1)) for found, weights in terms)
+        solution = solve(stacked, torch.cat([anchors[layer] for layer in plain], 1), settings)
         parts = solution.matrix.split([anchors[layer].shape[1] for layer in plain], 1)
         solutions |= {layer: replace(solution, matrix=part) for layer, part in zip(plain, parts, strict=True)}
     for layer in layers:
@@ -417,7 +432,6 @@ def calibrate_model(
     keep: Callable[[str], bool] = lambda layer: False,
     shared_head: bool = True,
     check: bool = True,
-    hold_teachers: bool = False,
     progress: Progress | None = None,
 ) -> Calibration:
     """Calibrate a copy of a merge with the G that brings it closest to the fine-tuned models on held-out rows.
@@ -436,7 +450,6 @@ def calibrate_model(
         keep: Says for which layers the merge keeps its weights.
         shared_head: Whether the fine-tuned models share their head, so that answers can be compared.
         check: Compare with the merge. Without it the first candidate is solved with all rows.
-        hold_teachers: As of `calibrate_layers`.
         progress: Is told how many stages are done.
     """
     progress = progress or NoProgress()
@@ -469,7 +482,6 @@ def calibrate_model(
             chosen,
             factors=given,
             keep=keep,
-            hold_teachers=hold_teachers,
             advance=progress.advance,
         )
         return model, report

@@ -66,6 +66,7 @@ def measure(
         for pair in streams.values():
             for stream in pair:
                 stream.close()
+        cache.free_unused()
     return found
 
 

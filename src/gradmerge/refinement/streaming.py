@@ -9,21 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..checkpoints import Checkpoint
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.quantization import quantisation
 from ..curvature.checkpoint_names import names_of_parameters, stored_sources
-from ..curvature.totals import give_memory_back
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..tasks.models import LoadingInfo, class_name, locate
 from ..tasks.resolve_model import offline
 from ..text import first_line, listed
+from .blocks import stored_values
 
 #: Elements that are read at a time.
 CHUNK = 1 << 22
+#: Bytes that the memory of a weight is aligned to.
+ALIGNMENT = 64
 
 
 @dataclass
@@ -39,8 +42,8 @@ class ModelFiles:
     missing: list[str]
     """Parameters that the checkpoint does not hold, as those of a head."""
 
-    def source(self, device: torch.device) -> CheckpointWeights:
-        return CheckpointWeights(self, device)
+    def source(self, device: torch.device, memory: WeightMemory | None = None) -> CheckpointWeights:
+        return CheckpointWeights(self, device, memory)
 
 
 def open_model_files(reference: str, task: str = "auto", attn_implementation: str | None = None) -> ModelFiles:
@@ -83,9 +86,20 @@ def module_without_weights(reference: str, task: str, config: Any, attn_implemen
     return module.eval().requires_grad_(False)
 
 
+class _EmptyOnMeta(TorchFunctionMode):
+    """Puts tensors without values on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {})
+        return func(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Put every new parameter on the meta device. Buffers are computed as usual."""
+    """Put every new parameter on the meta device. Buffers are computed as usual.
+
+    Layers make their weights with ``torch.empty``, which allocates nothing here.
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -95,7 +109,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
-        yield
+        with _EmptyOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
@@ -136,48 +151,87 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     return value
 
 
+class WeightMemory:
+    """Memory for the weights of one stage at a time, of one model or of several in turn.
+
+    Blocks of equal size use the same memory, so that nothing is allocated and freed between them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._unused: Tensor | None = None
+
+    def take(self, nbytes: int) -> Tensor:
+        memory, self._unused = self._unused, None
+        if memory is not None and len(memory) == nbytes:
+            return memory
+        del memory  # before more is allocated
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def give_back(self, memory: Tensor) -> None:
+        self._unused = memory
+
+
 class CheckpointWeights:
     """Reads weights of a checkpoint into a module, as float32 (float64 where they are stored so), and frees them."""
 
-    def __init__(self, files: ModelFiles, device: torch.device) -> None:
-        give_memory_back()  # else the allocator keeps more of what is freed
-        self.files, self.device = files, device
+    def __init__(self, files: ModelFiles, device: torch.device, memory: WeightMemory | None = None) -> None:
+        self.files = files
+        self._memory = memory or WeightMemory(device)
         self._aliases = {names[0]: names for names in names_of_parameters(files.module).values()}
         self._buffers = Buffers()
+        self._without_weights = dict(stored_values(files.module))
+        self._loaded: dict[str, Tensor] = {}
+        """First name of what was loaded together → its memory."""
 
-    def load(self, names: Sequence[str]) -> None:
+    def load(self, names: Sequence[str], within: Sequence[str] = ()) -> None:
+        """Read weights into memory of the size of all weights in ``within``, by default of those read."""
+        if not names:
+            return
+        memory = self._loaded[names[0]] = self._memory.take(sum(map(self._nbytes, within or names)))
         for name in names:
-            if name in self.files.names:
-                self._set(name, self.read(name))
-            else:  # a head that the checkpoint lacks, and that is not used
-                self._set(name, torch.zeros(_tensor(self.files.module, name).shape, device=self.device))
+            part, memory = memory.split([self._nbytes(name), len(memory) - self._nbytes(name)])
+            shape, dtype = self._without_weights[name].shape, self._dtype(name)
+            values = part[: shape.numel() * dtype.itemsize].view(dtype)
+            self._read(name, values)
+            self._set(name, values.reshape(shape))
 
     def free(self, names: Sequence[str]) -> None:
         for name in names:
-            self._set(name, torch.empty(_tensor(self.files.module, name).shape, device="meta"))
+            self._set(name, self._without_weights[name])
+        if names:
+            self._memory.give_back(self._loaded.pop(names[0]))
 
-    def read(self, name: str) -> Tensor:
-        """A weight of the module, from the checkpoint."""
-        checkpoint, stored = self.files.checkpoint, self.files.names[name]
-        info = checkpoint.tensors[stored]
-        dtype = TORCH_TYPES[info.dtype]
-        wide = torch.float32 if dtype.is_floating_point and dtype != torch.float64 else dtype
-        values = torch.empty(info.numel, dtype=wide)
-        for start in range(0, info.numel, CHUNK):
-            stop = min(start + CHUNK, info.numel)
-            values[start:stop] = checkpoint.read(stored, start, stop, self._buffers)
-        return values.reshape(info.shape).to(self.device)
+    def _nbytes(self, name: str) -> int:
+        size = self._without_weights[name].numel() * self._dtype(name).itemsize
+        return -(-size // ALIGNMENT) * ALIGNMENT
+
+    def _dtype(self, name: str) -> torch.dtype:
+        if name not in self.files.names:
+            return torch.float32
+        dtype = TORCH_TYPES[self.files.checkpoint.tensors[self.files.names[name]].dtype]
+        return torch.float32 if dtype.is_floating_point and dtype != torch.float64 else dtype
+
+    def _read(self, name: str, values: Tensor) -> None:
+        """Read a weight of the module from the checkpoint; zeros for a head that it lacks, which is not used."""
+        if name not in self.files.names:
+            values.zero_()
+            return
+        stored = self.files.names[name]
+        for start in range(0, len(values), CHUNK):
+            stop = min(start + CHUNK, len(values))
+            values[start:stop] = self.files.checkpoint.read(stored, start, stop, self._buffers)
 
     def _set(self, name: str, value: Tensor) -> None:
         module = self.files.module
         if name not in self._aliases:
-            path, _, own = name.rpartition(".")
-            module.get_submodule(path)._buffers[own] = value
+            path, _, buffer = name.rpartition(".")
+            module.get_submodule(path)._buffers[buffer] = value
             return
-        parameter = nn.Parameter(value, requires_grad=False)
+        parameter = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
         for alias in self._aliases[name]:
-            path, _, own = alias.rpartition(".")
-            module.get_submodule(path)._parameters[own] = parameter
+            path, _, last = alias.rpartition(".")
+            module.get_submodule(path)._parameters[last] = parameter
 
 
 def load_whole(files: ModelFiles, device: torch.device) -> nn.Module:
