@@ -1,7 +1,7 @@
-"""What a URL is, and how one is shown: without the passwords and signatures that it may carry.
+"""URLs of models, data and results, and how to show them without passwords and signatures.
 
-Wherever a reference comes in, it is replaced by its form without secrets at once. Records, cards, journals and messages
-can then hold none; :func:`unredact` gives back what the user wrote, to the file system alone.
+:func:`as_url` redacts every URL on input. Records, cards, journals and messages therefore contain no secrets. Only the
+file system gets the original, from :func:`unredact`.
 """
 
 from __future__ import annotations
@@ -13,96 +13,96 @@ from typing import Any
 from urllib.parse import unquote
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/{1,3})(.*)", re.DOTALL)
-#: `user:password@` before the host, where keys of S3 may hold a slash; @revision in hf://org/name@revision is none.
+#: `user:password@` before the host, where S3 keys may contain a slash. `@revision` in hf://org/name@revision is none.
 _USER = re.compile(r"(?<![\w+.-])((?!hf:)[A-Za-z][A-Za-z0-9+.-]+:/{1,2})([^/\s@:'\"?]+:[^\s@'\"?]+|[^/\s@'\"?]+)@")
 _QUERY = re.compile(r"(?<![\w+.-])([A-Za-z][A-Za-z0-9+.-]+:/{1,2}[^\s'\"?]*\?)([^\s'\"]+)")
-#: Parameters of a query that say which version of a file is meant. All others may be signatures.
-_PLAIN = {"versionid", "version_id", "generation", "download", "revision", "ref"}
+#: Query parameters that select a version of a file. All others may be signatures.
+_PUBLIC_PARAMETERS = {"versionid", "version_id", "generation", "download", "revision", "ref"}
 REDACTED = "***"
-#: URLs as they are shown → as they were given; their secrets → what is shown; local copies of small files → URL.
-_given: dict[str, str] = {}
+_originals: dict[str, str] = {}
+"""Redacted URLs and their prefixes up to the host → the originals."""
 _secrets: dict[str, str] = {}
-_copies: dict[str, str] = {}
+"""`user:password@` → what to show instead, for errors of file systems that quote it without the protocol."""
+_local_copies: dict[str, str] = {}
+"""Path of a local copy → URL."""
 
 
-def is_url(text: object) -> bool:
-    """Whether a reference is a URL such as s3://bucket/model; `file://` is one, and names a place on this machine."""
-    return isinstance(text, str | Path) and as_url(text) is not None
+def is_url(reference: object) -> bool:
+    """Return whether a reference is a URL, such as s3://bucket/model or file:///model."""
+    return isinstance(reference, str | Path) and as_url(reference) is not None
 
 
-def as_url(place: str | Path) -> str | None:
-    """The URL that a text or path is, without secrets; None for a path on this machine.
+def as_url(reference: str | Path) -> str | None:
+    """Return a reference as a redacted URL, or None if it is a local path.
 
-    A path has lost one of the slashes of `s3://`, and gets it back. A folder that is really called `s3:` is a folder.
+    A :class:`Path` has lost one slash of `s3://`; this restores it. A folder that is really named `s3:` is a path.
     """
-    found = _URL.fullmatch(str(place))
-    if found is None or (found[2] != "//" and found[1] != "file" and os.path.lexists(f"{found[1]}:")):
+    match = _URL.fullmatch(str(reference))
+    if match is None or (match[2] != "//" and match[1] != "file" and os.path.lexists(f"{match[1]}:")):
         return None
-    protocol = found[1].lower()
-    from_root = protocol in ("file", "local") or (protocol == "hdfs" and found[2] == "///")
-    rest = "/" + found[3].lstrip("/") if from_root else found[3]
+    protocol = match[1].lower()
+    absolute = protocol in ("file", "local") or (protocol == "hdfs" and match[2] == "///")
+    rest = "/" + match[3].lstrip("/") if absolute else match[3]
     url = f"{protocol}://{rest if '?' in rest else rest.rstrip('/')}"
-    shown = redact(url)
-    if shown != url:
-        shown = _of_its_own(shown, url)
-        _given[shown] = url
-        if (user := _USER.match(shown)) and (real := _USER.match(url)):
-            _given[user[0]] = real[0]
-            _secrets[f"{real[2]}@"] = f"{REDACTED}@"  # errors of file systems quote it without the protocol
-    return shown
-
-
-def _of_its_own(shown: str, url: str) -> str:
-    """A form that stands for no other URL: two that differ in what is hidden of a query may be two files."""
-    before, _, after = shown.rpartition(REDACTED)
+    redacted = redact(url)
+    if redacted == url:
+        return url
+    # Two URLs that differ only in redacted query parameters may be two files: number them.
+    before, _, after = redacted.rpartition(REDACTED)
     number = 1
-    while "?" in before and _given.get(shown, url) != url:
+    while "?" in before and _originals.get(redacted, url) != url:
         number += 1
-        shown = f"{before}{REDACTED}{number}{after}"
-    return shown
+        redacted = f"{before}{REDACTED}{number}{after}"
+    _originals[redacted] = url
+    if (user := _USER.match(redacted)) and (original := _USER.match(url)):
+        _originals[user[0]] = original[0]
+        _secrets[f"{original[2]}@"] = f"{REDACTED}@"
+    return redacted
 
 
-def remote_url(place: str | Path) -> str | None:
-    """The URL of what lies elsewhere; None for a path on this machine, which `file://` is too."""
-    url = as_url(place)
+def remote_url(reference: str | Path) -> str | None:
+    """Return a reference as a redacted URL, or None if it is a local path or a `file://` URL."""
+    url = as_url(reference)
     return None if url is None or url.startswith("file://") else url
 
 
-def strip_file_scheme(place: str | Path) -> str:
-    """A reference as a path, if it is a `file://` URL; any other as it is."""
-    url = as_url(place)
-    return unquote(url.removeprefix("file://")) or "/" if url is not None and url.startswith("file://") else str(place)
+def strip_file_scheme(reference: str | Path) -> str:
+    """Return the path of a `file://` URL, and any other reference unchanged."""
+    url = as_url(reference)
+    if url is None or not url.startswith("file://"):
+        return str(reference)
+    return unquote(url.removeprefix("file://")) or "/"
 
 
 def unredact(url: str) -> str:
-    """A URL with what :func:`as_url` has hidden of it."""
-    if url in _given:
-        return _given[url]
+    """Return the original of a URL that :func:`as_url` has redacted."""
+    if url in _originals:
+        return _originals[url]
     user = _USER.match(url)
-    return _given.get(user[0], user[0]) + url[user.end() :] if user else url
+    return _originals.get(user[0], user[0]) + url[user.end() :] if user else url
 
 
 def redact(text: str) -> str:
-    """Text as it may be shown: without secrets of URLs, and with URLs in place of the copies of their files."""
-    for copy, url in _copies.items():
-        text = text.replace(copy, url)
-    for secret, shown in _secrets.items():
-        text = text.replace(secret, shown)
+    """Remove passwords and signatures of URLs from a text, and replace paths of local copies by their URLs."""
+    for path, url in _local_copies.items():
+        text = text.replace(path, url)
+    for secret, replacement in _secrets.items():
+        text = text.replace(secret, replacement)
     if ":/" not in text:
         return text
     text = _USER.sub(rf"\g<1>{REDACTED}@", text)
-    return _QUERY.sub(lambda found: found[1] + "&".join(map(_parameter, found[2].split("&"))), text)
+    return _QUERY.sub(lambda match: match[1] + "&".join(map(_redact_parameter, match[2].split("&"))), text)
 
 
-def _parameter(text: str) -> str:
+def _redact_parameter(text: str) -> str:
     key, equals, value = text.partition("=")
-    if key.lower() in _PLAIN or text.startswith(REDACTED) or value.startswith(REDACTED):
+    if key.lower() in _PUBLIC_PARAMETERS or text.startswith(REDACTED) or value.startswith(REDACTED):
         return text
     return f"{key}={REDACTED}" if equals else REDACTED
 
 
 def redact_urls(value: Any) -> Any:
-    """The same value, with every URL in it as it is shown."""
+    """Return a value such as a recipe with every URL in it redacted."""
     if isinstance(value, str):
         return as_url(value) or value
     if isinstance(value, dict):
@@ -110,24 +110,32 @@ def redact_urls(value: Any) -> Any:
     return [redact_urls(item) for item in value] if isinstance(value, list) else value
 
 
+def register_local_copy(path: Path, url: str) -> None:
+    """Have messages name the URL instead of the path of its local copy."""
+    _local_copies[str(path)] = url
+
+
 def count_local_copies() -> int:
-    """How many URLs have a stand-in on this machine."""
-    return len(_copies)
+    """Return how many URLs have a local copy in this process."""
+    return len(_local_copies)
 
 
-def register_local_copy(copy: Path, url: str) -> None:
-    """Have messages name a URL where they would name the folder of its copy."""
-    _copies[str(copy)] = url
+def url_of(path: Path) -> str | None:
+    """Return the URL that a path is, or that it is a local copy of; None for other paths."""
+    for parent in (path, *path.parents) if _local_copies else ():
+        if str(parent) in _local_copies:
+            return f"{_local_copies[str(parent)]}/{path.relative_to(parent).as_posix()}".removesuffix("/.")
+    return as_url(path)
 
 
 class UrlPath(type(Path())):  # type: ignore[misc]
-    """A URL where a path is expected: it has a name and a parent, and is shown as it was written."""
+    """A URL where a path is expected. It has a name and a parent, and its text is the URL."""
 
     def __str__(self) -> str:
         return as_url(super().__str__()) or super().__str__()
 
 
 def output_path(out: str | Path) -> Path:
-    """Where a result goes: a path of this machine, or a :class:`UrlPath`."""
+    """Return the destination of a result: a local path or a :class:`UrlPath`."""
     url = remote_url(out)
     return Path(strip_file_scheme(out)) if url is None else UrlPath(url)

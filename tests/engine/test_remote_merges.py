@@ -83,140 +83,124 @@ def recipe(root: object, method: str = "gradient-matching", **more: Any) -> dict
     return {"method": method, "base": f"{root}/base", "models": [f"{root}/a", f"{root}/b"], **more}
 
 
-def there(fs: Any, place: str) -> dict[str, bytes]:
-    """Every file of a result at a URL but its record, as `weight_bytes` gives it for a folder."""
+def files_at(fs: Any, path: str) -> dict[str, bytes]:
+    """Return every file of a result but its record, as `weight_bytes` does for a folder."""
     fs.invalidate_cache()
-    found = {name.removeprefix(f"{place}/"): fs.cat_file(name) for name in fs.find(place)}
-    found.pop("gradmerge.json", None)
-    return found
+    files = {name.removeprefix(f"{path}/"): fs.cat_file(name) for name in fs.find(path)}
+    files.pop("gradmerge.json", None)
+    return files
 
 
-def same_but_for_places(got: dict[str, bytes], want: dict[str, bytes], here: object, root: str) -> None:
-    assert got.keys() == want.keys()
-    for name in want:
-        assert got[name].replace(root.encode(), str(here).encode()) == want[name], name
+def assert_same(got: dict[str, bytes], want: dict[str, bytes], s3: Any) -> None:
+    """Assert that files are equal up to the paths of the models."""
+    assert {name: content.replace(b"s3://bucket", str(s3.here).encode()) for name, content in got.items()} == want
 
 
 @pytest.mark.parametrize("case", ["gradient-matching", "ties", "adapter", "to an adapter"])
 def test_a_merge_from_and_to_s3_has_the_bytes_of_a_local_one(case: str, s3: Any, tmp_path: Path) -> None:
-    def made(root: object) -> dict[str, Any]:
+    def make(root: object) -> dict[str, Any]:
         output = {"shard_size": 1000}
         if case == "gradient-matching":
             return recipe(root, output=output | {"curvature": True})
         if case == "ties":
             return recipe(root, "ties", output=output)
-        if case == "adapter":  # whose base its own config names, beside it
+        if case == "adapter":  # its config names a relative base
             return {"method": "average", "models": [f"{root}/lora", f"{root}/a"], "output": output}
-        return {"method": "task-arithmetic", "base": f"{root}/base", "models": [f"{root}/lora"]} | {
-            "output": {"format": "adapter"}
-        }
+        models = {"base": f"{root}/base", "models": [f"{root}/lora"]}
+        return {"method": "task-arithmetic", **models, "output": {"format": "adapter"}}
 
-    here, out = tmp_path / f"out {case}", f"bucket/out {case}"
-    gm.merge(made(s3.here), here)
-    result = gm.merge(made("s3://bucket"), f"s3://{out}")
-    assert str(result.output) == f"s3://{out}"
-    got = there(s3, out)
-    same_but_for_places(got, weight_bytes(here), s3.here, "s3://bucket")
-    assert len([key for key in got if "safetensors" in key]) > (1 if "adapter" not in case else 0)
-    record = json.loads(s3.cat_file(f"{out}/gradmerge.json"))
-    local = json.loads((here / "gradmerge.json").read_text())
-    for one, other in zip(record["inputs"], local["inputs"], strict=True):
+    local, out = tmp_path / f"out {case}", f"bucket/out {case}"
+    gm.merge(make(s3.here), local)
+    assert str(gm.merge(make("s3://bucket"), f"s3://{out}").output) == f"s3://{out}"
+    assert_same(files_at(s3, out), weight_bytes(local), s3)
+    records = [json.loads(s3.cat_file(f"{out}/gradmerge.json")), json.loads((local / "gradmerge.json").read_text())]
+    for one, other in zip(*(record["inputs"] for record in records), strict=True):
         assert one["source"].replace("s3://bucket", str(s3.here)) == other["source"]
         assert one["files"] == other["files"]
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert gm.merge(made("s3://bucket"), f"s3://{out}", resume=True).already_done
+    assert gm.merge(make("s3://bucket"), f"s3://{out}", resume=True).already_done
 
 
-def test_what_is_there_is_replaced_only_with_force_and_only_if_it_is_ours(s3: Any) -> None:
-    average = {"method": "average", "models": ["s3://bucket/a", "s3://bucket/b"]}
+AVERAGE = {"method": "average", "models": ["s3://bucket/a", "s3://bucket/b"]}
+
+
+def test_only_a_result_of_gradmerge_is_replaced_and_only_with_force(s3: Any) -> None:
     s3.pipe_file("bucket/mine/data.csv", b"x")
-    gm.merge(recipe("s3://bucket", output={"shard_size": 1000}), "s3://bucket/place")
-    before = there(s3, "bucket/place")
-    assert len(before) > 4
-    for out, force in (("place", False), ("mine", True), ("a", True), ("a/inside", False)):
+    gm.merge(recipe("s3://bucket", output={"shard_size": 1000}), "s3://bucket/out")
+    before = files_at(s3, "bucket/out")
+    for out, force in (("out", False), ("mine", True), ("a", True), ("a/inside", False)):
         with pytest.raises(gm.InputError, match=f"s3://bucket/{out}"):
-            gm.merge(average, f"s3://bucket/{out}", force=force)
-    assert there(s3, "bucket/place") == before and s3.cat_file("bucket/mine/data.csv") == b"x"
-    gm.merge(average, "s3://bucket/place", force=True)
-    after = there(s3, "bucket/place")
-    assert "model.safetensors" in after and not any("-of-" in name for name in after) and UNFINISHED not in after
-    s3.rm_file("bucket/place/gradmerge.json")
-    s3.pipe_file(f"bucket/place/{UNFINISHED}", b"")
-    with pytest.raises(gm.InputError, match="s3://bucket/place"):
-        gm.merge(average, "s3://bucket/place")
-    gm.merge(average, "s3://bucket/place", force=True)
-    assert there(s3, "bucket/place") == after
+            gm.merge(AVERAGE, f"s3://bucket/{out}", force=force)
+    assert files_at(s3, "bucket/out") == before and s3.cat_file("bucket/mine/data.csv") == b"x"
+    with pytest.raises(gm.InputError):
+        gm.merge({**AVERAGE, "options": {"nothing": 1}}, "s3://bucket/out", force=True)
+    assert files_at(s3, "bucket/out") == before
+    gm.merge(AVERAGE, "s3://bucket/out", force=True)
+    assert {"model.safetensors", "README.md"} < set(files_at(s3, "bucket/out"))
+    assert not [name for name in files_at(s3, "bucket/out") if "-of-" in name or name == UNFINISHED]
 
 
-def test_a_merge_that_stopped_goes_on_and_sends_no_shard_twice(
+def test_a_merge_that_was_killed_resumes_and_sends_no_shard_twice(
     s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shards = {"shard_size": 1000}
-    gm.merge(recipe(s3.here, output=shards), tmp_path / "stopped")
     sent: list[str] = []
-    whole = Upload.send_file
+    put = Upload._put
 
-    def counting(self: Upload, path: Path, name: str) -> None:
-        whole(self, path, name)
+    def counting(self: Upload, name: str) -> None:
+        put(self, name)
         sent.append(name)
 
-    monkeypatch.setattr(Upload, "send_file", counting)
+    monkeypatch.setattr(Upload, "_put", counting)
+    shards = {"shard_size": 1000}
     asked = recipe("s3://bucket", output=shards)
     with pytest.raises(KeyboardInterrupt):
         gm.merge(asked, "s3://bucket/stopped", progress=Stop(4), threads=1, block=100)
-    early = set(there(s3, "bucket/stopped"))
+    early = set(files_at(s3, "bucket/stopped"))
     assert UNFINISHED in early and any("-of-" in name for name in early) and "config.json" not in early
-    left = [path.name for path in (tmp_path / "cache").rglob("*.safetensors")]
-    assert left and not set(left) & early
-    with pytest.raises(gm.InputError, match="stopped"):
-        gm.merge(asked | {"damping": 1}, "s3://bucket/stopped", resume=True, block=100)
-    done = gm.merge(asked, "s3://bucket/stopped", resume=True, block=100)
-    assert len(sent) == len(set(sent)) and not done.already_done
-    s3.invalidate_cache()
+    local = {path.name for path in (tmp_path / "cache").rglob("*.safetensors")}
+    assert local and not local & early
+    for refused in ({"recipe": asked | {"damping": 1}, "resume": True}, {"recipe": asked}):
+        with pytest.raises(gm.InputError, match="stopped"):
+            gm.merge(out="s3://bucket/stopped", block=100, **refused)
+    s3.pipe_file("bucket/stopped/mine.csv", b"x")
+    gm.merge(asked, "s3://bucket/stopped", resume=True, block=100)
+    assert len(sent) == len(set(sent))
+    got = files_at(s3, "bucket/stopped")
+    assert got.pop("mine.csv") == b"x"
     assert json.loads(s3.cat_file("bucket/stopped/gradmerge.json"))["resumed_blocks"] >= 4
-    same_but_for_places(there(s3, "bucket/stopped"), weight_bytes(tmp_path / "stopped"), s3.here, "s3://bucket")
+    gm.merge(recipe(s3.here, output=shards), tmp_path / "stopped")
+    assert_same(got, weight_bytes(tmp_path / "stopped"), s3)
 
 
-@pytest.mark.parametrize("again", [{"resume": True}, {}])
-def test_a_merge_that_was_killed_before_anything_was_sent_is_known_for_our_own(
-    again: dict[str, bool], s3: Any, tmp_path: Path
-) -> None:
-    asked, out = {"method": "average", "models": ["s3://bucket/a", "s3://bucket/b"]}, f"bucket/killed{len(again)}"
+def test_a_merge_that_was_killed_before_it_sent_anything_resumes(s3: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
-        gm.merge(asked, f"s3://{out}", progress=Stop(1), threads=1)
-    assert set(there(s3, out)) == {UNFINISHED}
-    s3.pipe_file(f"{out}/mine.csv", b"x")
-    with pytest.raises(gm.InputError, match=out):
-        gm.merge(asked, f"s3://{out}", **again)
-    assert set(there(s3, out)) == {UNFINISHED, "mine.csv"}
-    s3.rm_file(f"{out}/mine.csv")
-    gm.merge(asked, f"s3://{out}", **again)
-    assert {"model.safetensors", "config.json"} <= set(there(s3, out)) and UNFINISHED not in there(s3, out)
+        gm.merge(AVERAGE, "s3://bucket/killed", progress=Stop(1), threads=1)
+    assert set(files_at(s3, "bucket/killed")) == {UNFINISHED}
+    gm.merge(AVERAGE, "s3://bucket/killed", resume=True)
+    assert {"model.safetensors", "config.json"} <= set(files_at(s3, "bucket/killed")) - {UNFINISHED}
 
 
-@pytest.mark.parametrize("again", [{"resume": True}, {}])
-def test_a_store_that_fails_at_the_end_leaves_no_record_and_what_is_left_is_sent_later(
+@pytest.mark.parametrize("again", [{"resume": True}, {"force": True}])
+def test_a_store_that_fails_at_the_end_leaves_an_unfinished_result(
     again: dict[str, bool], s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = f"bucket/failed{len(again)}"
-    whole = Upload.send_file
+    out, put = f"bucket/failed-{next(iter(again))}", Upload._put
 
-    def failing(self: Upload, path: Path, name: str) -> None:
+    def failing(self: Upload, name: str) -> None:
         if name == "config.json":
-            raise gm.MachineError(f"{self.url}/{name}: the network or the store fails")
-        whole(self, path, name)
+            raise gm.MachineError("the network or the store failed")
+        put(self, name)
 
-    monkeypatch.setattr(Upload, "send_file", failing)
-    asked = recipe("s3://bucket", "average", base=None, output={"shard_size": 1000})
-    asked.pop("base")
-    with pytest.raises(gm.MachineError, match=r"config\.json"):
+    monkeypatch.setattr(Upload, "_put", failing)
+    asked = AVERAGE | {"output": {"shard_size": 1000}}
+    with pytest.raises(gm.MachineError):
         gm.merge(asked, f"s3://{out}")
-    s3.invalidate_cache()
-    assert not s3.exists(f"{out}/gradmerge.json") and s3.exists(f"{out}/{UNFINISHED}")
-    monkeypatch.setattr(Upload, "send_file", whole)
+    assert UNFINISHED in files_at(s3, out) and not s3.exists(f"{out}/gradmerge.json")
+    monkeypatch.setattr(Upload, "_put", put)
     gm.merge(asked, f"s3://{out}", **again)
-    gm.merge(asked | {"models": [str(s3.here / name) for name in "ab"]}, tmp_path / out.partition("/")[2])
-    same_but_for_places(there(s3, out), weight_bytes(tmp_path / out.partition("/")[2]), s3.here, "s3://bucket")
+    local = tmp_path / out.partition("/")[2]
+    gm.merge(asked | {"models": [str(s3.here / name) for name in "ab"]}, local)
+    assert_same(files_at(s3, out), weight_bytes(local), s3)
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
@@ -227,7 +211,7 @@ def test_an_input_that_is_wrong_leaves_nothing_at_the_url(s3: Any, tmp_path: Pat
     asked = {"method": "average", "models": ["s3://bucket/a", "s3://bucket/nan"], "output": {"shard_size": 500}}
     with pytest.raises(gm.InputError, match=r"s3://bucket/nan: layers\.1\.norm\.weight"):
         gm.merge(asked, "s3://bucket/none", threads=1)
-    assert there(s3, "bucket/none") == {}
+    assert files_at(s3, "bucket/none") == {}
 
 
 def test_an_object_that_changes_during_the_merge_is_noticed(s3: Any) -> None:
@@ -239,7 +223,7 @@ def test_an_object_that_changes_during_the_merge_is_noticed(s3: Any) -> None:
     asked = {"method": "average", "models": ["s3://bucket/changing", "s3://bucket/b"]}
     with pytest.raises(gm.MachineError, match=r"s3://bucket/changing/config\.json"):
         gm.merge(asked, "s3://bucket/changed", progress=Changing())
-    assert there(s3, "bucket/changed") == {}
+    assert files_at(s3, "bucket/changed") == {}
 
 
 def test_a_recipe_at_a_url_names_models_relative_to_it(s3: Any, tmp_path: Path) -> None:
@@ -372,7 +356,7 @@ def test_a_hub_model_is_read_by_ranges_and_each_byte_once(
     monkeypatch.setattr("gradmerge.checkpoints.compat.lineage.RUN", 1)
     monkeypatch.setattr("gradmerge.engine.run.to_folder.coefficient_notes", lambda *_: [])
     monkeypatch.setattr(ranges, "SAMPLE", 4)
-    monkeypatch.setattr(ranges, "FAR", 0)
+    monkeypatch.setattr(ranges, "JUMP", 0)
     gm.merge(recipe(s3.here), tmp_path / "local/out")
     asked = {"method": "gradient-matching", "base": "org/base", "models": ["org/a@main", "hf://org/b"]}
     assert CliRunner().invoke(app, ["inspect", "org/base"]).exit_code == 0

@@ -11,7 +11,7 @@ from ..cards.card import recipe_as_written
 from ..io.reader import local_path
 from ..markdown import to_yaml
 from ..recipe import NONE, Identity, Recipe
-from ..urls import is_url
+from ..urls import is_url, url_of
 
 
 def recipe_documents(recipe: Recipe, folder: Path) -> str:
@@ -28,8 +28,6 @@ def _moved(recipe: Recipe, folder: Path, names: dict[str, Recipe]) -> dict[str, 
             return reference
         path = local_path(reference, recipe.folder)
         if is_url(recipe.folder) and path.exists():
-            from ..io.remote import url_of
-
             return url_of(path) or reference
         if Path(reference).expanduser().is_absolute() or not path.exists():
             return reference

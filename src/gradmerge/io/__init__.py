@@ -1,4 +1,1 @@
-"""Tensors in files: positional reads, positional writes, and folders that appear whole or not at all.
-
-Both `checkpoints` and `curvature` stand on this; it knows nothing of either.
-"""
+"""Read and write safetensors files by byte range, write folders atomically, and read and write URLs."""

@@ -1,245 +1,159 @@
-"""A result at a URL: staged on this machine, sent file by file, complete when its record is there.
+"""Send a result to a URL: write each file locally, upload it, delete the local file.
 
-An object store has no folders that could be renamed, but an object appears whole or not at all. So a file is sent when
-it is complete, weights first and the record last. Until then an object beside them says that the result is unfinished.
+Object stores have no folders that can be renamed. A result at a URL is complete when gradmerge.json exists, which is
+sent last, and the object `gradmerge.unfinished`, which is written first, is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import threading
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from ..errors import GradmergeError, InputError, MachineError
-from ..text import some
-from ..urls import UrlPath, as_url
-from .atomic_dir import MARK, SENT
+from ..errors import InputError
+from ..urls import UrlPath, as_url, url_of
+from .atomic_dir import MARK
 from .download import cache_folder
-from .remote import file_system, protocol_of, retry, url_of
+from .remote import file_system, protocol_of, retry
 
-#: The object that lies beside a result until that is complete.
 UNFINISHED = "gradmerge.unfinished"
-#: What of a staged folder is not sent, and what is sent last, in this order.
-KEPT_HERE, LAST = (SENT, MARK, "gradmerge.journal"), ("README.md", "gradmerge.json")
-#: Protocols whose objects appear whole. Elsewhere a file is sent under another name, and renamed.
-ATOMIC = ("s3", "s3a", "gs", "gcs", "hf", "memory", "az", "abfs", "abfss", "adl", "oss", "oci", "r2")
-#: Files on their way, or waiting to be sent, at a time.
-WAITING = 3
+#: Files of a staged folder that are not sent, and those that are sent last, in this order.
+NOT_SENT, LAST = (MARK, "gradmerge.journal"), ("README.md", "gradmerge.json")
+#: Protocols without folders. In other file systems, the folder of a file must exist.
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "hf", "memory", "az", "abfs", "abfss", "adl", "oss", "oci", "r2")
 
 
 class Upload:
-    """Files that go to a URL from the folder in which a result is staged."""
+    """The files of one result on their way from a staged folder to a URL."""
 
     def __init__(self, out: Path) -> None:
         url = as_url(out)
         assert url is not None
         if "?" in url or not url.partition("://")[2].strip("/"):
-            raise InputError(f"{url}: not a place to write to; name a new folder, as s3://bucket/name")
+            raise InputError(f"{url}: is not a folder name. Pass a new folder, such as s3://bucket/name.")
         if url.startswith(("http://", "https://")):
-            raise InputError(f"{url}: cannot be written to; give the address of a store, such as s3://bucket/name")
+            raise InputError(f"{url}: cannot be written to. Pass the address of a store, such as s3://bucket/name.")
         self.url, self.out = url, UrlPath(url)
         self._fs, self._path = file_system(url)
-        self._atomic = protocol_of(self._fs) in ATOMIC
-        self.beside = cache_folder() / "out" / hashlib.sha256(url.encode()).hexdigest()[:16] / self.out.name
-        """Where the result is staged on this machine."""
-        self.sent: dict[str, int] = {}
-        """Name → bytes of what is at the URL already."""
-        self._stale: set[str] = set()
-        """What was sent in an earlier run, which may have been of another merge."""
-        self._replaced: set[str] = set()
-        """What lay at the URL before, and goes in the end."""
-        self._reserved = self._begun = False
-        self._folder = self.beside
-        self._pool = ThreadPoolExecutor(2, "gradmerge-send")
-        self._room = threading.Semaphore(WAITING)
-        self._under_way: list[Future[None]] = []
+        self.local = self._folder = (
+            cache_folder() / "out" / hashlib.sha256(url.encode()).hexdigest()[:16] / self.out.name
+        )
+        """Where the result is staged, without the suffix of staged folders."""
+        self.sent: set[str] = set()
+        """Files that were sent, by this run or by the run that it resumes."""
+        self._old: set[str] = set()
+        """Files of an older result at the URL. They are removed before the first file is sent."""
+        self._reserved = False
         self._lock = threading.Lock()
 
-    def check(self, reads: Iterable[Path], inside: Iterable[Path] = ()) -> None:
-        """Stop if the result would replace something that is read, or become part of it, but for those ``inside``."""
-        fine = {url_of(path) for path in inside}
+    def check_overlap(self, reads: Iterable[Path], inside: Iterable[Path]) -> None:
+        """Raise if the URL overlaps an input. It may lie in the inputs in ``inside``."""
+        allowed = {url_of(path) for path in inside}
         for path in reads:
             read = url_of(path)
-            lies_in = f"{self.url}/".startswith(f"{read}/") and (read == self.url or read not in fine)
-            if read is not None and (lies_in or f"{read}/".startswith(f"{self.url}/")):
-                raise InputError(f"{self.url}: is, holds or lies in {read}, which is read. Choose another place.")
+            within = f"{self.url}/".startswith(f"{read}/") and (read == self.url or read not in allowed)
+            if read is not None and (within or f"{read}/".startswith(f"{self.url}/")):
+                raise InputError(f"{self.url}: overlaps the input {read}. Choose another output.")
 
-    def names(self) -> list[str]:
-        """What lies at the URL, by the names below it."""
-
-        def ask() -> list[str]:
-            self._fs.invalidate_cache()
-            try:
-                found = self._fs.find(self._path)
-            except FileNotFoundError:
-                return []
-            return [name.removeprefix(self._path).lstrip("/") for name in found]
-
-        return retry(self.url, "listing", ask)
-
-    def check_replaceable(self, force: bool, folder: Path, ours: Any) -> None:
-        """Stop if there is something at the URL that may not be replaced, or that cannot be told."""
+    def check_replaceable(self, folder: Path, force: bool, resume: bool, is_ours: Callable[[set[str]], bool]) -> None:
+        """Raise if the URL holds files that may not be replaced. ``folder`` is where the result is staged."""
         self._folder = folder
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            noted = json.loads((folder / SENT).read_text())
-            self.sent, self._stale, self._replaced = dict(noted["sent"]), *map(set, (noted["stale"], noted["replaced"]))
-        found = self.names()
-        unfinished = UNFINISHED in found
-        others = set(found) - {*self.sent, *self._stale, *self._replaced, UNFINISHED}
-        if unfinished and not (folder / SENT).exists() and not force:
+        names = set(self._sizes())
+        ours = is_ours({name.partition("/")[0] for name in names})
+        unfinished = UNFINISHED in names
+        if unfinished and not force and not (resume and folder.exists()):
             raise InputError(
-                f"{self.url}: holds an unfinished result, or one that another process is writing. Go on with it where "
-                "it was begun (--resume), choose another place, or pass --force to replace it."
+                f"{self.url}: contains an unfinished result, or another process is writing to it. Resume it on the "
+                "machine where it was started (--resume), choose another output, or pass --force to replace it."
             )
-        if others and not force:
-            raise InputError(f"{self.url}: exists already. Choose another place, or pass --force to replace it.")
-        if others and not unfinished and not ours({name.partition("/")[0] for name in others}):
+        if names and not unfinished and not force:
+            raise InputError(f"{self.url}: exists already. Choose another output, or pass --force to replace it.")
+        if names and not unfinished and not ours:
             raise InputError(
-                f"{self.url}: was not written by gradmerge, and --force replaces only what was. Choose another place, "
-                "or, if all that it holds may go, remove it yourself first."
+                f"{self.url}: was not written by gradmerge, so --force does not replace it. Choose another output, "
+                "or remove the files yourself."
             )
-        self._replaced |= others
-
-    def is_there(self, names: Collection[str]) -> bool:
-        """Whether what was sent of these files in an earlier run is still there."""
-        return all(self._size(name) == nbytes for name, nbytes in self.sent.items() if name in names)
-
-    def forget(self) -> None:
-        """Start over: what an earlier run has sent is written anew, or removed."""
-        self._stale |= self.sent.keys()
-        self.sent = {}
-        self._note()
-
-    def send(self, name: str) -> None:
-        """Send a complete file of the staged folder in the background, and remove it there; waits if others are due."""
-        self._room.acquire()
-        with self._lock:
-            self._under_way = [one for one in self._under_way if not one.done() or one.exception() is not None]
-            failed = next((one for one in self._under_way if one.done()), None)
-            if failed is not None:
-                self._room.release()
-                failed.result()
-            self._under_way.append(self._pool.submit(self._send, name, keep=False))
-
-    def _send(self, name: str, keep: bool) -> None:
-        """In a thread of the pool: send a staged file, and delete it here unless it is kept."""
-        try:
-            self.send_file(self._folder / name, name)
-            if not keep:
-                (self._folder / name).unlink()
-        finally:
-            self._room.release()
-
-    def send_file(self, path: Path, name: str) -> None:
-        """Put a file at the URL under a name: whole, and with the size that it has here."""
-        self._begin()
-        nbytes = path.stat().st_size
-        target = f"{self._path}/{name}"
-        place = target if self._atomic else target + ".gradmerge-partial"
-
-        def put() -> None:
-            self._make_folder(target)
-            self._fs.put_file(str(path), place)
-            if not self._atomic:
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(target)
-                self._fs.mv(place, target)
-
-        retry(f"{self.url}/{name}", "sending", put)
-        if (there := self._size(name)) != nbytes:
-            raise MachineError(f"{self.url}/{name}: {there} bytes arrived of {nbytes}. Run again.")
-        with self._lock:
-            self.sent[name] = nbytes
-            self._note()
-
-    def _make_folder(self, target: str) -> None:
-        if not self._atomic:  # such file systems have folders, which must be there
-            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-
-    def _note(self) -> None:
-        partial = self._folder / f"{SENT}.new"
-        noted = {"sent": self.sent, "stale": sorted(self._stale), "replaced": sorted(self._replaced)}
-        partial.write_text(json.dumps(noted))
-        partial.replace(self._folder / SENT)
-
-    def _size(self, name: str) -> int | None:
-        def ask() -> int | None:
-            self._fs.invalidate_cache()
-            try:
-                return int(self._fs.info(f"{self._path}/{name}")["size"])
-            except FileNotFoundError:
-                return None
-
-        return retry(f"{self.url}/{name}", "its size", ask)
+        # A resumed run keeps what the earlier run sent, unless a complete old result is still there.
+        self._old = names - {UNFINISHED} if force or ours else set()
 
     def reserve(self) -> None:
-        """Say that the result is unfinished; fails before any work is done if nothing can be written there."""
-        self._note()  # before, so that the mark is known for our own after a kill
-        mark = f"{self._path}/{UNFINISHED}"
+        """Mark the URL as unfinished. This fails early if it cannot be written to."""
+        path = f"{self._path}/{UNFINISHED}"
 
         def put() -> None:
-            self._make_folder(mark)
-            self._fs.pipe_file(mark, b"gradmerge is writing here\n")
+            self._make_folder(path)
+            self._fs.pipe_file(path, b"gradmerge is writing here\n")
 
-        retry(self.url, "writing", put)
+        retry(self.url, put)
         self._reserved = True
 
-    def _begin(self) -> None:
-        """Take away the record of the result that is replaced, if there is one: from now on it is a mixture."""
-        with self._lock:
-            if not self._begun:
-                self._remove([name for name in LAST if name in self._replaced | self._stale])
-                self._begun = True
+    def resume(self, sizes: dict[str, int]) -> bool:
+        """Note the files of these sizes that an earlier run sent and deleted. Return False if one has disappeared."""
+        missing = {name for name in sizes if not (self._folder / name).exists()}
+        there = self._sizes()
+        self.sent = {name for name in missing if there.get(name) == sizes[name]}
+        self._old -= self.sent
+        return self.sent == missing
+
+    def send(self, name: str) -> None:
+        """Send a complete file and delete the local one. Several threads may send at once."""
+        self._put(name)
+        (self._folder / name).unlink()
 
     def finish(self) -> None:
-        """Send all that is left, the record last, and remove what does not belong to the result."""
-        self.wait()
-        left = [path.relative_to(self._folder).as_posix() for path in self._folder.rglob("*") if path.is_file()]
-        left = [name for name in left if not name.startswith(KEPT_HERE)]
-        order = sorted(left, key=lambda name: (LAST.index(name) if name in LAST else -1, "safetensors" not in name))
-        early, late = (part for part in ([n for n in order if n not in LAST], [n for n in order if n in LAST]))
-        for name in early:
-            self._room.acquire()
-            self._under_way.append(self._pool.submit(self._send, name, keep=True))
-        self.wait()
-        self._remove(sorted((self._replaced | self._stale) - {*left, *self.sent, *LAST}))
-        for name in late:
-            self.send_file(self._folder / name, name)
+        """Send the remaining files, gradmerge.json last."""
+        local = [path.relative_to(self._folder).as_posix() for path in self._folder.rglob("*") if path.is_file()]
+        names = [name for name in local if not name.startswith(NOT_SENT)]
+        with ThreadPoolExecutor(4, "gradmerge-upload") as pool:
+            list(pool.map(self._put, sorted({*names} - {*LAST})))
+        for name in LAST:
+            if name in names:
+                self._put(name)
         self._remove([UNFINISHED])
-        self._pool.shutdown()
-
-    def wait(self) -> None:
-        """Wait for what is on its way; raise what went wrong with it."""
-        under_way, self._under_way = self._under_way, []
-        errors = [error for one in under_way if (error := one.exception()) is not None]
-        if errors:
-            raise errors[0]
 
     def discard(self) -> None:
-        """Take back what was sent."""
-        with contextlib.suppress(GradmergeError):
-            self.wait()
-        with contextlib.suppress(GradmergeError):
-            if self.sent or self._reserved or self._stale:
-                self._remove([*self.sent, *self._stale, UNFINISHED])
-        self._pool.shutdown()
+        """Remove what was sent."""
+        if self._reserved:
+            self._remove([*self.sent, UNFINISHED])
 
-    def leave(self) -> None:
-        """Let what is on its way arrive, for a later run to go on from."""
-        with contextlib.suppress(GradmergeError):
-            self.wait()
-        self._pool.shutdown()
+    def _put(self, name: str) -> None:
+        with self._lock:
+            self._remove(sorted(self._old, key=lambda old: old not in LAST))
+            self._old = set()
+            self.sent.add(name)
+        path = f"{self._path}/{name}"
 
-    def _remove(self, names: Sequence[str]) -> None:
-        def ask() -> None:
-            for name in names:
+        def put() -> None:
+            self._make_folder(path)
+            self._fs.put_file(str(self._folder / name), path)
+
+        retry(f"{self.url}/{name}", put)
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the files at the URL by name."""
+
+        def find() -> dict[str, int]:
+            self._fs.invalidate_cache()
+            try:
+                files = self._fs.find(self._path, detail=True)
+            except FileNotFoundError:
+                return {}
+            return {path.removeprefix(self._path).lstrip("/"): info["size"] for path, info in files.items()}
+
+        return retry(self.url, find)
+
+    def _make_folder(self, path: str) -> None:
+        if protocol_of(self._fs) not in OBJECT_STORES:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+
+            def remove(path: str = f"{self._path}/{name}") -> None:
                 with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(f"{self._path}/{name}")
+                    self._fs.rm_file(path)
 
-        if names:
-            retry(self.url, f"removing {some(names, 3)}", ask)
+            retry(f"{self.url}/{name}", remove)

@@ -45,10 +45,10 @@ def load_recipe(path: str | Path, *, allow_code: bool = False) -> Recipe:
     [0.3, 0.5]
     """
     if (url := remote_url(path)) is not None:
-        from ..io.remote import read_at
+        from ..io.remote import read_whole
 
         place = UrlPath(url)
-        return recipe_of_text(read_at(url, MAX_BYTES), place.parent, url, place, allow_code)
+        return recipe_of_text(read_whole(url, MAX_BYTES), place.parent, url, place, allow_code)
     path = Path(strip_file_scheme(path))
     if path.is_dir():
         raise InputError(f"{path}: is a folder; a recipe is a YAML file")

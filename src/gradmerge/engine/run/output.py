@@ -31,7 +31,7 @@ class WeightFiles:
 
     def place(self, tensor: str) -> tuple[str, int]:
         """The file of a tensor, and where in it the tensor begins."""
-        return self._model.place(tensor)
+        return self._model.locate(tensor)
 
     def open(self, tensors: Iterable[str]) -> None:
         """Open the files of some tensors, which are there already: those that are written next."""
