@@ -117,8 +117,8 @@ gm.estimate_curvature(
 
 # An adapter W + s·BA starts at B = 0, and only A and B are trained. The prior therefore is on them:
 # ½ · strength · (‖A − A_start‖² + ‖B‖²), which keeps the adapter small. The base's curvature is about W, so it cannot
-# be the prior here. It can be in the merge: with `adapted=True` the callback estimates the curvature of the weights
-# that the adapter makes, in one pass when training ends.
+# be the prior here. A merge needs the curvature of the full weights: `gm.estimate_curvature` estimates it from the
+# saved adapter.
 
 for task in ("strings", "debugger"):
     base = LlamaForCausalLM.from_pretrained(out / "base")
@@ -133,10 +133,11 @@ for task in ("strings", "debugger"):
         data_collator=collator,
         prior="identity",
         strength=0.1,
-        curvature=gm.CurvatureCallback("pass", adapted=True),
     )
     fit(trainer)
     trainer.save_model()
+    data = out / "data" / f"{task}-train.jsonl"
+    gm.estimate_curvature(out / task, data, out=out / task / "curvature", batch_size=32, max_length=96)
 
 # The merge forms each adapter's weights tensor by tensor, and writes a whole model.
 

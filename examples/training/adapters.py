@@ -61,10 +61,16 @@ for task, step in STEPS.items():
         train_dataset=rows(step),
         prior="identity",
         strength=0.1,
-        curvature=gm.CurvatureCallback("pass", adapted=True),
     )
     trainer.train()
-    trainer.save_model()  # the adapter, and curvature/ of the full weights
+    trainer.save_model()  # the adapter
+    # The curvature of the full weights, which the merge needs.
+    full = adapted.merge_and_unload().requires_grad_(True)
+    texts = torch.tensor([row["input_ids"] for row in rows(step)])
+    curvature = gm.estimate_curvature(
+        full, [{"input_ids": texts, "labels": texts}]
+    )
+    curvature.save(out / task / "curvature", force=True)
 
 recipe = {
     "method": "gradient-matching",

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .tasks.loading import LoadOptions as LoadOptions
     from .tasks.rows import Rows as Rows
     from .tasks.text_metrics import Generation as Generation
-    from .training.callback import CurvatureCallback as CurvatureCallback
+    from .training.curvature_callback import CurvatureCallback as CurvatureCallback
     from .training.prior_adamw import PriorAdamW as PriorAdamW
     from .training.prior_trainer import PriorTrainer as PriorTrainer
 
@@ -89,7 +89,7 @@ _NAMES = {
     "tasks.loading": "LoadOptions",
     "tasks.rows": "Rows",
     "tasks.text_metrics": "Generation",
-    "training.callback": "CurvatureCallback",
+    "training.curvature_callback": "CurvatureCallback",
     "training.prior_adamw": "PriorAdamW",
     "training.prior_trainer": "PriorTrainer",
 }

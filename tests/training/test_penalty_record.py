@@ -81,7 +81,7 @@ def uneven(model: nn.Module) -> dict[str, Tensor]:
         ({"coupling": "adam", "prior": 0.5, "strength": 0.8}, 1e-8, True),
         ({"coupling": "adam", "prior": 0.5, "strength": 0.8}, 1e-8, False),
         ({"coupling": "decoupled", "prior": "uneven", "strength": 0.3}, 3.0, True),
-        ({"coupling": "decoupled", "prior": None, "strength": 0.3}, 3.0, True),
+        ({"coupling": "decoupled", "prior": 1.0, "strength": 0.3}, 3.0, True),
     ],
 )
 def test_at_rest_loss_and_recorded_penalty_balance(

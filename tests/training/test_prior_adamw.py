@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.training import prior_kernels
+from gradmerge.training import prior_adamw
 
 STEPS = 5
 SHAPES = {"weight": (3, 4), "bias": (4,), "scale": ()}
@@ -57,7 +57,7 @@ def plain(dtype: torch.dtype = torch.float64, **options: Any) -> dict[str, Tenso
 def slow(
     theta: float,
     base: float,
-    prior: float | None,
+    prior: float,
     gradients: Sequence[float],
     *,
     strength: float = 1.0,
@@ -76,26 +76,23 @@ def slow(
         g = -g if maximize else g
         old = theta
         theta -= lr * weight_decay * old
-        if prior is None:
-            theta -= lr * strength * (theta - base)
         m = betas[0] * m + (1 - betas[0]) * g
         v = betas[1] * v + (1 - betas[1]) * g * g
         largest = max(largest, v)
         d = math.sqrt((largest if amsgrad else v) / (1 - betas[1] ** t)) + eps
         theta -= lr * m / (1 - betas[0] ** t) / d
-        if prior is not None:
-            h = prior + damping
-            metric = d if coupling == "adam" else 1.0
-            theta = (metric * theta + lr * strength * h * base) / (metric + lr * strength * h)
+        h = prior + damping
+        metric = d if coupling == "adam" else 1.0
+        theta = (metric * theta + lr * strength * h * base) / (metric + lr * strength * h)
     return theta
 
 
-def slowly(prior: Callable[[str], Tensor | None], **options: Any) -> dict[str, Tensor]:
+def slowly(prior: Callable[[str], Tensor], **options: Any) -> dict[str, Tensor]:
     result = {}
     for name, start in START.items():
         h = prior(name)
         numbers = [value.reshape(-1).tolist() for value in (start, BASE[name], *(g[name] for g in GRADIENTS))]
-        priors = [None] * start.numel() if h is None else h.reshape(-1).tolist()[: start.numel()]
+        priors = h.reshape(-1).tolist()[: start.numel()]
         entries = zip(priors, *numbers, strict=True)
         flat = [slow(theta, base, p, gradients, **options) for p, theta, base, *gradients in entries]
         result[name] = torch.tensor(flat, dtype=torch.float64).reshape(start.shape)
@@ -148,20 +145,11 @@ def test_damping_is_added_to_the_prior(prior: Any) -> None:
     assert_close(run(prior=prior, damping=0.3, lr=0.1), slowly(h.__getitem__, damping=0.3, lr=0.1))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_without_a_prior_it_is_adamw_in_the_coordinates_around_the_anchor(implementation: Any) -> None:
-    got = run(prior=None, lr=0.1, strength=0.7, weight_decay=0.0, **implementation)
-    params = {name: nn.Parameter(value - BASE[name]) for name, value in START.items()}
-    around = take_steps(torch.optim.AdamW(list(params.values()), lr=0.1, weight_decay=0.7), params)
-    assert_close(got, {name: value + BASE[name] for name, value in around.items()})
-    assert_close(got, slowly(lambda _: None, lr=0.1, strength=0.7, weight_decay=0.0))
-
-
 @pytest.mark.parametrize(
     ("dtype", "prior", "flags"),
     [
-        (torch.float64, None, {}),
-        (torch.bfloat16, None, {"fused": True}),
+        (torch.float64, "identity", {}),
+        (torch.bfloat16, "identity", {"fused": True}),
         (torch.float32, CURVATURE, {"foreach": True}),
         (torch.float32, CURVATURE, {"amsgrad": True}),
         (torch.float32, "identity", {"maximize": True}),
@@ -237,9 +225,9 @@ def test_kept_in_bfloat16_float32_parameters_move_in_float32() -> None:
     optimizer = gm.PriorAdamW(list(params.items()), prior=CURVATURE, anchor=BASE, lr=0.1, keep_dtype=torch.bfloat16)
     other = gm.PriorAdamW(list(others.items()), prior=rounded, anchor=base, lr=0.1)
     assert_equal(take_steps(optimizer, params), take_steps(other, others))
-    assert {v.dtype for s in optimizer.state.values() for k, v in s.items() if k in ("anchor", "prior")} == {
-        torch.bfloat16
-    }
+    assert {
+        v.dtype for s in optimizer.state_dict()["state"].values() for k, v in s.items() if k in ("anchor", "prior")
+    } == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -248,8 +236,7 @@ def test_parameters_larger_than_a_piece_and_in_any_order_of_memory_are_pulled_al
     coupling: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(threads)  # the size of a piece depends on it
-    monkeypatch.setattr(prior_kernels, "GRAIN", 1 << 10)
-    monkeypatch.setattr(prior_kernels, "ROOTS", 1 << 12)
+    monkeypatch.setattr(prior_adamw, "CPU_CHUNK", 1 << 10)
     generator = torch.Generator().manual_seed(0)
     start, gradient, base, h = (torch.randn(91, 101, generator=generator, dtype=torch.float64) for _ in range(4))
     h = h.exp()
@@ -272,54 +259,34 @@ def test_parameters_larger_than_a_piece_and_in_any_order_of_memory_are_pulled_al
 
 
 @pytest.mark.parametrize("rate", [0.3, torch.tensor(0.3), torch.tensor(0.0)])
-@pytest.mark.parametrize(
-    ("dtype", "prior", "moments"),
-    [
-        (torch.float64, None, False),
-        (torch.float32, 2.0, False),
-        (torch.bfloat16, 2.0, True),
-        (torch.float32, CURVATURE, False),
-        (torch.bfloat16, CURVATURE, True),
-    ],
-)
-def test_pulling_many_parameters_together_is_pulling_one_after_another(
-    dtype: torch.dtype, prior: Any, moments: bool, rate: Any
+@pytest.mark.parametrize("prior", [2.0, CURVATURE])
+@pytest.mark.parametrize(("dtype", "metric"), [(torch.float64, False), (torch.bfloat16, True), (torch.float32, False)])
+def test_a_batch_of_parameters_is_pulled_by_the_formula(
+    dtype: torch.dtype, metric: bool, prior: Any, rate: Any
 ) -> None:
-    """The way of a GPU, which works on a CPU too."""
-    one, other = parameters(dtype), parameters(dtype)
-
-    def moments_of(name: str) -> prior_kernels.Moments:
-        return prior_kernels.Moments(GRADIENTS[0][name].pow(2).to(dtype), torch.tensor(3.0), 0.9, 1e-8)
-
-    def pulls(params: dict[str, nn.Parameter], kept: torch.dtype) -> list[prior_kernels.Pull]:
-        priors = {n: prior[n].to(kept) if isinstance(prior, dict) else prior for n in params}
-        return [
-            prior_kernels.Pull(p.detach(), BASE[n].to(kept), priors[n], moments_of(n) if moments else None)
-            for n, p in params.items()
-        ]
-
-    prior_kernels._pull_together(pulls(one, torch.bfloat16), rate)
-    for each in pulls(other, torch.bfloat16):
-        prior_kernels._pull_one(each, rate)
-    for name in SHAPES:
-        torch.testing.assert_close(one[name], other[name])
-        assert (float(rate) == 0) == torch.equal(one[name], START[name].to(dtype))
-
-
-@pytest.mark.parametrize("coupling", ["decoupled", "adam"])
-def test_steps_can_be_differentiated(coupling: str) -> None:
-    def after(start: Tensor, gradient: Tensor) -> Tensor:
-        p = start.clone()
-        p.grad = gradient
-        optimizer = gm.PriorAdamW(
-            [("p", p)], lr=0.1, prior={"p": h}, anchor={"p": base}, coupling=coupling, differentiable=True, strength=2.0
+    """The batches of a GPU, with a rate on the device; they also run on a CPU."""
+    params = {name: value.to(dtype) for name, value in START.items()}
+    squares = {name: GRADIENTS[0][name].pow(2).to(dtype) for name in SHAPES}
+    kept = {name: value.to(torch.bfloat16) for name, value in CURVATURE.items()}
+    correction = (1 - torch.tensor(0.9, dtype=torch.float64) ** 3).rsqrt()
+    batch = [
+        prior_adamw._Piece(
+            params[name].clone(),
+            BASE[name].to(torch.bfloat16),
+            kept[name] if isinstance(prior, dict) else None,
+            squares[name] if metric else None,
+            correction if metric else None,
         )
-        optimizer.step()
-        return p
-
-    base, h = BASE["weight"], CURVATURE["weight"]
-    start = START["weight"].clone().requires_grad_()
-    torch.autograd.gradcheck(after, (start, GRADIENTS[0]["weight"].clone().requires_grad_()))
+        for name in SHAPES
+    ]
+    prior_adamw._pull_batch(batch, rate, "curvature" if isinstance(prior, dict) else prior, 1e-8)
+    for name, piece in zip(SHAPES, batch, strict=True):
+        h = float(rate) * (kept[name].double() if isinstance(prior, dict) else prior)
+        d = squares[name].double().sqrt() * correction + 1e-8 if metric else 1.0
+        theta, anchor = params[name].double(), BASE[name].to(torch.bfloat16).double()
+        want = ((d * theta + h * anchor) / (d + h)).to(dtype)
+        torch.testing.assert_close(piece.values, want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+        assert float(rate) != 0 or torch.equal(piece.values, params[name])
 
 
 def test_a_learning_rate_may_be_a_tensor() -> None:

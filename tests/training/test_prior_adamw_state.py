@@ -31,7 +31,6 @@ KEPT: list[dict[str, Any]] = [
     {"keep_dtype": torch.bfloat16},
     {"keep_on": "cpu", "keep_dtype": torch.bfloat16, "coupling": "adam"},
     {"prior": "identity"},
-    {"prior": None},
     {"amsgrad": True, "coupling": "adam", "fused": True},
 ]
 
@@ -126,7 +125,7 @@ def test_pickled_it_goes_on(done: int) -> None:
 
 
 @pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize(("prior", "coupling"), [(None, "decoupled"), ("identity", "decoupled"), (CURVATURE, "adam")])
+@pytest.mark.parametrize(("prior", "coupling"), [("identity", "decoupled"), (CURVATURE, "adam")])
 def test_a_step_that_the_gradient_scaler_skips_changes_nothing(fused: Any, prior: Any, coupling: str) -> None:
     params, others = parameters(torch.float32), parameters(torch.float32)
     options = {"prior": prior, "anchor": BASE, "fused": fused, "coupling": coupling}
@@ -149,22 +148,17 @@ def test_a_step_that_the_gradient_scaler_skips_changes_nothing(fused: Any, prior
     assert_close(got, take_steps(other, others, GRADIENTS[:1]), 1e-6)
 
 
-def test_groups_can_be_added_later() -> None:
+def test_groups_cannot_be_added_later_to_mappings_that_are_gone() -> None:
     params = parameters()
     optimizer = gm.PriorAdamW([("weight", params["weight"])], lr=0.1, prior=CURVATURE, anchor=BASE)
     rest = [(n, params[n]) for n in ("bias", "scale")]
-    with pytest.raises(gm.InputError, match='"prior"'):
+    with pytest.raises(gm.InputError):
+        optimizer.add_param_group({"params": rest})
+    with pytest.raises(gm.InputError, match="anchor"):
         optimizer.add_param_group({"params": rest, "anchor": BASE})
-    with pytest.raises(gm.InputError, match='"anchor"'):
-        optimizer.add_param_group({"params": rest, "prior": CURVATURE})
     assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": rest, "anchor": BASE, "prior": CURVATURE})
-    assert_close(take_steps(optimizer, params), slowly(CURVATURE.__getitem__, lr=0.1))
-    assert all(
-        isinstance(o, (int, float, str, bool, list, tuple, type(None)))
-        for g in optimizer.param_groups
-        for o in g.values()
-    )
+    optimizer.add_param_group({"params": rest, "strength": 0.0})
+    assert len(optimizer.param_groups) == 2
 
 
 def test_a_group_added_to_a_simple_prior_is_anchored_where_it_is_then() -> None:
@@ -197,12 +191,10 @@ def test_gradients_in_another_order_of_memory_are_not_mixed_up() -> None:
 def test_sparse_gradients_are_refused_as_by_torch() -> None:
     table = nn.Embedding(5, 2, sparse=True)
     before = table.weight.detach().clone()
-    for prior in (None, "identity"):
-        optimizer = gm.PriorAdamW(table.parameters(), prior=prior, anchor=None)
-        optimizer.zero_grad()
-        table(torch.tensor([1, 2])).sum().backward()
-        with pytest.raises(RuntimeError, match="sparse"):
-            optimizer.step()
+    optimizer = gm.PriorAdamW(table.parameters())
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
     assert torch.equal(table.weight, before)
 
 

@@ -1,37 +1,50 @@
-"""Where the curvature of a training run comes from: Adam's second moments, a running average, a pass over the data."""
+"""Sources of curvature during training: Adam's second moments, a running average, or a pass over the data."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from collections.abc import Callable, Mapping, Sized
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from ..curvature.batches import Placed, with_places
 from ..curvature.checkpoint_names import is_adapted
 from ..curvature.curvature import Curvature
+from ..curvature.estimate import estimate_curvature
 from ..curvature.format import STEM
+from ..curvature.from_optimizer import decay_note, second_moment, token_note
 from ..curvature.kernels import sum_type
-from ..curvature.optimizer_state import decay_note, second_moment, token_note
 from ..curvature.verify import Trial
 from ..errors import GradmergeError, InputError
-from . import trainer_processes as processes
-from .curvature_targets import MeasuredTensors
-from .mid_training import BatchWatch, check_labels, modes_kept, random_states_kept, squared_gradients
-from .running_average import STATE, RunningAverage
+from . import distributed
+from .curvature_targets import CurvatureTargets
 
 _log = logging.getLogger(__name__)
+Batch = Mapping[str, Any]
+#: The running average, saved in the curvature folder of a checkpoint so that training can resume.
+RUNNING_AVERAGE = "online.safetensors"
+_RUNNING_AVERAGE_FORMAT = "gradmerge-online/1"
 #: Optimizers whose `exp_avg_sq` is a running mean of squared gradients.
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+#: Keyword arguments that the Trainer adds to a batch.
+_NOT_INPUTS = ("num_items_in_batch", "return_dict")
 
 
 @dataclass(frozen=True)
-class CallbackOptions:
-    """What a user asks for: arguments of CurvatureCallback."""
+class SourceOptions:
+    """Arguments of CurvatureCallback."""
 
     every: int
     decay: float
@@ -42,143 +55,123 @@ class CallbackOptions:
 
 
 @dataclass
-class Training:
-    """A training run as the Trainer's callbacks see it."""
+class TrainingRun:
+    """The training run that a callback follows."""
 
     args: Any
-    measured: MeasuredTensors
+    targets: CurvatureTargets
     optimizer: Any
     loader: Any
-    batch: int
-    """Examples in a step: of all processes and accumulated batches together."""
+    batch_size: int
+    """Examples per optimizer step, over all processes and accumulated batches."""
+    max_steps: int
     first_step: int
-    """Optimizer steps taken before this run began; more than 0 if it resumes."""
+    """Optimizer steps before this run; more than 0 if it resumes."""
 
     @property
     def writes(self) -> bool:
         return bool(self.args.should_save)
 
     def examples(self, step: int) -> int:
-        """The number of training examples; of data without a length, those that were seen in ``step`` steps."""
+        """Return the number of training examples; for a streamed dataset, those seen in ``step`` steps."""
         try:
             return len(self.loader.dataset)
         except TypeError:
-            return step * self.batch
+            return step * self.batch_size
 
-    def say(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         if self.writes:
             _log.warning("CurvatureCallback: %s", text)
 
+    def curvature(self, sums: Mapping[str, Tensor], examples: int, likelihood: str) -> Curvature | None:
+        """Return the curvature with the names of files, in the process that writes it."""
+        if not self.writes:
+            return None
+        name = Path(self.args.output_dir).resolve().name
+        return Curvature(self.targets.to_stored(sums), examples, likelihood, name)
 
-class Origin:
-    """Follows a training run step by step, and gives its curvature at checkpoints and at the end."""
 
-    def __init__(self, training: Training, options: CallbackOptions) -> None:
-        self.training = training
-        self.options = options
+class CurvatureSource:
+    """Follows a training run step by step, and returns the curvature at checkpoints and at the end."""
+
+    def __init__(self, run: TrainingRun, options: SourceOptions) -> None:
+        self.run, self.options = run, options
 
     def begin_step(self, step: int) -> None:
-        """Optimizer step ``step``, counted from 1, begins: its batches come."""
+        """Handle the begin of optimizer step ``step``, counted from 1."""
 
     def before_update(self, step: int) -> None:
-        """All gradients of the step are there, and the weights that they were taken at."""
+        """Handle a step whose gradients are complete and whose weights are not updated yet."""
 
     def logged(self, logs: Mapping[str, Any]) -> None:
-        """The Trainer logs something."""
+        """Handle the logs of the Trainer."""
 
     def at_checkpoint(self, step: int) -> Curvature | None:
-        """The curvature after ``step`` steps, if it is known without a pass over the data. All processes call it."""
+        """Return the curvature after ``step`` steps if it needs no pass over the data. All processes call this."""
         return None
 
     def at_end(self, step: int) -> Curvature | None:
-        """The curvature of the trained model. All processes call it."""
+        """Return the curvature of the trained model. All processes call this."""
         return self.at_checkpoint(step)
 
     def write_state(self, folder: Path, step: int) -> None:
-        """Leave what a resumed run goes on from."""
+        """Write what a resumed run needs."""
+
+    def resume(self, folders: list[Path], step: int) -> None:
+        """Read what an interrupted run wrote."""
 
     def close(self) -> None:
-        """Leave the model as it was found."""
-
-    def _result(self, sums: Mapping[str, Tensor], examples: int, likelihood: str) -> Curvature | None:
-        if not self.training.writes:
-            return None
-        name = Path(self.training.args.output_dir).resolve().name
-        return Curvature(self.training.measured.stored(sums), examples, likelihood, name)
-
-    def _summed(self, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Add up the sums that every process makes from its own examples. If one fails, all of them raise."""
-        sums: dict[str, Tensor] = {}
-        problem: GradmergeError | None = None
-        try:
-            sums = make()
-        except GradmergeError as error:
-            problem = error
-        if any(processes.numbers_of_all(int(problem is not None), self.training.measured.device)):
-            raise problem or InputError("another process failed on its examples")
-        processes.add_up(sums.values())
-        return sums
+        """Remove hooks from the model."""
 
 
-class FromAdam(Origin):
-    """N·B·v̂ / s², with N examples, B in a step, and v̂ from Adam's state.
+class AdamSource(CurvatureSource):
+    """N·B·v̂ / s², with N examples, B examples per step, and v̂ from Adam's state.
 
-    The optimizer's gradient is s times the mean gradient of a step's examples: s is 1 unless losses of several batches
-    are added up where they should be averaged.
+    The optimizer's gradient is s times the mean gradient of a step's examples: s is 1 unless the Trainer adds up losses
+    that it should average (see `loss_scale`).
     """
 
-    def __init__(self, training: Training, options: CallbackOptions) -> None:
-        super().__init__(training, options)
-        self._optimizer = _adam_inside(training.optimizer)
+    def __init__(self, run: TrainingRun, options: SourceOptions) -> None:
+        super().__init__(run, options)
+        self._optimizer = _find_adam(run.optimizer)
         self._scale = 1
-        self._limit = float(training.args.max_grad_norm or 0)
-        """The norm that gradients are clipped to; 0 without clipping, and once it has been told."""
-        # The loss can be out of scale only if several batches make a step.
-        several = training.args.gradient_accumulation_steps > 1 or processes.is_distributed()
-        self._watch = BatchWatch(training.measured.model) if several else None
-        model: Any = training.measured.model
-        plain = model.get_base_model() if is_adapted(model) else model
-        for note in decay_note(self._optimizer.param_groups) + token_note(plain):
-            training.say(note)
+        self._max_norm = float(run.args.max_grad_norm or 0)
+        several = run.args.gradient_accumulation_steps > 1 or distributed.is_distributed()
+        self._recorder = BatchRecorder(run.targets.model) if several else None
+        model: Any = run.targets.model
+        for note in decay_note(self._optimizer.param_groups) + token_note(
+            model.get_base_model() if is_adapted(model) else model
+        ):
+            run.warn(note)
 
     def begin_step(self, step: int) -> None:
-        if self._watch is not None:
-            self._watch.listening = True
+        if self._recorder is not None:
+            self._recorder.active = True
 
     def before_update(self, step: int) -> None:
-        if self._watch is not None:
-            batches = self._watch.taken()
-            self.close()
-            if batches:
-                self._scale = loss_scale(self.training.args, self.training.measured.model, batches[0])
-            else:
-                self.training.say(
-                    "the model's inputs were not seen (torch_compile=True hides them), so that it is not known whether "
-                    "it averages over all batches of a step. If it does not, the curvature from Adam's second moments "
-                    "is too large, by the square of their number. Use source='pass', or a step of one batch."
-                )
-        # Logs may be few, and looking at every step would make a GPU wait: steps 1, 2, 4, 8, … are looked at.
-        if self._limit > 0 and step & (step - 1) == 0:
-            gradients = [p.grad for p in self.training.measured.model.parameters() if p.grad is not None]
-            # Gradients are clipped already: those of just this norm were longer.
-            if float(torch.nn.utils.get_total_norm(gradients)) > self._limit * (1 - 1e-4) - 1e-6:
-                self._tell_of_clipping()
+        if self._recorder is None:
+            return
+        batches = self._recorder.take()
+        self.close()
+        if batches:
+            self._scale = loss_scale(self.run.args, self.run.targets.model, batches[0])
+        else:
+            self.run.warn(
+                "torch_compile=True hides the model's inputs, so the callback cannot check whether the loss is a mean "
+                "over all batches of a step. If it is a sum, this curvature is too large. Use source='pass', or a step "
+                "of one batch."
+            )
 
     def logged(self, logs: Mapping[str, Any]) -> None:
         norm = logs.get("grad_norm")
-        if self._limit > 0 and isinstance(norm, int | float) and norm > self._limit:
-            self._tell_of_clipping()
-
-    def _tell_of_clipping(self) -> None:
-        self.training.say(
-            f"gradients are clipped to the norm {self._limit:g} (max_grad_norm): the curvature from Adam's second "
-            "moments is too small, by the square of how much they are shortened, so that its scale does not compare "
-            "with other tasks'. Train with max_grad_norm=0, or use source='online' or 'pass'."
-        )
-        self._limit = 0.0
+        if 0 < self._max_norm < (norm if isinstance(norm, int | float) else 0):
+            self.run.warn(
+                f"gradients are clipped to the norm {self._max_norm:g} (max_grad_norm), so the curvature from Adam's "
+                "second moments is too small. Train with max_grad_norm=0, or use source='online' or 'pass'."
+            )
+            self._max_norm = 0.0
 
     def at_checkpoint(self, step: int) -> Curvature | None:
-        examples = self.training.examples(step)
         moments = {
             parameter: moment
             for group in self._optimizer.param_groups
@@ -186,173 +179,293 @@ class FromAdam(Origin):
             if (moment := second_moment(self._optimizer.state.get(parameter), float(group["betas"][1]))) is not None
         }
         if not moments:
-            self.training.say("the optimizer has taken no step yet: no curvature is written")
+            self.run.warn("the optimizer has not taken a step yet: no curvature is written")
             return None
-        if not self.training.writes:
+        if not self.run.writes:
             return None
-        factor = float(examples) * self.training.batch / self._scale**2
-        # A parameter that Adam holds nothing for has never had a gradient.
+        examples = self.run.examples(step)
+        factor = float(examples) * self.run.batch_size / self._scale**2
+        # A parameter without a state never had a gradient.
         sums = {
             name: moments[p][0].float().mul(moments[p][1] * factor).cpu() if p in moments else torch.zeros(p.shape)
-            for name, p in self.training.measured.parameters.items()
+            for name, p in self.run.targets.parameters.items()
         }
-        return self._result(sums, examples, "adam")
+        return self.run.curvature(sums, examples, "adam")
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
+        if self._recorder is not None:
+            self._recorder.remove()
+            self._recorder = None
 
 
-class FromRunningAverage(Origin):
-    """N·E, where E is a running average, over every ``every``-th step, of the mean of g_i² over a step's examples."""
+class OnlineSource(CurvatureSource):
+    """N·E, where E is a running average of the mean squared per-example gradient, over every ``every``-th step.
 
-    def __init__(self, training: Training, options: CallbackOptions, max_steps: int) -> None:
-        super().__init__(training, options)
-        if max_steps < options.every:
-            raise InputError(f"every={options.every}, but training has {max_steps} steps: none would be used")
-        if training.args.torch_compile:
-            raise InputError(
-                "source='online' looks at the model's inputs, which torch_compile=True hides. Train without it, or use "
-                "source='pass'."
-            )
-        self._average = RunningAverage(options.decay)
-        self._watch = BatchWatch(training.measured.model)
+    E_k = decay·E_{k−1} + (1 − decay)·s_k / n_k with E_0 = 0, where s_k is the sum over the n_k examples of the k-th
+    step used. The result is divided by 1 − decay^k.
+    """
+
+    def __init__(self, run: TrainingRun, options: SourceOptions) -> None:
+        super().__init__(run, options)
+        if run.max_steps < options.every:
+            raise InputError(f"every={options.every}: training has only {run.max_steps} steps")
+        if run.args.torch_compile:
+            raise InputError("source='online' does not work with torch_compile=True. Use source='pass'.")
+        self._average: dict[str, Tensor] = {}
+        self._steps_used, self._examples_used = 0, 0
+        self._recorder = BatchRecorder(run.targets.model)
         self._trial = Trial()
-        self._has_measured = False
-
-    def resume(self, folders: list[Path], step: int) -> None:
-        """Go on from the checkpoint that training resumes from."""
-        found = [path for folder in folders if (path := folder / STEM / STATE).is_file()]
-        measured = self.training.measured
-        if found and self.training.writes:
-            shapes = {name: parameter.shape for name, parameter in measured.parameters.items()}
-            self._average.load(found[0], step, shapes, measured.device)
-        if not found and step >= self.options.every:
-            self.training.say(
-                f"training resumes at step {step}, but there is no {STATE} in "
-                f"{' or '.join(str(f / STEM) for f in folders)}: the running average begins anew. If the checkpoint "
-                "lies elsewhere, name it in resume_from_checkpoint of the TrainingArguments as well."
-            )
-        self._average.steps = max(processes.numbers_of_all(self._average.steps, measured.device))
-        self._average.examples = max(processes.numbers_of_all(self._average.examples, measured.device))
 
     def begin_step(self, step: int) -> None:
-        self._watch.taken()
-        self._watch.listening = step % self.options.every == 0
+        self._recorder.take()
+        self._recorder.active = step % self.options.every == 0
 
     def before_update(self, step: int) -> None:
         if step % self.options.every:
             return
-        measured, batches = self.training.measured, self._watch.taken()
-        own = sum(len(labels) for b in batches if isinstance(labels := b.get("labels"), Tensor))
-        counts = processes.numbers_of_all(own, measured.device)
-        first = self._average.examples + sum(counts[: processes.rank_and_number()[0]])
+        batches, device = self._recorder.take(), self.run.targets.device
+        mine = sum(len(labels) for b in batches if isinstance(labels := b.get("labels"), Tensor))
+        counts = distributed.all_gather(mine, device)
+        first = self._examples_used + sum(counts[: distributed.rank_and_world_size()[0]])
 
-        def make() -> dict[str, Tensor]:
+        def compute() -> dict[str, Tensor]:
             likelihood, seed = self.options.likelihood, self.options.seed
-            sums = squared_gradients(measured, batches, likelihood, seed, first, self._trial)
+            sums = squared_gradients(self.run.targets, batches, likelihood, seed, first, self._trial)
             if not bool(torch.stack([value.isfinite().all() for value in sums.values()]).all()):
                 raise InputError("squared gradients are not finite")
             return sums
 
         try:
-            sums = self._summed(make)
+            sums = _sum_over_processes(compute, device)
         except GradmergeError as problem:
-            # At first an error; later, one step less in the average is no reason to lose a training run.
-            if not self._has_measured:
+            # The first estimate raises. Later, a missing step is no reason to lose a training run.
+            if not self._steps_used:
                 self.close()
                 raise
-            _log.warning("CurvatureCallback: step %d is left out of the running average: %s", step, problem)
+            _log.warning("CurvatureCallback: step %d is not in the running average: %s", step, problem)
             return
-        self._average.add(sums, sum(counts), keep=self.training.writes)
-        self._has_measured = True
+        self._steps_used += 1
+        self._examples_used += sum(counts)
+        if self.run.writes:
+            weight = (1 - self.options.decay) / sum(counts)
+            for name, value in sums.items():
+                if name in self._average:
+                    self._average[name].mul_(self.options.decay).add_(value, alpha=weight)
+                else:
+                    self._average[name] = value * weight
 
     def at_checkpoint(self, step: int) -> Curvature | None:
-        if self._average.steps == 0:
-            self.training.say(f"no step has been used yet (every={self.options.every}): no curvature is written")
+        if self._steps_used == 0:
+            self.run.warn(f"no step was used yet (every={self.options.every}): no curvature is written")
             return None
-        examples = self.training.examples(step)
-        sums = {name: (mean * examples).cpu() for name, mean in self._average.means()}
-        return self._result(sums, examples, self.options.likelihood)
+        examples, decay = self.run.examples(step), self.options.decay
+        weights = -math.expm1(self._steps_used * math.log(decay)) if decay > 0 else 1.0
+        sums = {name: (value * (examples / weights)).cpu() for name, value in self._average.items()}
+        return self.run.curvature(sums, examples, self.options.likelihood)
 
     def write_state(self, folder: Path, step: int) -> None:
-        self._average.save(folder / STATE, step)
+        metadata = {"format": _RUNNING_AVERAGE_FORMAT, "step": step, "decay": self.options.decay}
+        metadata |= {"steps": self._steps_used, "examples": self._examples_used}
+        tensors = {name: value.detach().cpu().contiguous() for name, value in self._average.items()}
+        # One key, because safetensors does not keep the order of several.
+        save_file(tensors, folder / RUNNING_AVERAGE, metadata={"gradmerge": json.dumps(metadata)})
+
+    def resume(self, folders: list[Path], step: int) -> None:
+        paths = [path for folder in folders if (path := folder / STEM / RUNNING_AVERAGE).is_file()]
+        device = self.run.targets.device
+        if paths and self.run.writes:
+            self._read_state(paths[0], step)
+        if not paths and step >= self.options.every:
+            self.run.warn(
+                f"training resumes at step {step}, but there is no {RUNNING_AVERAGE} in "
+                f"{' or '.join(str(f / STEM) for f in folders)}: the running average restarts. If the checkpoint is "
+                "elsewhere, set resume_from_checkpoint in the TrainingArguments as well."
+            )
+        self._steps_used = max(distributed.all_gather(self._steps_used, device))
+        self._examples_used = max(distributed.all_gather(self._examples_used, device))
+
+    def _read_state(self, path: Path, step: int) -> None:
+        remedy = "Remove the file to restart the average."
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = json.loads((file.metadata() or {}).get("gradmerge", "{}"))
+                average = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            if metadata["format"] != _RUNNING_AVERAGE_FORMAT or metadata["step"] != step:
+                raise InputError(f"{path}: not the running average of step {step}. {remedy}")
+            self._steps_used, self._examples_used = int(metadata["steps"]), int(metadata["examples"])
+            decay = float(metadata["decay"])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path}: cannot read the running average: {error}. {remedy}") from error
+        if decay != self.options.decay:
+            raise InputError(f"{path}: was averaged with decay={decay:g}, not {self.options.decay:g}. {remedy}")
+        shapes = {name: parameter.shape for name, parameter in self.run.targets.parameters.items()}
+        if {name: value.shape for name, value in average.items()} != shapes:
+            raise InputError(f"{path}: is the running average of another model. {remedy}")
+        self._average = {name: value.to(self.run.targets.device) for name, value in average.items()}
 
     def close(self) -> None:
-        self._watch.remove()
+        self._recorder.remove()
 
 
-class FromPass(Origin):
-    """Σ_i g_i² over the first ``limit`` training examples, at the weights that training ends with."""
+class PassSource(CurvatureSource):
+    """Σ_i g_i² over the first ``limit`` training examples, at the final weights."""
 
-    def __init__(self, training: Training, options: CallbackOptions) -> None:
-        super().__init__(training, options)
-        data = training.loader.dataset
+    def __init__(self, run: TrainingRun, options: SourceOptions) -> None:
+        super().__init__(run, options)
+        data = run.loader.dataset
         if isinstance(data, IterableDataset) or not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
-            raise InputError(
-                "source='pass' needs training data with a length, whose examples are found by number. Use "
-                "source='online' for data that is streamed."
-            )
-        with random_states_kept(training.measured.device):
-            check_labels(training.loader.collate_fn([data[0]]))
+            raise InputError("source='pass' needs a dataset with a length and an index. Use source='online'.")
+        with preserved_random_state(run.targets.device):
+            check_labels(run.loader.collate_fn([data[0]]))
 
     def at_end(self, step: int) -> Curvature | None:
-        measured, options, args = self.training.measured, self.options, self.training.args
-        data = self.training.loader.dataset
+        targets, options, args = self.run.targets, self.options, self.run.args
+        data = self.run.loader.dataset
         total = len(data) if options.limit is None else min(options.limit, len(data))
-        rows = processes.share(total)
+        rows = distributed.rows_of_rank(total)
 
-        def make() -> dict[str, Tensor]:
+        def compute() -> dict[str, Tensor]:
             if not rows:
-                return {n: torch.zeros_like(p, dtype=sum_type(p)).detach() for n, p in measured.parameters.items()}
-            # Workers and collators that draw random numbers draw the same ones every time.
-            with random_states_kept(measured.device):
+                return {n: torch.zeros_like(p, dtype=sum_type(p)).detach() for n, p in targets.parameters.items()}
+            # Collators that draw random numbers draw the same ones every time.
+            with preserved_random_state(targets.device):
                 torch.manual_seed(options.seed)
                 loader = DataLoader(
                     Subset(data, rows),
                     batch_size=options.batch_size or args.per_device_train_batch_size,
-                    collate_fn=self.training.loader.collate_fn,
+                    collate_fn=self.run.loader.collate_fn,
                     num_workers=args.dataloader_num_workers,
                 )
-                return squared_gradients(measured, loader, options.likelihood, options.seed, rows.start, Trial())
+                return squared_gradients(targets, loader, options.likelihood, options.seed, rows.start, Trial())
 
-        return self._result(self._summed(make), total, options.likelihood)
+        return self.run.curvature(_sum_over_processes(compute, targets.device), total, options.likelihood)
 
 
-def _adam_inside(optimizer: Any) -> torch.optim.Optimizer:
+SOURCES: dict[str, type[CurvatureSource]] = {"adam": AdamSource, "online": OnlineSource, "pass": PassSource}
+
+
+def squared_gradients(
+    targets: CurvatureTargets, batches: Iterable[Batch], likelihood: str, seed: int, first: int, trial: Trial
+) -> dict[str, Tensor]:
+    """Return Σ_i [∇ℓ_i]² over the examples of some batches, by names in memory.
+
+    ``first`` is the index of the first example, which sampled labels depend on. Gradients, modes, hooks and random
+    states are restored. Several calls can share one ``trial``, which then verifies the formulas once.
+    """
+    model, device = targets.model, targets.device
+    with preserved_random_state(device), preserved_modes(model), targets.only_these_require_gradients():
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.training = False  # with the statistics of the batch, no example has its own gradient
+        placed = Placed(lambda: with_places(map(_inputs, batches), first))
+        estimate = estimate_curvature(model, placed, likelihood, seed=seed, device=device, trial=trial)
+    return estimate.sum()
+
+
+def _inputs(batch: Batch) -> Batch:
+    inputs = {name: value for name, value in batch.items() if name not in _NOT_INPUTS}
+    check_labels(inputs)
+    return inputs
+
+
+def check_labels(inputs: Batch) -> None:
+    """Raise InputError if a batch has no labels for the model's own loss."""
+    if not isinstance(inputs.get("labels"), Tensor):
+        raise InputError(
+            f"CurvatureCallback: the model gets {', '.join(inputs)} but no 'labels', so the loss of an example is "
+            "unknown. Name the label column `labels`, and do not use label smoothing or compute_loss_func, or use "
+            "source='adam'."
+        )
+
+
+def _sum_over_processes(compute: Callable[[], dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    """Add up the sums of all processes. If one process fails, all of them raise."""
+    sums: dict[str, Tensor] = {}
+    problem: GradmergeError | None = None
+    try:
+        sums = compute()
+    except GradmergeError as error:
+        problem = error
+    if any(distributed.all_gather(int(problem is not None), device)):
+        raise problem or InputError("another process failed on its examples")
+    distributed.all_reduce(sums.values())
+    return sums
+
+
+def _find_adam(optimizer: Any) -> torch.optim.Optimizer:
     inner = optimizer
     while not isinstance(inner, _ADAMS) and isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
         inner = inner.optimizer
     if not isinstance(inner, _ADAMS):
         raise InputError(
-            "source='adam' needs the second moments of Adam or AdamW as PyTorch keeps them (optim='adamw_torch' or "
-            f"'adamw_torch_fused', or gm.PriorAdamW); the optimizer is {type(inner).__module__}."
-            f"{type(inner).__name__}. Use source='online' or 'pass', which take gradients themselves."
+            "source='adam' needs PyTorch's Adam or AdamW (optim='adamw_torch' or 'adamw_torch_fused', or "
+            f"gm.PriorAdamW), not {type(inner).__module__}.{type(inner).__name__}. Use source='online' or 'pass'."
         )
     return inner
 
 
 def loss_scale(args: Any, model: nn.Module, batch: dict[str, Any]) -> int:
-    """s: the optimizer's gradient is s times the mean gradient of a step's examples.
+    """Return s: the optimizer's gradient is s times the mean gradient of a step's examples.
 
-    The Trainer adds up the losses of accumulated batches and of processes, and expects a model to divide each by
+    The Trainer adds up the losses of accumulated batches and of processes. It expects the model to divide each loss by
     `num_items_in_batch`, the number of labels in the whole step. A model that divides by the number in its own batch
-    makes the sum too large, by the number of batches. Told another number, such a model gives the same loss.
+    makes the sum too large by the number of batches; such a model returns the same loss for any `num_items_in_batch`.
     """
     items = batch.get("num_items_in_batch")
     if items is None or "labels" not in batch:
         return 1
     device = next(model.parameters()).device
-    with random_states_kept(device), modes_kept(model), torch.no_grad():
+    with preserved_random_state(device), preserved_modes(model), torch.no_grad():
         model.eval()
         one, two = (_loss(model(**batch | {"num_items_in_batch": n})) for n in (items, 2 * items))
     if one is None or two is None or abs(one - two) > 1e-3 * abs(one):
         return 1
-    together = processes.rank_and_number()[1] if args.average_tokens_across_devices else 1
-    return int(args.gradient_accumulation_steps) * together
+    world_size = distributed.rank_and_world_size()[1] if args.average_tokens_across_devices else 1
+    return int(args.gradient_accumulation_steps) * world_size
 
 
 def _loss(output: Any) -> float | None:
     loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
     return float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+@contextlib.contextmanager
+def preserved_random_state(device: torch.device) -> Iterator[None]:
+    """Restore the states of all random number generators at the end."""
+    devices = [] if device.type == "cpu" else [device]
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))
+        yield
+
+
+@contextlib.contextmanager
+def preserved_modes(model: nn.Module) -> Iterator[None]:
+    """Restore training or evaluation mode of every module at the end."""
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        yield
+
+
+class BatchRecorder:
+    """Records the inputs of a model in training mode while ``active`` is set."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._batches: list[dict[str, Any]] = []
+        self.active = False
+        self._handle = model.register_forward_pre_hook(self._record, with_kwargs=True)
+
+    def _record(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.active and model.training and torch.is_grad_enabled():
+            self._batches.append(dict(kwargs))
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the batches since the last call, and stop recording."""
+        batches, self._batches, self.active = self._batches, [], False
+        return batches
+
+    def remove(self) -> None:
+        self._handle.remove()
+        self.take()

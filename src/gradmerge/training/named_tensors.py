@@ -1,13 +1,13 @@
-"""Tensors that belong to a model's parameters, found by name: where the penalty pulls to, and how strongly.
+"""Tensors for a model's parameters, matched by name: the anchor of the penalty, and its curvature.
 
-They come as mappings or from disk, by the names of ``model.named_parameters()`` or by those of the model's files.
+They come from mappings or files, with the names of ``model.named_parameters()`` or those of the model's files.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,17 +22,16 @@ from ..errors import InputError
 from ..text import listed
 
 Reduction = Literal["mean", "sum"]
-#: What H_0 can be given as, and what θ_base.
 PriorTensors = Curvature | Mapping[str, Tensor] | str | Path
 AnchorTensors = Mapping[str, Tensor] | str | Path
-#: Where the entries of a parameter are among named tensors, as pairs of a name and an index: None if the tensor is the
-#: whole parameter, else which of the parameter's entries (−1: none) each of its entries holds.
+#: The stored tensors that hold a parameter: (name, index). The index says which of the parameter's elements (−1: none)
+#: each element of the stored tensor is; None means that the stored tensor is the whole parameter.
 _Parts = list[tuple[str, Tensor | None]]
 
 
 @dataclass(frozen=True)
 class NamedTensors:
-    """Tensors that are read by name, one at a time; ``label`` says where from."""
+    """Tensors that are read by name, one at a time; ``label`` names them in messages."""
 
     label: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -41,21 +40,21 @@ class NamedTensors:
 
 @contextlib.contextmanager
 def open_prior(prior: PriorTensors, reduction: Reduction) -> Iterator[NamedTensors]:
-    """Curvature as a sum over examples or as their mean; the tensors of a plain mapping are taken as they are."""
+    """Open curvature, as a sum over examples or as their mean. The tensors of a plain mapping are not changed."""
     if isinstance(prior, Mapping):
-        number = prior.examples if isinstance(prior, Curvature) and reduction == "mean" else 1
-        yield _in_memory("prior", prior, number)
+        examples = prior.examples if isinstance(prior, Curvature) and reduction == "mean" else 1
+        yield _in_memory("prior", prior, examples)
         return
     with open_curvature(str(prior)) as file:
         if file.kind != "diagonal":
             raise InputError(f"{prior}: holds {file.kind} matrices; a prior is a diagonal")
-        number = file.examples if reduction == "mean" else 1
-        yield NamedTensors(str(prior), file.shapes, lambda name: file.read_whole(name).div_(number))
+        examples = file.examples if reduction == "mean" else 1
+        yield NamedTensors(str(prior), file.shapes, lambda name: file.read_whole(name).div_(examples))
 
 
 @contextlib.contextmanager
 def open_anchor(anchor: AnchorTensors) -> Iterator[NamedTensors]:
-    """A state dict, or a checkpoint: a folder, a `.safetensors` file or a Hub id."""
+    """Open a state dict, or a checkpoint: a folder, a `.safetensors` file or a Hub id."""
     if isinstance(anchor, Mapping):
         yield _in_memory("anchor", anchor, 1)
         return
@@ -69,106 +68,96 @@ def open_anchor(anchor: AnchorTensors) -> Iterator[NamedTensors]:
         yield NamedTensors(str(anchor), shapes, read)
 
 
+def _in_memory(label: str, tensors: Mapping[str, Tensor], examples: int) -> NamedTensors:
+    wrong = [f"{name}: {type(value).__name__}" for name, value in tensors.items() if not isinstance(value, Tensor)]
+    if wrong:
+        raise InputError(f"{label}: must map names to tensors, but some values are not tensors:\n{listed(wrong)}")
+
+    def read(name: str) -> Tensor:
+        value = tensors[name].detach()
+        return value / examples if examples != 1 else value
+
+    return NamedTensors(label, {name: tuple(value.shape) for name, value in tensors.items()}, read)
+
+
 def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def find(
+def match_parameters(
     source: NamedTensors, named: Sequence[tuple[str, Tensor]], model: nn.Module | None, *, optional: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensor of each parameter, in turn. A missing one is an error, or with ``optional`` left out."""
-    places: dict[str, _Parts] = {name: [(name, None)] for name, _ in named if name in source.shapes}
-    if model is not None and len(places) < len(named):
-        places = _places(model, source.shapes) | places
-    missing = [name for name, _ in named if name not in places]
+    """Yield (name, tensor) for each parameter. A missing tensor is an error, or left out if ``optional``."""
+    parts: dict[str, _Parts] = {name: [(name, None)] for name, _ in named if name in source.shapes}
+    if model is not None and len(parts) < len(named):
+        parts = _stored_parts(model, source.shapes.keys()) | parts
+    missing = [name for name, _ in named if name not in parts]
     if missing and not optional:
-        of_files = "If they are the names of files, which may differ from those in memory, give the optimizer the model"
-        hint = f" {of_files} itself." if model is None else ""
+        hint = " If these are names of files, which may differ from those in memory, pass the model itself."
         raise InputError(
-            f"{source.label}: nothing for {len(missing)} of {len(named)} parameters:\n{listed(missing)}\n"
-            f"It has {len(source.shapes)} tensors.{hint} Parameters that the base does not have, such as a new head, "
-            'go into a group of their own with "strength": 0; with PriorTrainer, missing="zero".'
+            f"{source.label}: no tensor for {len(missing)} of {len(named)} parameters:\n{listed(missing)}\n"
+            f"It has {len(source.shapes)} tensors.{'' if model is not None else hint} Put parameters that the base "
+            'does not have, such as a new head, into a group with "strength": 0; with PriorTrainer, use missing="zero".'
         )
-    found = [(name, value) for name, value in named if name in places]
-    wrong = [note for name, value in found if (note := _misfit(name, value, places[name], source.shapes))]
+    found = [(name, parameter) for name, parameter in named if name in parts]
+    wrong = [
+        f"{name}{'' if stored == name else f' ({stored})'}: {source.shapes[stored]}, but the parameter needs {expected}"
+        for name, parameter in found
+        for stored, index in parts[name]
+        if source.shapes[stored] != (expected := tuple((parameter if index is None else index).shape))
+    ]
     if wrong:
-        raise InputError(f"{source.label}: tensors of another shape than the parameters:\n{listed(wrong)}")
-    return ((name, _filled(value, places[name], source)) for name, value in found)
+        raise InputError(f"{source.label}: shapes differ from those of the parameters:\n{listed(wrong)}")
+    return ((name, _assembled(parameter, parts[name], source)) for name, parameter in found)
 
 
-def _misfit(name: str, value: Tensor, parts: _Parts, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    for stored, index in parts:
-        expected = tuple(value.shape if index is None else index.shape)
-        if tuple(shapes[stored]) != expected:
-            as_ = "" if stored == name else f" ({stored})"
-            return f"{name}{as_}: {tuple(shapes[stored])}, where the parameter has {expected}"
-    return None
-
-
-def _filled(like: Tensor, parts: _Parts, source: NamedTensors) -> Tensor:
+def _assembled(parameter: Tensor, parts: _Parts, source: NamedTensors) -> Tensor:
+    """Read the stored tensors of a parameter, and put their elements in order."""
+    if len(parts) == 1 and parts[0][1] is None:
+        return source.read(parts[0][0])
     whole: Tensor | None = None
     for stored, index in parts:
+        assert index is not None
         part = source.read(stored)
-        if index is None:
-            return part
-        whole = part.new_zeros(like.numel()) if whole is None else whole
-        mine = index >= 0
-        whole[index[mine].to(part.device)] = part[mine.to(part.device)]
+        whole = part.new_zeros(parameter.numel()) if whole is None else whole
+        inside = index >= 0
+        whole[index[inside].to(part.device)] = part[inside.to(part.device)]
     assert whole is not None
-    return whole.reshape(like.shape)
+    return whole.reshape(parameter.shape)
 
 
-def _places(model: nn.Module, known: Iterable[str]) -> dict[str, _Parts]:
-    """Where each parameter is, under all its own names, if ``known`` are names of files or other names of it."""
-    have = set(known)
-    names_of = names_of_parameters(model)
-    result: dict[str, _Parts] = {}
-    for found, parts in _stored_places(model, names_of).items():
-        if all(stored in have for stored, _ in parts):
-            result |= dict.fromkeys(names_of[found], parts)
-    for names in names_of.values():
-        other = next((name for name in names if name in have), None)
-        if other is not None:
-            result |= {name: [(other, None)] for name in names if name not in result}
-    return result
+def _stored_parts(model: nn.Module, known: Collection[str]) -> dict[str, _Parts]:
+    """Return the stored parts of each parameter, by each of its names in memory.
 
-
-def _stored_places(model: nn.Module, names_of: Mapping[Tensor, list[str]]) -> dict[Tensor, _Parts]:
-    """By parameter: the tensors of a checkpoint that hold it.
-
-    Entries are numbered, and the numbers renamed and rearranged as the weights are when they are saved.
+    Elements are numbered, and the numbers renamed and rearranged as transformers does when it saves the model.
     """
+    names_of = names_of_parameters(model)
     numbers = {names[0]: torch.empty(parameter.shape, device="meta") for parameter, names in names_of.items()}
-    whole = {id(numbers[names[0]]): parameter for parameter, names in names_of.items()}
+    by_id = {id(numbers[names[0]]): names[0] for names in names_of.values()}
     stored = _reverted(model, _untied(model, numbers))
-    result: dict[Tensor, _Parts] = {whole[id(v)]: [(name, None)] for name, v in stored.items() if id(v) in whole}
-    # Only parameters that are stored in parts, or fused with others, need a number for every entry.
-    first: dict[Tensor, int] = {}
-    total = 0
+    parts: dict[str, _Parts] = {by_id[id(v)]: [(name, None)] for name, v in stored.items() if id(v) in by_id}
+    # Only parameters that are stored in parts, or fused with others, need a number for every element.
+    first, total = dict[str, tuple[int, int]](), 0
     for parameter, names in names_of.items():
-        if parameter not in result:
-            first[parameter] = total
+        if names[0] not in parts:
+            first[names[0]] = (total, parameter.numel())
             numbers[names[0]] = torch.arange(total, total + parameter.numel()).reshape(parameter.shape)
             total += parameter.numel()
-    if not first:
-        return result
-    parts: dict[Tensor, _Parts] = defaultdict(list)
-    for name, entries in _reverted(model, _untied(model, numbers)).items():
-        for parameter, start in first.items() if not entries.is_meta else ():
-            at = entries - start
-            inside = (at >= 0) & (at < parameter.numel())
-            if bool(inside.any()):
-                parts[parameter].append((name, torch.where(inside, at, -1)))
-    return result | parts
-
-
-def _in_memory(what: str, tensors: Mapping[str, Tensor], number: int) -> NamedTensors:
-    odd = [f"{name}: {type(value).__name__}" for name, value in tensors.items() if not isinstance(value, Tensor)]
-    if odd:
-        raise InputError(f"{what}: a mapping from names to tensors, but some values are none:\n{listed(odd)}")
-
-    def read(name: str) -> Tensor:
-        value = tensors[name].detach()
-        return value / number if number != 1 else value
-
-    return NamedTensors(what, {name: tuple(value.shape) for name, value in tensors.items()}, read)
+    if first:
+        split: dict[str, _Parts] = defaultdict(list)
+        for stored_name, elements in _reverted(model, _untied(model, numbers)).items():
+            for name, (start, count) in first.items() if not elements.is_meta else ():
+                index = elements - start
+                inside = (index >= 0) & (index < count)
+                if bool(inside.any()):
+                    split[name].append((stored_name, torch.where(inside, index, -1)))
+        parts |= split
+    result: dict[str, _Parts] = {}
+    for names in names_of.values():
+        complete = names[0] in parts and all(stored_name in known for stored_name, _ in parts[names[0]])
+        other = next((name for name in names if name in known), None)
+        if complete:
+            result |= dict.fromkeys(names, parts[names[0]])
+        elif other is not None:
+            result |= {name: [(other, None)] for name in names}
+    return result
