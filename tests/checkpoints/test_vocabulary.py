@@ -1,4 +1,4 @@
-"""Reading vocabularies, and rows of one model in the order of another."""
+"""Vocabularies of tokenizer files, and reordered vocabulary rows."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from transformers import (
 
 from gradmerge.checkpoints.checkpoint import Buffers, Checkpoint
 from gradmerge.checkpoints.tokenizer.chat_template import chat_templates
-from gradmerge.checkpoints.tokenizer.differences import token_difference
 from gradmerge.checkpoints.tokenizer.embedding_rows import (
-    ELSEWHERE,
+    MISSING,
     PADDING,
-    Defaults,
+    WHOLE,
     VocabularyCheckpoint,
     VocabularyRows,
-    gather,
+    read_rows,
     vocabulary_tensors,
 )
-from gradmerge.checkpoints.tokenizer.result_tokenizer import result_tokenizer
-from gradmerge.checkpoints.tokenizer.vocabulary import read_vocabulary, vocabulary_of
+from gradmerge.checkpoints.tokenizer.union import make_tokenizer
+from gradmerge.checkpoints.tokenizer.vocabulary import read_vocabulary, token_difference, vocabulary_of
 from gradmerge.errors import InputError
 
 from .vocabularies import ENGLISH, KINDS, MERGING, save_tokenizer, vocabulary
@@ -45,57 +44,40 @@ from .vocabularies import ENGLISH, KINDS, MERGING, save_tokenizer, vocabulary
 TINY: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
 
 
+NAME = "model.embed_tokens.weight"
+
+
 @given(
-    rows=st.lists(st.integers(-2, 30), min_size=1, max_size=40),
-    columns=st.sampled_from([1, 3, 5000]),
-    cut=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
+    rows=st.lists(st.integers(0, 30), min_size=1, max_size=40),
+    columns=st.sampled_from([1, 3, WHOLE // 30]),
 )
-@settings(max_examples=60, deadline=None)
-def test_any_range_of_any_rows_is_gathered(rows: list[int], columns: int, cut: tuple[int, int]) -> None:
-    source = torch.arange(31 * columns, dtype=torch.float64)
-    start, stop = sorted(place % (len(rows) * columns + 1) for place in cut)
-    out = torch.full((stop - start,), -1.0, dtype=torch.float64)
-    gather(lambda low, high: source[low:high], columns, np.array(rows), start, stop, out)
-    want = [source[row * columns + column] if row >= 0 else -1.0 for row in rows for column in range(columns)]
-    assert out.tolist() == [float(value) for value in want[start:stop]]
-
-
-def views(own: list[list[int]], given_: list[list[int]], columns: int) -> list[VocabularyCheckpoint]:
-    shape = (6, columns) if columns > 1 else (6,)
-    name = "model.embed_tokens.weight"
-    models = [
-        Checkpoint(f"m{i}", memory={name: torch.randn(shape, generator=torch.Generator().manual_seed(i)).double()})
-        for i in range(len(own))
-    ]
-    counts = (np.array(given_) >= 0).sum(0)
-    defaults = Defaults(models, [np.array(rows) for rows in given_], counts)
-    return [
-        VocabularyCheckpoint(model, VocabularyRows(np.array(rows), 6, frozenset([name])), defaults, {})
-        for model, rows in zip(models, own, strict=True)
-    ]
+@settings(max_examples=30, deadline=None)
+def test_rows_are_read_in_any_order(rows: list[int], columns: int) -> None:
+    source = torch.arange(31 * columns, dtype=torch.float32)
+    found = read_rows(lambda start, stop: source[start:stop], 31, columns, np.array(rows))
+    assert torch.equal(found, source.view(31, columns)[rows])
 
 
 @pytest.mark.parametrize("columns", [1, 3, 700])
 def test_a_view_reads_the_same_in_blocks_of_any_size(columns: int) -> None:
-    own = [[5, 0, ELSEWHERE, ELSEWHERE, PADDING, 1, ELSEWHERE], [0, 1, 2, ELSEWHERE, PADDING, 3, ELSEWHERE]]
+    """Two models with 6 rows, 7 rows in the result: own rows, rows of one or both donors, padding, and zeros."""
+    own = [[5, 0, MISSING, MISSING, PADDING, 1, MISSING], [0, 1, 2, MISSING, PADDING, 3, MISSING]]
     given_ = [[5, 0, -1, 4, -1, 1, -1], [0, 1, 2, 3, -1, 3, -1]]
-    name = "model.embed_tokens.weight"
-    for view in views(own, given_, columns):
-        others = [model._memory[name].reshape(6, -1) for model in view._defaults.models]
-        mine = view.inner._memory[name].reshape(6, -1)
-        rows = [mine[row] if row >= 0 else None for row in view.rows.own]
-        rows[3] = (others[0][4] + others[1][3]) / 2 if view.rows.own[3] == ELSEWHERE else rows[3]
-        rows[2] = others[1][2] if rows[2] is None else rows[2]
-        rows[6] = torch.zeros(columns, dtype=torch.float64)
-        rows[4] = torch.stack([row for place, row in enumerate(rows) if place != 4 and row is not None]).mean(0)
-        want = torch.cat([row for row in rows if row is not None])
-        assert view.tensors[name].shape[0] == 7 and view.tensors[name].numel == want.numel()
-        for step in (1, 4, columns, columns + 1, want.numel()):
-            starts = range(0, want.numel(), max(step, want.numel() // 97))
-            for start in starts:
-                stop = min(start + step, want.numel())
-                got = view.read(name, start, stop, Buffers()).double()
-                assert torch.allclose(got, want[start:stop], rtol=0, atol=1e-7), (start, stop)
+    tables = [torch.randn((6, columns), generator=torch.Generator().manual_seed(i)).double() for i in range(2)]
+    models = [Checkpoint("m", memory={NAME: table if columns > 1 else table[:, 0]}) for table in tables]
+    donors = [(model, np.array(rows)) for model, rows in zip(models, given_, strict=True)]
+    for model, table, rows in zip(models, tables, own, strict=True):
+        want = [table[row] if row >= 0 else torch.zeros(columns) for row in rows]
+        want[2] = tables[1][2]
+        want[3] = (tables[0][4] + tables[1][3]) / 2
+        want[4] = torch.stack([row for number, row in enumerate(want) if number != 4]).mean(0)
+        flat = torch.cat(want)
+        view = VocabularyCheckpoint(model, VocabularyRows(np.array(rows), 6, frozenset([NAME])), donors, {})
+        assert view.tensors[NAME].shape[0] == 7 and view.tensors[NAME].numel == flat.numel()
+        for step in (1, columns + 1, flat.numel()):
+            for start in range(0, flat.numel(), max(step, flat.numel() // 97)):
+                got = view.read(NAME, start, min(start + step, flat.numel()), Buffers())
+                assert torch.allclose(got.double(), flat[start : start + step], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
@@ -120,16 +102,14 @@ def test_older_files_are_converted(tmp_path: Path) -> None:
     assert found == dict(AutoTokenizer.from_pretrained(tmp_path).get_vocab())
 
 
-def test_a_tokenizer_that_nobody_can_convert_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"\x00 not sentencepiece")
-    with pytest.raises(InputError, match="model"):
+def test_tokenizers_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        vocabulary_of(Checkpoint("model"))
+    with pytest.raises(InputError):
         vocabulary_of(Checkpoint("model", folder=tmp_path))
-
-
-def test_a_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
-    for checkpoint in (Checkpoint("model", folder=tmp_path), Checkpoint("model")):
-        with pytest.raises(InputError, match="model"):
-            vocabulary_of(checkpoint)
+    (tmp_path / "tokenizer.model").write_bytes(b"\x00 not sentencepiece")
+    with pytest.raises(InputError):
+        vocabulary_of(Checkpoint("model", folder=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -138,34 +118,32 @@ def test_a_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
         {"model": {"vocab": {"a": 0, "b": 0}}},
         {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 0, "content": "<x>"}]},
         {"model": {"vocab": {"a": -1}}},
-        {"model": {"vocab": {"a": "0"}}},
         {"model": {"vocab": [["a"]]}},
         {"model": {"vocab": {}}},
         {"model": 3},
-        {"added_tokens": []},
     ],
 )
 def test_broken_tokenizers_are_refused(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(InputError, match=r"model|tokenizer\.json"):
+    with pytest.raises(InputError):
         read_vocabulary(tmp_path, "model")
 
 
-def test_tensors_with_a_row_for_each_token_are_known_by_name_or_by_their_number(tmp_path: Path) -> None:
+def test_vocabulary_tensors_are_known_by_name_or_by_their_number_of_rows() -> None:
     shapes = {
-        "model.embed_tokens.weight": (99, 8),
+        NAME: (99, 8),
         "model.layers.0.embed_tokens.weight": (99, 8),
         "odd_name": (99, 8),
         "final_logits_bias": (1, 99),
-        "model.norm.weight": (8,),
         "model.embed_positions.weight": (99, 8),
         "decoder.weight": (3, 8),
     }
-    model = Checkpoint("m", memory={n: torch.zeros(s) for n, s in shapes.items()}, config={"vocab_size": 99})
-    assert vocabulary_tensors(model) == (99, ["model.embed_tokens.weight", "final_logits_bias"])  # 99 is a width too
-    model = Checkpoint("m", memory={n: torch.zeros(s) for n, s in shapes.items() if n != "final_logits_bias"})
-    assert vocabulary_tensors(model) == (99, ["model.embed_tokens.weight", "odd_name"])
-    with pytest.raises(InputError, match="m"):
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    model = Checkpoint("m", memory=tensors, config={"vocab_size": 99})
+    assert vocabulary_tensors(model) == (99, {NAME, "final_logits_bias"})  # 99 is a width, so odd_name does not count
+    del tensors["final_logits_bias"]
+    assert vocabulary_tensors(Checkpoint("m", memory=tensors)) == (99, {NAME, "odd_name"})
+    with pytest.raises(InputError):
         vocabulary_tensors(Checkpoint("m", memory={"weight": torch.zeros(3, 3)}))
 
 
@@ -179,7 +157,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_all_tensors_of_a_family_with_a_row_for_each_token_are_found(kind: type[PreTrainedModel]) -> None:
+def test_all_vocabulary_tensors_of_a_family_are_found(kind: type[PreTrainedModel]) -> None:
     config = FAMILIES[kind]
     state = dict(kind(config).state_dict())
     tables = {name for name, tensor in state.items() if tensor.is_floating_point() and 97 in tensor.shape[:2]}
@@ -210,25 +188,25 @@ def test_gaps_between_ids_are_kept_and_refused_where_they_cannot_be(tmp_path: Pa
         path.write_text(json.dumps(tokenizer))
         save_tokenizer(tmp_path / f"{name}2", kind, MERGING, ["<tool>"])
     one, two = (read_vocabulary(tmp_path / name, name) for name in ("a", "a2"))
-    result = result_tokenizer(one, [two], union=True)
+    result = make_tokenizer(one, [two], union=True)
     assert result.ids["<x>"] == 400 and min(result.ids[t] for t in two.ids if t not in one.ids) == 401
-    with pytest.raises(InputError, match="u"):
-        result_tokenizer(*(read_vocabulary(tmp_path / "u", "u"), [read_vocabulary(tmp_path / "u2", "u2")]), union=True)
+    with pytest.raises(InputError):
+        make_tokenizer(*(read_vocabulary(tmp_path / "u", "u"), [read_vocabulary(tmp_path / "u2", "u2")]), union=True)
 
 
 def test_special_tokens_and_settings_that_differ_are_noted(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "a", "BPE", ENGLISH, ["<x>"])
     save_tokenizer(tmp_path / "b", "BPE", ENGLISH, eos_token="<x>", mask_token="<mask>", extra_special_tokens=["<t>"])
     a, b = (read_vocabulary(tmp_path / name, name) for name in "ab")
-    result = result_tokenizer(a, [b], union=True)
+    result = make_tokenizer(a, [b], union=True)
     assert [note.partition(":")[0] for note in result.notes] == ["b", "eos_token", "mask_token"]
     assert json.loads(result.written["tokenizer_config.json"])["mask_token"] == "<mask>"
     assert "<t>" in json.loads(result.written["tokenizer_config.json"])["extra_special_tokens"]
-    apart = result_tokenizer(a, [b], union=False).notes
+    apart = make_tokenizer(a, [b], union=False).notes
     assert [note.partition(":")[0] for note in apart] == ["eos_token", "mask_token"]
 
 
-def test_chat_templates_lie_in_files_or_in_the_config(tmp_path: Path) -> None:
+def test_chat_templates_are_read_from_files_or_the_config(tmp_path: Path) -> None:
     assert chat_templates(tmp_path) is None
     config = tmp_path / "tokenizer_config.json"
     config.write_text("{}")

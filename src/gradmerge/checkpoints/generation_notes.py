@@ -8,7 +8,7 @@ from pathlib import Path
 from ..io.small_files import readable_json
 from .checkpoint import Checkpoint
 from .compat.config_diff import shown
-from .tokenizer.chat_template import alike, chat_templates
+from .tokenizer.chat_template import chat_templates, template_note
 
 #: Keys of generation_config.json that say where it comes from.
 PROVENANCE = {"transformers_version", "_from_model_config"}
@@ -19,12 +19,9 @@ def notes_on_files(first: Checkpoint, other: Checkpoint, settled: Sequence[str] 
     if first.folder is None or other.folder is None or first.folder == other.folder:
         return
     ours, theirs = first.folder, other.folder
-    here, there = chat_templates(ours), chat_templates(theirs)
-    if "chat_template" not in settled and here is not None and there is not None and not alike(here, there):
-        what = "its chat template is not that of" if here and there else "it has a chat template, unlike"
-        pair = (other, first) if there else (first, other)
-        none = "" if here else ": none"
-        yield f"{pair[0].label}: {what} {pair[1].label}; the result has that of {first.label}{none}"
+    note = template_note(other.label, chat_templates(theirs), first.label, chat_templates(ours))
+    if "chat_template" not in settled and note is not None:
+        yield note
     keys = _other_defaults(ours / "generation_config.json", theirs / "generation_config.json")
     if keys:
         some = ", ".join(keys[:6]) + (" …" if len(keys) > 6 else "")

@@ -1,4 +1,4 @@
-"""The vocabulary of a result: whose it is, and where the rows of single tokens come from."""
+"""The key `tokenizer` of a recipe: the vocabulary of the result, and the sources of single rows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field
 
 from .fields import RecipePart, as_text
 
-#: Stands for a row of zeros; a folder of that name is ./zero.
 ZERO = "zero"
+"""A row of zeros. A folder of that name is ./zero."""
 
 
 class ModelToken(RecipePart):
@@ -22,49 +22,48 @@ class ModelToken(RecipePart):
     token_id: Annotated[int, Field(ge=0)] | None = None
 
 
-def _source(value: Any) -> Any:
+def _check_source(value: Any) -> Any:
     value = as_text(value)
     if value is None or isinstance(value, str | ModelToken):
         return value
     if isinstance(value, Mapping):
-        if value.get("kind") == ZERO and len(value) == 1:
+        if value == {"kind": ZERO}:
             return ZERO
-        one = [key for key in ("token", "token_id") if value.get(key) is not None]
-        if "model" in value and len(one) == 1 and value.keys() <= {"kind", "model", "token", "token_id"}:
+        has_one = (value.get("token") is None) != (value.get("token_id") is None)
+        if "model" in value and has_one and value.keys() <= {"kind", "model", "token", "token_id"}:
             return value
-    raise ValueError("should be a model of the recipe, zero, or a model's token as {model: M, token: T} or token_id")
+    raise ValueError("should be a model of the recipe, zero, {model: M, token: T} or {model: M, token_id: N}")
 
 
 class TokenRule(RecipePart):
-    """Where the rows of one token come from."""
+    """The source of the row of one token."""
 
-    source: Annotated[str | ModelToken | None, BeforeValidator(_source)] = Field(
-        None, description="A model, `zero`, or one token of a model: for every model that does not have the token."
+    source: Annotated[str | ModelToken | None, BeforeValidator(_check_source)] = Field(
+        None, description="A model, `zero`, or a token of a model. Used for every model that lacks the token."
     )
-    force: bool = Field(False, description="Also for models that have the token.")
+    force: bool = Field(False, description="Also use it for models that have the token.")
 
 
-def _rule(value: Any) -> Any:
-    """A source alone is short for a rule."""
-    is_rule = isinstance(value, Mapping) and (value.keys() <= {"source", "force"})
-    return value if is_rule or isinstance(value, TokenRule) else {"source": value}
+def _source_as_rule(value: Any) -> Any:
+    is_rule = isinstance(value, TokenRule) or (isinstance(value, Mapping) and value.keys() <= {"source", "force"})
+    return value if is_rule else {"source": value}
 
 
 class TokenizerChoice(RecipePart):
     """The vocabulary of the result."""
 
     source: str = Field("union", description="`base`, `union`, or a model of the recipe.")
-    tokens: dict[str, Annotated[TokenRule, BeforeValidator(_rule)]] = Field(
+    tokens: dict[str, Annotated[TokenRule, BeforeValidator(_source_as_rule)]] = Field(
         {},
-        description="Tokens, each with where its rows come from, for models that do not have it (all of them with "
-        "`force: true`): a model, `zero`, or `{model: M, token: T}`. Tokens that the vocabulary lacks are added.",
+        description="Token → source of its row: a model, `zero`, or `{model: M, token: T}`. Used for models that lack "
+        "the token, and with `force: true` for all models. Tokens that the vocabulary lacks are added.",
     )
     pad_to_multiple_of: Annotated[int, Field(ge=1, le=10**6)] | None = Field(
-        None, description="Rows are added until their number is a multiple of this."
+        None, description="Add rows until their number is a multiple of this."
     )
 
 
-def _choice(value: Any) -> Any:
+def _source_as_choice(value: Any) -> Any:
     value = as_text(value)
     if isinstance(value, str):
         return {"source": value}
@@ -73,5 +72,5 @@ def _choice(value: Any) -> Any:
     return value
 
 
-#: A source alone is short for a choice.
-Tokenizer = Annotated[TokenizerChoice, BeforeValidator(_choice)]
+Tokenizer = Annotated[TokenizerChoice, BeforeValidator(_source_as_choice)]
+"""A choice, or only its source."""

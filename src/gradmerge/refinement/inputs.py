@@ -14,7 +14,7 @@ from torch import nn
 
 from ..cards.metadata import RECORD
 from ..checkpoints.open import HUB_ID
-from ..checkpoints.tokenizer.differences import token_difference
+from ..checkpoints.tokenizer.vocabulary import token_difference
 from ..errors import InputError
 from ..io.reader import local_path
 from ..io.small_files import MAX_TOKENIZER, read_json

@@ -16,8 +16,8 @@ from ...text import counted, listed, nearest, some
 from ..checkpoint import Checkpoint
 from ..generation_notes import notes_on_files
 from ..quantization import quantisation
-from ..tokenizer.differences import MATCH, token_difference
 from ..tokenizer.embedding_rows import VOCABULARY, stored
+from ..tokenizer.vocabulary import MATCH, token_difference
 from ..views import beneath, is_same
 from .config_diff import allows, comparable, differences, labels, shown
 from .lineage import kinship, kinship_note

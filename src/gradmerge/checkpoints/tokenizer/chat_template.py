@@ -1,4 +1,4 @@
-"""Chat templates: where models keep them, and which one a result gets."""
+"""Chat templates: read them from a model's folder, compare them, and write them to the result."""
 
 from __future__ import annotations
 
@@ -9,76 +9,124 @@ from typing import Any
 
 from ...errors import InputError
 from ...io.reader import is_plain_name
-from ...io.small_files import MAX_CONFIG, lies_within, read_bounded, readable_json
+from ...io.small_files import MAX_CONFIG, lies_within, read_bounded, read_json, readable_json
+from ...text import to_json
+from ..checkpoint import Checkpoint
+from ..views import folders_of
 
-PLAIN_FILE = "chat_template.jinja"
-FURTHER = "additional_chat_templates"
-#: Files that hold templates and nothing else; processors of older versions have the second.
-TEMPLATE_FILES = (PLAIN_FILE, "chat_template.json", f"{FURTHER}/*.jinja")
-#: The name of the template that is used when none is asked for.
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+#: Files that hold only templates. Processors of older versions have the second.
+TEMPLATE_PATTERNS = (TEMPLATE_FILE, "chat_template.json", f"{TEMPLATE_FOLDER}/*.jinja")
 DEFAULT = "default"
+"""Name of the template that transformers uses if the caller names none."""
 
 Templates = dict[str, str]
-"""Name → template."""
+"""Name → Jinja template."""
 
 
 def chat_templates(folder: Path) -> Templates | None:
-    """The chat templates of a folder, empty where its tokenizer has none; None where there is no tokenizer.
+    """Read the chat templates of a folder: {} if its tokenizer has none, None if it has no tokenizer.
 
-    As transformers has it, a file of their own comes before tokenizer_config.json.
+    As in transformers, template files come before tokenizer_config.json.
     """
-    plain = folder / PLAIN_FILE
-    further = sorted((folder / FURTHER).glob("*.jinja")) if (folder / FURTHER).is_dir() else []
-    found = {path.stem: _text(path) for path in further if path.is_file() and lies_within(path, folder)}
-    if plain.is_file() and lies_within(plain, folder):
-        return {DEFAULT: _text(plain)} | found
+    main, more = folder / TEMPLATE_FILE, sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
+    files = {DEFAULT: main} | {path.stem: path for path in more}
+    templates = {
+        name: read_bounded(path, MAX_CONFIG).decode(errors="replace")
+        for name, path in files.items()
+        if path.is_file() and lies_within(path, folder)
+    }
     config = readable_json(folder / "tokenizer_config.json")
-    if config is None and not found:
-        return None
-    return found or _stated((config or {}).get("chat_template"))
+    if templates or config is None:
+        return templates or None
+    return _templates_in_config(config.get("chat_template"))
 
 
-def _text(path: Path) -> str:
-    return read_bounded(path, MAX_CONFIG).decode(errors="replace")
-
-
-def _stated(value: Any) -> Templates:
-    """Templates as tokenizer_config.json has them: one text, or a list of names and texts."""
+def _templates_in_config(value: Any) -> Templates:
+    """Return the templates of tokenizer_config.json, which has one text, a list of entries, or a mapping by name."""
     if isinstance(value, str):
         return {DEFAULT: value} if value.strip() else {}
-    entries = value if isinstance(value, list) else []
-    entries = [{"name": k, "template": v} for k, v in value.items()] if isinstance(value, Mapping) else entries
+    if isinstance(value, Mapping):
+        value = [{"name": name, "template": text} for name, text in value.items()]
     return {
         str(entry["name"]): str(entry["template"])
-        for entry in entries
-        if isinstance(entry, Mapping) and is_plain_name(str(entry.get("name"))) and "template" in entry
+        for entry in (value if isinstance(value, list) else [])
+        if isinstance(entry, Mapping) and "template" in entry and is_plain_name(str(entry.get("name")))
     }
 
 
+def templates_of(checkpoint: Checkpoint) -> Templates | None:
+    """Read the chat templates of a model; for an adapter without templates, those of its base."""
+    found = [templates for folder in folders_of(checkpoint) if (templates := chat_templates(folder)) is not None]
+    return next((templates for templates in found if templates), found[0] if found else None)
+
+
+def template_files(checkpoint: Checkpoint) -> list[Path]:
+    """Return the files that :func:`templates_of` depends on."""
+    patterns = (*TEMPLATE_PATTERNS, "tokenizer_config.json")
+    paths = (path for folder in folders_of(checkpoint) for pattern in patterns for path in sorted(folder.glob(pattern)))
+    return [path for path in paths if path.is_file()]
+
+
 def alike(one: Templates, other: Templates) -> bool:
-    """Whether two models have the same templates, up to blank lines around them."""
+    """Compare the templates of two models; blank lines around them do not count."""
     return {name: text.strip() for name, text in one.items()} == {name: text.strip() for name, text in other.items()}
 
 
-def parsed(text: str, where: str) -> str:
-    """A template, after a look at whether Jinja can read it."""
+def template_note(label: str, templates: Templates | None, source: str, chosen: Templates | None) -> str | None:
+    """Return a note if a model's templates differ from those that the result gets from ``source``."""
+    if templates is None or chosen is None or alike(templates, chosen):
+        return None
+    if not templates:
+        difference = f"has no chat template, unlike {source}"
+    elif not chosen:
+        difference = f"has a chat template, unlike {source}"
+    else:
+        difference = f"its chat template differs from that of {source}"
+    outcome = f"the result has the template of {source}" if chosen else "the result has no chat template"
+    return f"{label}: {difference}; {outcome}"
+
+
+def parse_template(text: str, where: str) -> str:
+    """Return a template after checking its Jinja syntax."""
     from jinja2 import Environment, TemplateSyntaxError
 
     if not text.strip():
         raise InputError(f"{where}: the chat template is empty")
-    # A tag of transformers' own, which marks what the model says.
+    # transformers adds this tag to Jinja; it marks the text of the assistant.
     plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text)
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
     except (TemplateSyntaxError, RecursionError) as error:
-        raise InputError(f"{where}: not a chat template that Jinja can read: {error}") from error
+        raise InputError(f"{where}: the chat template is not valid Jinja: {error}") from error
     return text
 
 
-def template_in_file(path: Path) -> Templates:
-    """The template in a file of a user's."""
+def read_template_file(path: Path) -> Templates:
+    """Read the template in a file that a recipe names."""
     try:
         text = read_bounded(path, MAX_CONFIG).decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: a chat template is text in UTF-8") from error
-    return {DEFAULT: parsed(text, str(path))}
+        raise InputError(f"{path}: a chat template must be UTF-8 text") from error
+    return {DEFAULT: parse_template(text, str(path))}
+
+
+def write_templates(folder: Path, templates: Templates) -> None:
+    """Replace the templates in a folder. They go to .jinja files, as in transformers, and not to the config."""
+    processor = folder / "chat_template.json"
+    has_processor = processor.is_file()
+    for pattern in TEMPLATE_PATTERNS:
+        for path in folder.glob(pattern):
+            path.unlink()
+    for name, text in templates.items():
+        path = folder / (TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, "utf-8")
+    if has_processor and DEFAULT in templates:
+        processor.write_text(to_json({"chat_template": templates[DEFAULT]}) + "\n", "utf-8")
+    config_path = folder / "tokenizer_config.json"
+    if config_path.is_file():
+        config = read_json(config_path)
+        if config.pop("chat_template", None) is not None:
+            config_path.write_text(to_json(config) + "\n", "utf-8")

@@ -1,4 +1,4 @@
-"""The tokens of a model: which it has, and which row of its embeddings each one means."""
+"""Read the vocabulary of a model from its tokenizer files, and compare the vocabularies of two models."""
 
 from __future__ import annotations
 
@@ -12,153 +12,156 @@ from typing import Any
 from ...errors import InputError
 from ...io.small_files import MAX_CONFIG, MAX_TOKENIZER, lies_within, parse_json_object, read_bounded, read_json
 from ...quiet import quiet_transformers
-from ...text import first_line
+from ...text import counted, first_line, some
 from ..checkpoint import Checkpoint
 from ..views import folders_of
 
-#: Files that hold tokens. Beside a tokenizer.json they say the same once more, for older software.
+#: Files with tokens. Next to a tokenizer.json they repeat it for older software.
 VOCABULARY_FILES = (
     "added_tokens.json tekken.json vocab.json vocab.txt vocab.bpe merges.txt bpe.codes dict.txt *.spm *.tiktoken "
     "spiece.model spm.model *tokenizer*.model sentencepiece*.model"
 )
-#: Files that make a tokenizer, in any of the formats that transformers reads.
+#: All files of a tokenizer, in the formats that transformers reads.
 TOKENIZER_FILES = f"tokenizer.json tokenizer_config.json special_tokens_map.json normalizer.json {VOCABULARY_FILES}"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-#: The list of further special tokens, by its names in older and newer files.
+#: The list of further special tokens, under its older and its newer name.
 EXTRA = ("additional_special_tokens", "extra_special_tokens")
-#: How a token is added that comes without settings.
+#: Settings of an added token without settings.
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+MATCH = "Set `tokenizer: union` (or base, or a model) in the recipe to match rows by token"
 
 
 @dataclass(eq=False)
 class Vocabulary:
-    """The tokens of one model's tokenizer."""
+    """The tokens of a tokenizer, and its files."""
 
     label: str
     folder: Path
     ids: dict[str, int]
-    """Token → row, as the tokenizer gives it when it is loaded."""
+    """Token → row, as transformers loads it."""
     added: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Tokens that were added to the tokenizer's own and are found in text as a whole → how they are found."""
+    """Added token → its settings, such as `lstrip`. The tokenizer finds these tokens as a whole."""
     special: dict[str, str] = field(default_factory=dict)
     """`bos_token` and the like → token."""
     extra: list[str] = field(default_factory=list)
     """Further special tokens."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
-    """What tokenizer.json holds, or would."""
+    """Contents of tokenizer.json."""
     config: dict[str, Any] = field(default_factory=dict)
-    """What tokenizer_config.json holds."""
+    """Contents of tokenizer_config.json."""
     files: list[Path] = field(default_factory=list)
-    """The files that were read."""
 
     @property
     def size(self) -> int:
-        """Rows that these tokens need: one more than the largest id."""
+        """Number of rows that the tokens need: the largest id plus one."""
         return 1 + max(self.ids.values(), default=-1)
 
+    @property
+    def by_row(self) -> list[str]:
+        """The tokens in the order of their rows."""
+        return sorted(self.ids, key=self.ids.__getitem__)
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a folder's tokenizer."""
-    found = (path for pattern in TOKENIZER_FILES.split() for path in sorted(folder.glob(pattern)))
-    return [path for path in dict.fromkeys(found) if path.is_file() and lies_within(path, folder)]
+    def add(self, token: str, number: int, settings: Mapping[str, Any]) -> None:
+        """Add a token; if the tokenizer's model has it as well, its id there counts, as in transformers."""
+        self.ids.setdefault(token, number)
+        self.added.setdefault(token, {key: bool(settings.get(key, value)) for key, value in PLAIN.items()})
 
 
 def vocabulary_of(checkpoint: Checkpoint) -> Vocabulary:
-    """The vocabulary of a model; that of its base for an adapter without a tokenizer of its own."""
+    """Read the vocabulary of a model; for an adapter without a tokenizer, that of its base."""
     folders = folders_of(checkpoint)
     for folder in folders:
-        found = {path.name for path in tokenizer_files(folder)}
-        if found - {"tokenizer_config.json", "special_tokens_map.json"}:
+        if {path.name for path in tokenizer_files(folder)} - {"tokenizer_config.json", "special_tokens_map.json"}:
             return read_vocabulary(folder, checkpoint.label)
-    where = f" in {folders[0]}" if folders else ": it is a lone file"
+    where = f" in {folders[0]}" if folders else ": it is a single file"
     raise InputError(
-        f"{checkpoint.label}: no tokenizer files{where}, so that nobody knows which tokens its rows mean. Put its "
-        "tokenizer.json and tokenizer_config.json there, or leave `tokenizer` out of the recipe if all models have the "
-        "same tokens in the same order"
+        f"{checkpoint.label}: no tokenizer files{where}, so the tokens of its rows are unknown. Copy tokenizer.json "
+        "and tokenizer_config.json there, or remove `tokenizer` from the recipe if all models have the same tokens in "
+        "the same order"
     )
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the tokenizer files in a folder."""
+    paths = (path for pattern in TOKENIZER_FILES.split() for path in sorted(folder.glob(pattern)))
+    return [path for path in dict.fromkeys(paths) if path.is_file() and lies_within(path, folder)]
+
+
 def read_vocabulary(folder: Path, label: str) -> Vocabulary:
-    """The vocabulary that a folder's tokenizer files describe."""
-    plain, stated = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    config = read_json(stated) if stated.is_file() else {}
-    if plain.is_file():
-        raw = read_bounded(plain, MAX_TOKENIZER)
-        tokenizer = parse_json_object(raw, lambda why: InputError(f"{plain}: {why}"))
+    """Read the vocabulary from the tokenizer files in a folder."""
+    main, config_path, special_path = (
+        folder / name for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    )
+    config = read_json(config_path) if config_path.is_file() else {}
+    if main.is_file():
+        tokenizer = parse_json_object(read_bounded(main, MAX_TOKENIZER), lambda why: InputError(f"{main}: {why}"))
     else:
-        tokenizer = _converted(folder, label)
-    files = tokenizer_files(folder)
-    broken = f"{plain if plain.is_file() else folder}: not a tokenizer as the tokenizers library writes it"
+        tokenizer = _convert(folder, label)
+    broken = f"{main if main.is_file() else folder}: not a valid file of the tokenizers library"
     try:
-        found = Vocabulary(label, folder, _own_tokens(tokenizer["model"]["vocab"]), tokenizer=tokenizer, config=config)
-        found.files = files
+        vocabulary = Vocabulary(label, folder, _ids_of_model(tokenizer["model"]["vocab"]))
+        vocabulary.tokenizer, vocabulary.config, vocabulary.files = tokenizer, config, tokenizer_files(folder)
         for entry in tokenizer.get("added_tokens") or []:
-            _add(found, str(entry["content"]), int(entry["id"]), entry)
-        for number, entry in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
-            _add(found, str(entry["content"]), int(number), entry)
-        special_map = folder / "special_tokens_map.json"
-        for source in (read_json(special_map) if special_map.is_file() else {}, config):
-            _read_special(found, source)
+            vocabulary.add(str(entry["content"]), int(entry["id"]), entry)
+        decoder = config.get("added_tokens_decoder") or {}
+        for number, entry in sorted(decoder.items(), key=lambda item: int(item[0])):
+            vocabulary.add(str(entry["content"]), int(number), entry)
+        for settings in (read_json(special_path) if special_path.is_file() else {}, config):
+            _add_special(vocabulary, settings)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{broken} ({first_line(error)[:120]}). Save it again.") from error
-    if not found.ids:
+        raise InputError(f"{broken} ({first_line(error)[:120]}). Save the tokenizer again.") from error
+    if not vocabulary.ids:
         raise InputError(f"{broken}: it has no tokens")
-    _refuse_doubles(found)
-    return found
+    _refuse_duplicate_ids(vocabulary)
+    return vocabulary
 
 
-def _own_tokens(vocabulary: Any) -> dict[str, int]:
-    """Token → id of a tokenizer's model: BPE, WordPiece and WordLevel state ids, Unigram has them in order."""
+def _ids_of_model(vocabulary: Any) -> dict[str, int]:
+    """Return token → id. BPE, WordPiece and WordLevel store a mapping; Unigram stores a list in order."""
     if isinstance(vocabulary, Mapping):
-        found = {str(token): number for token, number in vocabulary.items()}
+        ids = {str(token): number for token, number in vocabulary.items()}
     else:
-        found = {str(token): number for number, (token, _) in reversed(list(enumerate(vocabulary)))}
-    wrong = next((t for t, n in found.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0), None)
-    if wrong is not None:
-        raise ValueError(f"the id of {wrong!r} is {found[wrong]!r}")
-    return found
+        ids = {str(token): number for number, (token, _) in reversed(list(enumerate(vocabulary)))}
+    for token, number in ids.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ValueError(f"the id of {token!r} is {number!r}")
+    return ids
 
 
-def _add(found: Vocabulary, token: str, number: int, settings: Mapping[str, Any]) -> None:
-    """An added token. One that the tokenizer's model has too keeps the id that it has there, as on loading."""
-    found.ids.setdefault(token, number)
-    found.added.setdefault(token, {key: bool(settings.get(key, value)) for key, value in PLAIN.items()})
-
-
-def _read_special(found: Vocabulary, source: Mapping[str, Any]) -> None:
-    """Special tokens; those without an id get the next ones, as transformers gives them when it loads a tokenizer."""
+def _add_special(vocabulary: Vocabulary, settings: Mapping[str, Any]) -> None:
+    """Add the special tokens of a file. transformers gives the next ids to those without an id."""
 
     def text(value: Any) -> str | None:
         value = value.get("content") if isinstance(value, Mapping) else value
         return value if isinstance(value, str) and value else None
 
     for kind in SPECIAL:
-        if token := text(source.get(kind)):
-            found.special[kind] = token
+        if token := text(settings.get(kind)):
+            vocabulary.special[kind] = token
     for key in EXTRA:
-        listed = source.get(key)
-        for value in listed.values() if isinstance(listed, Mapping) else listed if isinstance(listed, list) else ():
-            if (token := text(value)) and token not in found.extra:
-                found.extra.append(token)
-    for token in (*found.special.values(), *found.extra):
-        if token not in found.ids:
-            _add(found, token, found.size, {"special": True})
+        extra = settings.get(key)
+        for value in extra.values() if isinstance(extra, Mapping) else extra if isinstance(extra, list) else ():
+            if (token := text(value)) and token not in vocabulary.extra:
+                vocabulary.extra.append(token)
+    for token in (*vocabulary.special.values(), *vocabulary.extra):
+        if token not in vocabulary.ids:
+            vocabulary.add(token, vocabulary.size, {"special": True})
 
 
-def _refuse_doubles(found: Vocabulary) -> None:
+def _refuse_duplicate_ids(vocabulary: Vocabulary) -> None:
     tokens: dict[int, str] = {}
-    for token, number in found.ids.items():
+    for token, number in vocabulary.ids.items():
         if number in tokens:
             raise InputError(
-                f"{found.label}: its tokenizer gives the id {number} to two tokens, {tokens[number]!r} and {token!r}: "
-                f"it cannot be said which of them the row means. Mend {found.folder / 'tokenizer.json'}"
+                f"{vocabulary.label}: two tokens have the id {number}: {tokens[number]!r} and {token!r}. Give them "
+                f"different ids in {vocabulary.folder / 'tokenizer.json'}"
             )
         tokens[number] = token
 
 
 @contextlib.contextmanager
-def told_as(problem: str) -> Iterator[None]:
-    """Whatever a library makes of files that it does not expect, a panic of its Rust code too, as an error of ours."""
+def reraise_as_input_error(problem: str) -> Iterator[None]:
+    """Turn any exception of a tokenizer library, including panics of Rust code, into an :class:`InputError`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -167,20 +170,73 @@ def told_as(problem: str) -> Iterator[None]:
         raise InputError(f"{problem}: {first_line(error)[:200]}") from error
 
 
-def _converted(folder: Path, label: str) -> dict[str, Any]:
-    """The tokenizer.json that transformers makes of the older files of a tokenizer."""
+def _convert(folder: Path, label: str) -> dict[str, Any]:
+    """Return the tokenizer.json that transformers makes from the older files of a tokenizer."""
     from transformers import AutoTokenizer
 
     problem = (
-        f"{label}: its tokenizer has no tokenizer.json, and transformers cannot make one of its other files. Where "
-        "that works (sentencepiece or tiktoken may have to be installed), save it with "
+        f"{label}: its tokenizer has no tokenizer.json, and transformers cannot convert its other files. Install "
+        "sentencepiece or tiktoken if they are missing, and save the tokenizer with "
         "AutoTokenizer.from_pretrained(MODEL).save_pretrained(MODEL)"
     )
     for path in tokenizer_files(folder):
         read_bounded(path, MAX_CONFIG if path.suffix == ".json" and path.name != "vocab.json" else MAX_TOKENIZER)
-    with told_as(problem), quiet_transformers():
+    with reraise_as_input_error(problem), quiet_transformers():
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         tokenizer = json.loads(loaded.backend_tokenizer.to_str())
     if not isinstance(tokenizer, dict) or not tokenizer.get("model", {}).get("vocab"):
         raise InputError(problem)
     return tokenizer
+
+
+@dataclass
+class TokenDifference:
+    """The tokens in which two vocabularies differ, in the order of their rows."""
+
+    labels: tuple[str, str]
+    sizes: tuple[int, int]
+    """Number of tokens."""
+    moved: list[tuple[str, int, int]]
+    """Tokens of both, with their different rows."""
+    alone: tuple[list[str], list[str]]
+    """Tokens of only one of them."""
+
+    @property
+    def lines(self) -> list[str]:
+        """Counts and examples for messages."""
+        lines = []
+        if self.moved:
+            rows = [f"{token!r} is row {first} and {other}" for token, first, other in self.moved]
+            lines.append(f"{counted(rows, 'token')} in other rows in {' and '.join(self.labels)}: {some(rows)}")
+        for label, tokens, size in zip(self.labels, self.alone, self.sizes, strict=True):
+            if tokens:
+                lines.append(f"{counted(tokens, 'token')} of {size} only in {label}: {some(list(map(repr, tokens)))}")
+        return lines
+
+
+def token_difference(first: Checkpoint, other: Checkpoint) -> TokenDifference | None:
+    """Compare the tokens of two models; None if they are equal or cannot be read."""
+    folders = [
+        next((folder for folder in folders_of(model) if (folder / "tokenizer.json").is_file()), None)
+        for model in (first, other)
+    ]
+    if folders[0] is None or folders[1] is None or folders[0] == folders[1]:
+        return None
+    try:
+        if _bytes(folders[0]) == _bytes(folders[1]):
+            return None
+        a, b = read_vocabulary(folders[0], first.label), read_vocabulary(folders[1], other.label)
+    except InputError:
+        return None
+    moved = [
+        (token, a.ids[token], b.ids[token]) for token in a.by_row if b.ids.get(token, a.ids[token]) != a.ids[token]
+    ]
+    alone = ([token for token in a.by_row if token not in b.ids], [token for token in b.by_row if token not in a.ids])
+    if not moved and not any(alone):
+        return None
+    return TokenDifference((first.label, other.label), (len(a.ids), len(b.ids)), moved, alone)
+
+
+def _bytes(folder: Path) -> list[bytes]:
+    files = (folder / name for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"))
+    return [read_bounded(path, MAX_TOKENIZER) if path.is_file() else b"" for path in files]

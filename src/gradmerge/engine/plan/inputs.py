@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.checkpoint import Buffers, Checkpoint
-from ...checkpoints.tokenizer.embedding_rows import VocabularyRows, gather
+from ...checkpoints.tokenizer.embedding_rows import VocabularyRows
 from ...checkpoints.tokenizer.output_tokenizer import ResultFiles
 from ...curvature.format import INPUTS, OUTPUTS, CurvatureFile
 from ...errors import InputError
@@ -143,10 +143,8 @@ class CurvatureInput:
         shapes = self._own_shapes
         if self.rows is None or shapes is None or not self.rows.covers(name, shapes[name]):
             return self._stored(name, start, stop, buffers, slot)
-        values = torch.zeros(stop - start)
         columns = max(1, math.prod(shapes[name]) // max(1, self.rows.before))
-        gather(lambda a, b: self._stored(name, a, b, buffers, slot), columns, self.rows.own, start, stop, values)
-        return values
+        return self.rows.gather(lambda a, b: self._stored(name, a, b, buffers, slot), columns, start, stop)
 
     def _stored(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
         if self.file is not None:

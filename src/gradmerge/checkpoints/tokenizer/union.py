@@ -1,0 +1,217 @@
+"""Make the tokenizer of the result: that of one model, or one extended by the tokens of other models."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError
+from ...quiet import quiet_transformers
+from ...text import some, to_json
+from .vocabulary import PLAIN, SPECIAL, VOCABULARY_FILES, Vocabulary, reraise_as_input_error
+
+WORD = {**PLAIN, "single_word": True, "normalized": True}
+"""Settings of added words in a WordPiece tokenizer, so that it does not find them inside other words."""
+UNLIKELY = 1e4
+"""Added tokens of a Unigram model score so much lower that text without them is encoded as before."""
+INSTEAD = "Name one model as `tokenizer` instead of union"
+
+Settings = Mapping[str, dict[str, Any] | None]
+"""Added token → its settings; None for a token that goes into the tokenizer's model."""
+
+
+@dataclass(eq=False)
+class OutputTokenizer:
+    """The tokens of the result, and its tokenizer files."""
+
+    source: Vocabulary
+    ids: dict[str, int]
+    """Token → row of the result."""
+    copied: list[Path]
+    """Files of the source to copy."""
+    written: dict[str, str] = field(default_factory=dict)
+    """File name → new contents."""
+    special: dict[str, int] = field(default_factory=dict)
+    """`pad_token` and the like that come from another model → row."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Number of rows that the tokens need."""
+        return 1 + max(self.ids.values())
+
+
+def make_tokenizer(
+    source: Vocabulary, others: Sequence[Vocabulary], *, union: bool, named: Sequence[str] = ()
+) -> OutputTokenizer:
+    """Return the tokenizer of ``source``, extended by the tokens ``named``, and with ``union`` by those of ``others``.
+
+    Tokens of the source keep their ids. Then come the words of the other vocabularies, in the order of the models and
+    their ids. The other models' added tokens follow, and last the named tokens that no model has.
+    """
+    words: list[str] = []
+    added: dict[str, dict[str, Any] | None] = {}
+    notes: list[str] = []
+    extra: list[str] = []
+    for other in others if union else ():
+        for token in other.by_row:
+            if token not in source.ids and token in other.added:
+                added.setdefault(token, other.added[token])
+            elif token not in source.ids:
+                words.append(token)
+        known = {**added, **source.added}
+        differ = [token for token, settings in other.added.items() if known.get(token, settings) != settings]
+        if differ:
+            notes.append(f"{other.label}: some added tokens have other settings in a model before it: {_list(differ)}")
+        extra += [token for token in other.extra if token not in source.extra]
+    words = [token for token in dict.fromkeys(words) if token not in added]
+    is_wordpiece = source.tokenizer["model"].get("type") == "WordPiece"
+    more: dict[str, dict[str, Any] | None] = dict.fromkeys(words, WORD if is_wordpiece else None) | added
+    for token in named:
+        if token not in source.ids:
+            more.setdefault(token, {**PLAIN, "normalized": True})
+    special, special_notes = _special_tokens(source, others, union)
+    ids = dict(source.ids) | {token: source.size + place for place, token in enumerate(more)}
+    result = OutputTokenizer(source, ids, source.files, notes=[*notes, *special_notes])
+    if not more and not special and not extra:
+        return result
+    result.special = {kind: ids[token] for kind, token in special.items()}
+    result.notes += _notes_on_words(source, words, others)
+    result.written = _extended_files(source, ids, more, special, list(dict.fromkeys(extra)))
+    old = [path for path in source.files if any(fnmatch(path.name, pattern) for pattern in VOCABULARY_FILES.split())]
+    result.copied = [path for path in source.files if path not in old and path.name not in result.written]
+    if old:
+        names = ", ".join(path.name for path in old)
+        result.notes.append(f"tokenizer: not copied, because the tokens of other models are missing there: {names}")
+    _check_loading(result)
+    return result
+
+
+def _special_tokens(source: Vocabulary, others: Sequence[Vocabulary], union: bool) -> tuple[dict[str, str], list[str]]:
+    """Return the special tokens that a union takes from other models, and notes on special tokens that differ."""
+    taken: dict[str, str] = {}
+    notes: list[str] = []
+    for other in others:
+        for kind in (kind for kind in SPECIAL if kind in other.special):
+            theirs, ours = other.special[kind], source.special.get(kind) or taken.get(kind)
+            if ours is None and union:
+                taken[kind] = theirs
+                notes.append(f"{kind}: {source.label} has none; the result has that of {other.label}, {theirs!r}")
+            elif ours is None:
+                notes.append(f"{kind}: {theirs!r} in {other.label}, none in {source.label}; the result has none")
+            elif ours != theirs:
+                owner = source.label if kind in source.special else "another model"
+                notes.append(f"{kind}: {ours!r} in {owner}, {theirs!r} in {other.label}; the result has {ours!r}")
+    return taken, notes
+
+
+def _notes_on_words(source: Vocabulary, words: Sequence[str], others: Sequence[Vocabulary]) -> Iterator[str]:
+    if not words:
+        return
+    owner = next(other.label for other in others if any(word in other.ids for word in words))
+    if source.tokenizer["model"].get("type") == "WordPiece" or source.tokenizer["model"].get("ignore_merges"):
+        use = f"the tokenizer uses them for whole words and encodes other text as {source.label} does"
+    else:
+        use = f"the tokenizer encodes text that {source.label} knows without them, as before"
+    yield (
+        f"tokenizer: {len(words)} words of other vocabularies than that of {source.label} have rows in the result "
+        f"({_list(words)}); {use}. To encode text as another model does, name that model: `tokenizer: {owner}`"
+    )
+
+
+def _list(tokens: Sequence[str]) -> str:
+    return some([repr(token) for token in tokens])
+
+
+def _extended_files(
+    source: Vocabulary, ids: Mapping[str, int], more: Settings, special: Mapping[str, str], extra: Sequence[str]
+) -> dict[str, str]:
+    """Return the contents of tokenizer.json and of the files that name special tokens, with the further tokens."""
+    added = source.added | {token: settings for token, settings in more.items() if settings is not None}
+    # Special tokens must be found as a whole, also if this tokenizer has them as words.
+    added |= {token: {**PLAIN, "special": True} for token in (*special.values(), *extra) if token not in added}
+    entries = sorted(({"id": ids[token], "content": token, **added[token]} for token in added), key=lambda e: e["id"])
+    tokenizer = {**source.tokenizer, "added_tokens": entries}
+    if any(settings is None for settings in more.values()) or _loaded_ids(tokenizer) != ids:
+        # The library numbers added tokens after the words of the model, unless they are words of the model.
+        tokenizer["model"] = {**tokenizer["model"], "vocab": _extended_model(tokenizer["model"], ids, source)}
+    if _loaded_ids(tokenizer) != ids:
+        raise InputError(
+            f"{source.label}: its tokenizer cannot be extended by the tokens of other models, because the tokenizers "
+            f"library gives them other ids. {INSTEAD}"
+        )
+    config: dict[str, Any] = {**source.config, **special}
+    if "added_tokens_decoder" in config:
+        config["added_tokens_decoder"] = {
+            str(entry["id"]): {key: value for key, value in entry.items() if key != "id"} for entry in entries
+        }
+    config |= _with_extra(config, extra)
+    files = {
+        "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False, indent=2) + "\n",
+        "tokenizer_config.json": to_json(config) + "\n",
+    }
+    special_path = source.folder / "special_tokens_map.json"
+    if special_path.is_file():
+        before = json.loads(special_path.read_bytes())
+        files[special_path.name] = to_json({**before, **special, **_with_extra(before, extra)}) + "\n"
+    return files
+
+
+def _with_extra(config: Mapping[str, Any], extra: Sequence[str]) -> dict[str, Any]:
+    """Return the list of further special tokens, under the key that the config uses."""
+    key = "additional_special_tokens" if "additional_special_tokens" in config else "extra_special_tokens"
+    before = config.get(key) or []
+    if not extra:
+        return {}
+    if isinstance(before, Mapping):  # processors store them by name
+        return {key: {**before, **{f"extra_{number}": token for number, token in enumerate(extra)}}}
+    return {key: [*before, *extra]}
+
+
+def _extended_model(model: Mapping[str, Any], ids: Mapping[str, int], source: Vocabulary) -> Any:
+    """Return the `vocab` of a tokenizer's model with every token."""
+    tokens = sorted(ids, key=ids.__getitem__)
+    if isinstance(model["vocab"], Mapping):
+        return {token: ids[token] for token in tokens}
+    if [ids[token] for token in tokens] != list(range(len(tokens))):
+        raise InputError(
+            f"{source.label}: its tokenizer has gaps between its ids, and a Unigram model with gaps cannot be extended "
+            f"by the tokens of other models. {INSTEAD}"
+        )
+    score = min(float(score) for _, score in model["vocab"]) - UNLIKELY
+    return [*model["vocab"], *([token, score] for token in tokens[len(model["vocab"]) :])]
+
+
+def _loaded_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Return token → id as the tokenizers library reads them."""
+    from tokenizers import Tokenizer
+
+    with reraise_as_input_error("the tokenizer cannot be read"):
+        return dict(Tokenizer.from_str(json.dumps(tokenizer)).get_vocab(with_added_tokens=True))
+
+
+def _check_loading(result: OutputTokenizer) -> None:
+    """Raise an error if transformers loads the tokenizer with ids that differ from the rows of the result."""
+    from transformers import AutoTokenizer
+
+    problem = f"{result.source.label}: its tokenizer, extended by the tokens of other models,"
+    with tempfile.TemporaryDirectory() as folder:
+        for path in result.copied:
+            (Path(folder) / path.name).write_bytes(path.read_bytes())
+        for name, text in result.written.items():
+            (Path(folder) / name).write_text(text, "utf-8")
+        with (
+            reraise_as_input_error(f"{problem} cannot be loaded by transformers. {INSTEAD}"),
+            quiet_transformers(),
+        ):
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            loaded = tokenizer.get_vocab()
+    # Some classes append tokens that no file has, for the source as well, so only our tokens are compared.
+    wrong = [token for token, number in result.ids.items() if loaded.get(token) != number]
+    if wrong:
+        raise InputError(f"{problem} gets other ids when transformers loads it: {_list(wrong)}. {INSTEAD}")
