@@ -140,9 +140,12 @@ def test_vocabulary_tensors_are_known_by_name_or_by_their_number_of_rows() -> No
     }
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     model = Checkpoint("m", memory=tensors, config={"vocab_size": 99})
-    assert vocabulary_tensors(model) == (99, {NAME, "final_logits_bias"})  # 99 is a width, so odd_name does not count
+    assert vocabulary_tensors(model) == (
+        99,
+        frozenset([NAME, "final_logits_bias"]),
+    )  # 99 is a width, so odd_name does not count
     del tensors["final_logits_bias"]
-    assert vocabulary_tensors(Checkpoint("m", memory=tensors)) == (99, {NAME, "odd_name"})
+    assert vocabulary_tensors(Checkpoint("m", memory=tensors)) == (99, frozenset([NAME, "odd_name"]))
     with pytest.raises(InputError):
         vocabulary_tensors(Checkpoint("m", memory={"weight": torch.zeros(3, 3)}))
 

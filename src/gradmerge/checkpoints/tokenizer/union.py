@@ -71,7 +71,8 @@ def make_tokenizer(
         extra += [token for token in other.extra if token not in source.extra]
     words = [token for token in dict.fromkeys(words) if token not in added]
     is_wordpiece = source.tokenizer["model"].get("type") == "WordPiece"
-    more: dict[str, dict[str, Any] | None] = dict.fromkeys(words, WORD if is_wordpiece else None) | added
+    more: dict[str, dict[str, Any] | None] = dict.fromkeys(words, WORD if is_wordpiece else None)
+    more |= added
     for token in named:
         if token not in source.ids:
             more.setdefault(token, {**PLAIN, "normalized": True})
