@@ -16,7 +16,7 @@ import gradmerge as gm
 from gradmerge.checkpoints import open_checkpoint
 from gradmerge.checkpoints.checkpoint import Buffers
 from gradmerge.recipe import make_recipe
-from gradmerge.safe_yaml import parse_yaml
+from gradmerge.yaml import parse_yaml
 from tests.making import near, random_curvature, random_state, write_model
 
 from .mutate import (

@@ -22,7 +22,7 @@ from ..checkpoints.views import View, beneath
 from ..errors import InputError
 from ..io.reader import local_path
 from ..io.small_files import lies_within, read_bounded, readable_json
-from ..safe_yaml import parse_yaml
+from ..yaml import parse_yaml
 from ..text import one_line
 
 CARD, RECORD = "README.md", "gradmerge.json"

@@ -14,7 +14,7 @@ from ..recipe import Recipe, load_recipe, make_recipe
 from ..recipe.load import MAX_BYTES, recipe_of_text
 from ..recipe.overrides import apply_settings
 from ..recipe.rule_file import is_rule_file, load_rule
-from ..safe_yaml import parse_yaml
+from ..yaml import parse_yaml
 
 
 def split_weight(text: str) -> tuple[str, float]:

@@ -12,8 +12,8 @@ from ..recipe import Recipe, make_recipe
 from ..recipe.overrides import full_key, put, split_setting
 from ..recipe.schedules import varied
 from ..rules import METHODS
-from ..safe_yaml import parse_yaml
 from ..text import nearest
+from ..yaml import parse_yaml
 from .weight_ranges import Range, parse_range
 
 Sweeps = Sequence[str] | Mapping[str, Any]

@@ -13,9 +13,9 @@ from ..errors import InputError
 from ..io.reader import local_path
 from ..notes import Note
 from ..rules import METHODS
-from ..safe_yaml import Lines, parse_documents
 from ..text import nearest
 from ..urls import UrlPath, is_url, redact_urls, remote_url, strip_file_scheme
+from ..yaml import Lines, parse_documents
 from .fields import CurvatureSource, Identity
 from .mergekit.translate import is_mergekit, translate
 from .rule_file import is_rule_file, load_rule

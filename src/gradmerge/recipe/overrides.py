@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import InputError
 from ..rules import METHODS, Rule
-from ..safe_yaml import parse_yaml
 from ..text import nearest
+from ..yaml import parse_yaml
 from .schema import Recipe
 
 

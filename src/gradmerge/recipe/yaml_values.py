@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import InputError
-from ..safe_yaml import Lines
 from ..text import one_line
+from ..yaml import Lines
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 

@@ -1,0 +1,104 @@
+"""Parse YAML from untrusted files: no tags that run code, no duplicate keys, bounded size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from .errors import InputError
+
+MAX_NODES = 20_000
+"""The most values that a text may have, with every alias expanded."""
+
+Lines = dict[tuple[str | int, ...], int]
+"""The keys and list positions that lead to a value → the line of the value."""
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that rejects duplicate keys and large texts, and reads 1:30 as text."""
+
+    def __init__(self, stream: bytes | str) -> None:
+        super().__init__(stream)
+        self._count = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._count += 1
+        node = super().compose_node(parent, index)
+        if node is not None and node not in self._sizes:
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            children = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
+            # A child whose size is unknown is an alias of a node around it.
+            self._sizes[node] = 1 + sum(self._sizes.get(child, MAX_NODES) for child in children)
+        if max(self._count, self._sizes.get(node, 0)) > MAX_NODES:
+            raise ValueError(f"it has more than {MAX_NODES} values, or an alias of a value around it")
+        return node
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
+        if ":" in node.value:  # YAML 1.1 reads 1:30 as 60 · 1 + 30, in quadratic time
+            return str(node.value)
+        construct = self.construct_yaml_int if node.tag.endswith(":int") else self.construct_yaml_float
+        number: int | float = construct(node)
+        return number
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                problem = f"the key {key.value!r} occurs twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
+
+
+def parse_yaml(raw: bytes | str, where: str) -> Any:
+    """Return the value of a text with one document; ``where`` names the text in errors."""
+    documents = parse_documents(raw, where)
+    if len(documents) > 1:
+        raise InputError(f"{where}: has {len(documents)} YAML documents; give one")
+    return documents[0][0]
+
+
+def parse_documents(raw: bytes | str, where: str) -> list[tuple[Any, Lines]]:
+    """Return the value of every document that is not empty, with the lines of its parts."""
+    try:
+        loader = _Loader(raw)
+        nodes = []
+        while loader.check_node():
+            nodes.append(loader.get_node())
+        documents = [
+            (loader.construct_document(node), _lines(node, (), {}))
+            for node in nodes
+            if not (isinstance(node, yaml.ScalarNode) and node.value == "")
+        ]
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise InputError(f"{where}{line}: not valid YAML: {problem}") from None
+    except (IndexError, KeyError, AttributeError, TypeError, OverflowError):  # PyYAML on tags such as `!!bool x`
+        raise InputError(f"{where}: not valid YAML: a value does not fit its tag") from None
+    except RecursionError:
+        raise InputError(f"{where}: not valid YAML: it is nested too deeply") from None
+    if not documents:
+        raise InputError(f"{where}: is empty")
+    return documents
+
+
+def _lines(node: yaml.Node, path: tuple[str | int, ...], lines: Lines) -> Lines:
+    """Add the lines of a node and of all values in it."""
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                lines[*path, key.value] = key.start_mark.line + 1
+                _lines(value, (*path, key.value), lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for position, value in enumerate(node.value):
+            _lines(value, (*path, position), lines)
+    return lines
