@@ -56,7 +56,7 @@ def test_a_named_recipe_is_merged_first_and_not_kept(folder: Path) -> None:
     expected = base + 0.5 * (c - base) + 2 * ((a + b) / 2 - base)
     assert torch.allclose(weights(folder / "out"), expected, atol=1e-6)
     assert left(folder) == {"out"}
-    assert any(note.endswith("not used, and not made: idle") for note in result.notes)
+    assert any(note.endswith("not used, and not merged: idle") for note in result.notes)
     record = json.loads((folder / "out" / "gradmerge.json").read_text())
     assert [source["source"] for source in record["inputs"]] == ["./base", "./c", "mean"]
     assert record["merges"]["mean"]["models"][0]["model"] == "./a"

@@ -104,4 +104,4 @@ def build_recipe(
     apply_settings(raw, settings)
     where = "standard input" if loaded.file is None else path
     recipe = make_recipe(raw, folder=path.parent, where=f"{where} with changes from the command line")
-    return recipe.read_as(loaded)
+    return recipe.with_origin(loaded)

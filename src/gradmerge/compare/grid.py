@@ -213,7 +213,7 @@ def recipe_with(recipe: Recipe, setting: Setting) -> Recipe:
             raw["output"].pop("curvature", None)
     for key, value in setting.changes:
         put(raw, key, plain(value), key)
-    return make_recipe(raw, folder=recipe.folder, where=str(recipe.file or "recipe")).read_as(recipe)
+    return make_recipe(raw, folder=recipe.folder, where=str(recipe.file or "recipe")).with_origin(recipe)
 
 
 def in_few_words(changes: Sequence[tuple[str, Any]]) -> str:

@@ -188,4 +188,4 @@ def with_changes(
     if not pairs:
         return recipe, {}
     where = f"{recipe.file or 'recipe'} with changes by --set"
-    return make_recipe(raw, folder=recipe.folder, where=where).read_as(recipe), others
+    return make_recipe(raw, folder=recipe.folder, where=where).with_origin(recipe), others

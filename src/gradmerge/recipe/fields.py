@@ -1,22 +1,28 @@
-"""The values that a recipe is made of: numbers, sizes, curvature, and how it is read."""
+"""Types of recipe values (numbers, sizes, curvature), and messages for invalid ones."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
-from ..text import parse_size
+from ..text import nearest, parse_size
 
-#: Bounds of weights, damping and options other than 0: their products with any curvature and model then fit float64.
 SMALLEST, LARGEST = 1e-30, 1e30
+"""Bounds of weights, damping and options: products with curvature and weights then fit float64."""
+
+NONE = "none"
+"""The word for no penalty; a folder of that name is ./none."""
+
+MOST_ERRORS = 20
+"""An error message lists this many mistakes and counts the rest."""
 
 
 def _check_weight(value: float) -> float:
     if value != 0 and not SMALLEST <= abs(value) <= LARGEST:
-        raise ValueError(f"a weight is a finite number: 0, or from {SMALLEST:g} to {LARGEST:g} in size")
+        raise ValueError(f"a weight must be 0 or a finite number from {SMALLEST:g} to {LARGEST:g} in size")
     return value
 
 
@@ -27,7 +33,7 @@ def _check_number(value: float) -> float:
 
 
 def number_or(word: str, low: float, high: float | None = None) -> PlainValidator:
-    """A number in a range, or one word: said in one message, where a union of types would make two."""
+    """Validate a number in a range or one word, with one message for both."""
     most = LARGEST if high is None else high
 
     def validate(value: Any) -> Any:
@@ -50,19 +56,21 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 
 
 class RecipePart(BaseModel):
+    """A mapping of a recipe; unknown keys are errors."""
+
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
 
 class Identity(RecipePart):
-    """Curvature that is the same number for every entry: c · I."""
+    """Curvature c · I."""
 
-    identity: Annotated[Number, Field(ge=0, description="The number c; not divided by any count.")]
+    identity: Annotated[Number, Field(ge=0, description="The number c; `reduction` does not change it.")]
 
 
 class MeanTimes(RecipePart):
-    """Curvature files as N times the mean over their examples."""
+    """Read curvature files as N times the mean over their examples."""
 
-    mean_times: Annotated[Number, Field(ge=SMALLEST, description="The number N that every mean is multiplied by.")]
+    mean_times: Annotated[Number, Field(ge=SMALLEST, description="The number N.")]
 
     def __str__(self) -> str:
         return f"{self.mean_times:g} · mean"
@@ -78,22 +86,82 @@ Reduction = Annotated[Literal["sum", "mean"] | MeanTimes, BeforeValidator(_check
 
 
 def reduction_factor(reduction: str | MeanTimes, examples: int) -> float:
-    """What a sum over examples is multiplied by: 1, 1/examples for the mean, or N/examples."""
+    """Return the factor of a sum over examples: 1, 1/examples for the mean, or N/examples."""
     if reduction == "sum":
         return 1.0
     return (reduction.mean_times if isinstance(reduction, MeanTimes) else 1.0) / examples
 
 
 def as_text(value: Any) -> Any:
+    """Return a path as text, and anything else unchanged."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _or_none(value: Any) -> Any:
+def _lower_none(value: Any) -> Any:
     return NONE if isinstance(value, str) and value.lower() == NONE else value
 
 
-#: Stands for no penalty; a folder of that name is ./none.
-NONE = "none"
 Reference = Annotated[str, BeforeValidator(as_text)]
 CurvatureSource = Reference | Identity
-PenaltySource = Annotated[CurvatureSource, BeforeValidator(_or_none)]
+PenaltySource = Annotated[CurvatureSource, BeforeValidator(_lower_none)]
+
+
+def explain(error: ValidationError, where: str, model: type[BaseModel], rule: str = "") -> str:
+    """Return a message with every mistake on its own line: key, problem, and the nearest known key."""
+    lines = []
+    for item in error.errors():
+        key = _dotted(item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(model, item["loc"][:-1])
+            of_rule = f" of {rule}" if rule else ""
+            near = nearest(str(item["loc"][-1]), known)
+            lines.append(f"{key}: unknown key{of_rule}{near}; known are {', '.join(known) or 'none'}")
+        elif item["type"] == "missing":
+            lines.append(f"{key}: is missing")
+        else:
+            message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            lines.append(f"{key}: {message}, but it is {_shortened(item.get('input'))}")
+    lines = list(dict.fromkeys(lines))
+    if len(lines) > MOST_ERRORS:
+        lines[MOST_ERRORS:] = [f"and {len(lines) - MOST_ERRORS} more"]
+    return f"{where}: {lines[0]}" if len(lines) == 1 else f"{where}:\n  " + "\n  ".join(lines)
+
+
+def _shortened(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print integers of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) < 60 else text[:57] + "…"
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    """The key of a mistake: `models[0].weight`; without the names of types that pydantic adds."""
+    text = ""
+    for part in loc:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part not in ("str", "Identity", "MeanTimes", "ModelToken") and not part.startswith(
+            ("literal[", "function-")
+        ):
+            text += f".{part}" if text else part
+    return text or "recipe"
+
+
+def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """The keys of the mapping at a location in a recipe."""
+    inside = [model]
+    for part in loc:
+        if part in model.model_fields:
+            inside = list(_models_in(model.model_fields[str(part)].annotation))
+        named = [candidate for candidate in inside if candidate.__name__ == part]
+        model = next(iter(named or inside), model)
+    return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The pydantic models in a type."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)

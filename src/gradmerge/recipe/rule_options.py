@@ -1,4 +1,4 @@
-"""The options of a method, checked against the signature of its rule."""
+"""Validate the options of a method against the signature of its rule."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 from ..errors import InputError
 from ..rules import Rule
 from ..rules.spec import Option, OrNone
-from .fields import NONE, Number, RecipePart, number_or
+from .fields import NONE, Number, RecipePart, explain, number_or
 from .schedules import VARYING
-from .validation_errors import explain
 
 
 def check_options(
-    rule: Rule, options: Mapping[str, Any], own: Sequence[Mapping[str, Any]] = (), where: str = "models[{}].options"
+    rule: Rule,
+    options: Mapping[str, Any],
+    model_options: Sequence[Mapping[str, Any]] = (),
+    where: str = "models[{}].options",
 ) -> dict[str, Any]:
-    """The options of a rule, checked, with defaults filled in.
+    """Return the validated options of a rule with defaults filled in.
 
-    ``own`` are those of every model. An option that one of them has becomes a list, with a value for each model.
+    An option that ``model_options`` sets for a model becomes a list with one value per model. ``where`` names the
+    options of model number {} in errors.
     """
     checked = _validated(rule, options, "options")
-    varies = [option.name for option in rule.options if option.help.per_model]
-    for place, given in enumerate(own):
-        for name in given:
-            if name not in varies and name in checked:
-                may = f"; those that may are {', '.join(varies)}" if varies else ""
-                raise InputError(f"{where.format(place)}.{name}: does not differ between models in {rule.name}{may}")
-    each = [_validated(rule, {**options, **given}, where.format(place)) for place, given in enumerate(own)]
-    for name in varies:
-        if any(name in given for given in own):
+    per_model = [option.name for option in rule.options if option.help.per_model]
+    for number, of_model in enumerate(model_options):
+        for name in of_model:
+            if name not in per_model and name in checked:
+                allowed = f"; these can: {', '.join(per_model)}" if per_model else ""
+                raise InputError(f"{where.format(number)}.{name}: cannot be set per model for {rule.name}{allowed}")
+    each = [_validated(rule, {**options, **own}, where.format(number)) for number, own in enumerate(model_options)]
+    for name in per_model:
+        if any(name in own for own in model_options):
             checked[name] = [values[name] for values in each]
     return checked
 
@@ -40,14 +43,15 @@ def check_options(
 def _validated(rule: Rule, options: Mapping[str, Any], where: str) -> dict[str, Any]:
     model = _options_model(rule.name, rule.options)
     try:
-        found = model.model_validate(dict(options))
+        values = model.model_validate(dict(options))
     except ValidationError as error:
         raise InputError(explain(error, where, model, rule=rule.name)) from None
-    return {name: getattr(found, name) for name in model.model_fields}
+    return {name: getattr(values, name) for name in model.model_fields}
 
 
 @cache
 def _options_model(name: str, options: tuple[Option, ...]) -> type[BaseModel]:
+    """A pydantic model with one field per option."""
     fields: dict[str, Any] = {}
     for option in options:
         default = ... if option.required else option.default

@@ -1,7 +1,8 @@
-"""The keys of a recipe: the one place where they are declared."""
+"""The keys of a recipe."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,44 +28,43 @@ class _Source(RecipePart):
         description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder."
     )
     curvature: CurvatureSource | None = Field(
-        None, description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`."
+        None, description="Curvature folder or file, or `{identity: c}`. Default: `curvature/` in the model folder."
     )
     adapter: Reference | None = Field(
-        None, description="A PEFT LoRA adapter to put on top of the model, whatever base its config names."
+        None, description="A PEFT LoRA adapter to apply to the model. The base in the adapter's config is ignored."
     )
     rename: dict[str, str] = Field(
         {},
-        description="Beginnings of this model's tensor names, each with what to put there; the first that fits counts.",
+        description="Prefixes of this model's tensor names, each with its replacement. The first that matches applies.",
     )
 
 
 class Base(_Source):
-    """The model that every fine-tune started from."""
+    """The base model."""
 
-    weight: Weight | None = Field(None, description="The base's own weight; only for `weighted-average`.")
+    weight: Weight | None = Field(None, description="The weight of the base; only for `weighted-average`.")
     penalty: PenaltySource | None = Field(
         None,
-        description="P, the matrix of the penalty that the models were tuned under, for `gradient-matching` and "
-        "`removal`: curvature, or `none` if they were tuned without. Default: what is recorded beside each tuned "
-        "model, or else H_0.",
+        description="P, the penalty matrix used in training, for `gradient-matching` and `removal`: a curvature, or "
+        "`none` for training without a penalty. Default: the penalty recorded beside each fine-tuned model, else H_0.",
     )
     examples: Annotated[int, Field(ge=1, le=10**18)] | None = Field(
         None,
-        description="How many examples the base's curvature stands for: it is read as that many times its mean. "
-        "Default: those it was estimated on.",
+        description="Dataset size of the base: its curvature is read as that many times its mean. Default: the number "
+        "of examples in the curvature file.",
     )
 
 
 class Model(_Source):
-    """One fine-tuned model."""
+    """A fine-tuned model."""
 
     weight: Weight = Field(
         1.0,
-        description="How much the model counts (α_t, w_t): 0, or a number from 1e-30 to 1e30 in size; a list of them, "
-        "spread over the layers; or cases by filter. For `removal`, the strength.",
+        description="The weight of the model (α_t, w_t): 0, or a number from 1e-30 to 1e30 in size; a list of numbers, "
+        "interpolated over the layers; or cases by filter. For `removal`, the strength.",
     )
     options: dict[str, Any] = Field(
-        {}, description="Options of the method that may differ between models, such as `density`, for this one."
+        {}, description="Options of the method that can be set per model, such as `density`, for this model."
     )
 
 
@@ -74,11 +74,11 @@ Layers = Annotated[tuple[int, int], Field(description="The first layer, and one 
 class SliceModel(Model):
     """A model whose layers go into a slice."""
 
-    layers: Layers = Field(description="Its layers: the first, and one past the last, counted from 0.")
+    layers: Layers = Field(description="Its layers: the first, counted from 0, and one past the last.")
 
 
 class Slice(RecipePart):
-    """Some layers of the result, and the layers that they are merged from."""
+    """Consecutive layers of the result, and the layers that they are merged from."""
 
     models: list[SliceModel] = Field(min_length=1, description="The models, each with its `layers`.")
     base: Layers | None = Field(None, description="The layers of the base. Default: those of the slice's first model.")
@@ -86,29 +86,48 @@ class Slice(RecipePart):
 
 
 class Output(RecipePart):
-    """What is written."""
+    """What the merge writes."""
 
     dtype: Literal["auto", "widest", "float64", "float32", "float16", "bfloat16"] = Field(
         "auto",
-        description="Type of the merged weights; `auto` keeps the base's, tensor by tensor; `widest` is the one that "
-        "holds those of all models.",
+        description="Type of the merged weights. `auto`: the base's type, tensor by tensor. `widest`: the type that "
+        "holds the values of all models.",
     )
-    shard_size: Size = Field(5_000_000_000, description="Largest size of one file, such as `5GB`, `500MB`, `2GiB`.")
+    shard_size: Size = Field(5_000_000_000, description="Largest size of a file, such as `5GB`, `500MB`, `2GiB`.")
     curvature: bool = Field(
         False,
-        description="Also write H̄, the curvature of the result, to `OUT/curvature/`, so that it can be merged again.",
+        description="Also write H̄, the curvature of the result, to `OUT/curvature/`, so that the result can be merged.",
     )
-    format: Literal["model", "adapter"] = Field("model", description="A whole model, or one LoRA adapter for the base.")
+    format: Literal["model", "adapter"] = Field("model", description="A full model, or a LoRA adapter for the base.")
     rank: Annotated[int, Field(ge=1, le=10**6)] | None = Field(
         None,
-        description="Largest rank of an adapter that is written; what it loses is reported. Default: the ranks of the "
-        "adapters together, which loses nothing; other merges than weighted sums of adapters need one.",
+        description="Largest rank of the written adapter; the loss is reported. Default: the sum of the adapters' "
+        "ranks, which is exact. Merges other than weighted sums of adapters need a rank.",
     )
     license: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.+-]{0,63}$")] | None = Field(
         None,
-        description="Identifier of the licence for the model card, such as `apache-2.0`, where those of the models are "
-        "not the same. Default: the one that all of them have.",
+        description="License identifier for the model card, such as `apache-2.0`, if the models' licenses differ. "
+        "Default: the license that all models have.",
     )
+
+
+@dataclass
+class Origin:
+    """Facts about a recipe that are not among its keys."""
+
+    folder: Path = field(default_factory=Path)
+    """Relative paths start here."""
+    file: Path | None = None
+    rule: Rule | None = None
+    """The rule, if the method is a Python file."""
+    merges: dict[str, Recipe] = field(default_factory=dict)
+    """Recipes of the same file that this one uses by name, in the order in which to merge them."""
+    made: dict[str, Path] = field(default_factory=dict)
+    """The folders of their results."""
+    notes: list[Note] = field(default_factory=list)
+    """Notes on how the recipe was read."""
+    lines: dict[str, str] = field(default_factory=dict)
+    """Keys of slices → their line in a mergekit recipe."""
 
 
 class Recipe(OneLine, RecipePart):
@@ -117,55 +136,50 @@ class Recipe(OneLine, RecipePart):
     name: str | None = Field(
         None,
         min_length=1,
-        description="Of one recipe among several in a file (YAML documents): the name by which others use its result.",
+        description="The name by which other recipes (YAML documents) of the same file use the result.",
     )
-    method: str = Field(description="The method; `gradmerge methods` lists them.")
+    method: str = Field(
+        description="The method; `gradmerge methods` lists them. Or a [Python file](../rules.md) with `--allow-code`."
+    )
     base: Annotated[Base, BeforeValidator(_from_path)] | None = Field(
         None,
-        description="The base model: a mapping, or only its path. Methods that do not use one can do without; the "
-        "first model then gives config, tokenizer, types and excluded tensors.",
+        description="The base model: a mapping, or only its path. Some methods need none; config, tokenizer, types "
+        "and excluded tensors then come from the first model.",
     )
     models: list[Annotated[Model, BeforeValidator(_from_path)]] = Field(
-        default_factory=list, description="The tuned models: mappings, or only their paths."
+        default_factory=list, description="The fine-tuned models: mappings, or only their paths."
     )
     slices: list[Slice] = Field([], description="Instead of `models`: the layers of the result, from first to last.")
     reduction: Reduction = Field(
         "sum",
-        description="How curvature files are read: the sum over examples, the sum divided by their number, or N times "
-        "that.",
+        description="How to read curvature files: the sum over examples, the mean, or N times the mean.",
     )
     damping: Annotated[float | Literal["auto"], number_or("auto", 0)] = Field(
         "auto",
-        description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model); `auto` "
-        "is the mean over all entries of Σ F_t for `removal`, and 1e-10 elsewhere; in the layers of a merge with "
-        "Kronecker curvature, a fifth of the layer's mean curvature.",
+        description="δ, added to the prior; in Fisher averaging and RegMean to the curvature of every model. `auto`: "
+        "the mean over all entries of Σ F_t for `removal`, and 1e-10 for other methods. In layers of a merge with "
+        "Kronecker curvature `auto` is a fifth of the layer's mean curvature.",
     )
-    include: list[str] = Field(["*"], min_length=1, description="Glob patterns over tensor names: what is merged.")
-    exclude: list[str] = Field([], description="Glob patterns over tensor names: what comes from the base unchanged.")
+    include: list[str] = Field(["*"], min_length=1, description="Glob patterns of the tensor names to merge.")
+    exclude: list[str] = Field([], description="Glob patterns of the tensor names to copy from the base.")
     missing: Literal["error", "zero"] = Field(
-        "error", description="What to do about a parameter that a curvature file lacks: stop, or take it as 0."
+        "error", description="A parameter that a curvature file lacks is an error, or counts as 0."
     )
-    options: dict[str, Any] = Field({}, description="The method's own options; `gradmerge methods NAME` explains them.")
-    output: Output = Field(default_factory=Output, description="What is written.")
+    options: dict[str, Any] = Field({}, description="Options of the method; `gradmerge methods NAME` explains them.")
+    output: Output = Field(default_factory=Output, description="What the merge writes.")
     tokenizer: Tokenizer | None = Field(
         None,
-        description="The vocabulary of the result: that of the `base`, the `union` of all, or a model's; rows are then "
+        description="The vocabulary of the result: `base`, `union` (of all models), or a model; rows are then "
         "matched by token. Also `{source: …, tokens: {TOKEN: …}, pad_to_multiple_of: N}`. Default: the base's, and "
-        "models must have the same.",
+        "all models must have the same.",
     )
     chat_template: str = Field(
         "auto",
-        description="`auto` (the base's, with a note if models differ), `base`, `common` (the one that most models "
-        "have), a model of the recipe, or a file.",
+        description="`auto` (the base's, with a note if models differ), `base`, `common` (the template of most "
+        "models), a model of the recipe, or a file.",
     )
 
-    _folder: Path = PrivateAttr(default_factory=Path)
-    _file: Path | None = PrivateAttr(default=None)
-    _merges: dict[str, Recipe] = PrivateAttr(default_factory=dict)
-    _made: dict[str, Path] = PrivateAttr(default_factory=dict)
-    _notes: list[Note] = PrivateAttr(default_factory=list)
-    _layers: dict[str, str] = PrivateAttr(default_factory=dict)
-    _rule: Rule | None = PrivateAttr(default=None)
+    _origin: Origin = PrivateAttr(default_factory=Origin)
 
     def _line(self) -> list[str]:
         base = "no base" if self.base is None else f"base {self.base.model}"
@@ -173,77 +187,77 @@ class Recipe(OneLine, RecipePart):
 
     @property
     def folder(self) -> Path:
-        """The folder that relative paths start from."""
-        return self._folder
+        """The folder where relative paths start."""
+        return self._origin.folder
 
     @property
     def file(self) -> Path | None:
         """The file that the recipe was read from."""
-        return self._file
+        return self._origin.file
 
     @property
     def merges(self) -> dict[str, Recipe]:
-        """The named recipes whose results this one uses, in the order in which they have to be made."""
-        return self._merges
-
-    @property
-    def notes(self) -> list[Note]:
-        """What should be known of how it was read."""
-        return self._notes
-
-    @property
-    def references(self) -> list[str]:
-        """The models that it names, the base first."""
-        return list(dict.fromkeys(part.model for part in (self.base, *self.sources) if part is not None))
+        """The named recipes that this one uses, in the order in which to merge them."""
+        return self._origin.merges
 
     @property
     def made(self) -> dict[str, Path]:
-        """Where the results of named recipes are, by their names."""
-        return self._made
+        """Name → folder of the results of named recipes."""
+        return self._origin.made
 
-    def with_made(self, made: dict[str, Path], notes: list[Note] | None = None) -> Recipe:
-        """The recipe, with the results of named ones at hand."""
-        copy = self.model_copy(deep=True).read_as(self)
-        copy._made = {name: folder.absolute() for name, folder in made.items() if name in self.references}
-        copy._notes = self._notes if notes is None else notes
-        return copy
-
-    def read_as(self, other: Recipe) -> Recipe:
-        """Itself, as a changed copy of another: from its file, with its named recipes and notes."""
-        for own in ("_folder", "_file", "_merges", "_made", "_notes", "_layers"):
-            setattr(self, own, getattr(other, own))
-        return self
+    @property
+    def notes(self) -> list[Note]:
+        """Notes on how the recipe was read."""
+        return self._origin.notes
 
     def where(self, key: str) -> str:
-        """What layers of a slice are called in messages: the key, or the line of a recipe of mergekit's."""
-        return self._layers.get(key, key)
+        """Return the name of a key in messages: the key, or its line in a mergekit recipe."""
+        return self._origin.lines.get(key, key)
+
+    def with_made(self, made: dict[str, Path], notes: list[Note] | None = None) -> Recipe:
+        """Return a copy that finds the results of named recipes in these folders."""
+        copy = self.model_copy(deep=True)
+        used = {name: folder.absolute() for name, folder in made.items() if name in self.references}
+        copy._origin = replace(self._origin, made=used, notes=self.notes if notes is None else notes)
+        return copy
+
+    def with_origin(self, other: Recipe) -> Recipe:
+        """Return this recipe as a changed version of another: with its file, folder, named recipes and notes."""
+        self._origin = replace(other._origin, rule=self._origin.rule)
+        return self
 
     @property
     def rule(self) -> Rule:
-        """The rule of the method: that of the recipe's Python file, or the one of this name."""
-        return METHODS[self.method] if self._rule is None else self._rule
+        """The rule of the method: from the recipe's Python file, or the built-in or installed rule."""
+        return METHODS[self.method] if self._origin.rule is None else self._origin.rule
 
     def to_dict(self, **how: Any) -> dict[str, Any]:
-        """Return the keys as they are written to files, where a rule from a Python file is named by its path."""
+        """Return the recipe as written to files: a rule from a Python file is named by its path."""
         return self.model_dump(mode="json", **how) | {"method": self.rule.file or self.method}
 
     @property
     def resolved_options(self) -> dict[str, Any]:
-        """The method's options, with defaults filled in."""
+        """The options of the method, with defaults filled in."""
         if self.slices:
             return options_in_common(self)
         return check_options(self.rule, self.options, self.own_options)
 
     @property
     def own_options(self) -> list[dict[str, Any]]:
-        """The options that each model has of its own."""
+        """The options that each model sets for itself."""
         return [model.options for model in self.models]
-
-    @property
-    def weights(self) -> list[Varying]:
-        return [model.weight for model in self.sources]
 
     @property
     def sources(self) -> list[Model]:
         """The models, or those of every slice, in the order of the recipe."""
         return [*self.models, *(model for part in self.slices for model in part.models)]
+
+    @property
+    def references(self) -> list[str]:
+        """The model references, the base first."""
+        return list(dict.fromkeys(part.model for part in (self.base, *self.sources) if part is not None))
+
+    @property
+    def weights(self) -> list[Varying]:
+        """The weights of the models."""
+        return [model.weight for model in self.sources]

@@ -1,4 +1,4 @@
-"""Values of a YAML file that know the line they stand on."""
+"""Values of a YAML file that know their line, for mergekit recipes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class YamlValue:
-    """A value of a file, and where it stands."""
+    """A value of a file and its position."""
 
     def __init__(self, value: Any, lines: Lines, where: str, path: tuple[str | int, ...] = ()) -> None:
         self.value, self.path = value, path
@@ -22,7 +22,7 @@ class YamlValue:
 
     @property
     def line(self) -> int:
-        """The line of the value, or of what it is in where a merge key brought it there."""
+        """The line of the value; for a value from a merge key (`<<`), that of the mapping around it."""
         path = self.path
         while path and path not in self._lines:
             path = path[:-1]
@@ -30,70 +30,71 @@ class YamlValue:
 
     @property
     def name(self) -> str:
-        """How the value is called in messages: its key."""
+        """The name of the value in messages: its key."""
         return str(next((part for part in reversed(self.path) if isinstance(part, str)), "the recipe"))
 
     @property
     def where(self) -> str:
-        """The file, and the line if it has lines."""
+        """The file, with the line if lines are known."""
         return f"{self._where}, line {self.line}" if self._lines else self._where
 
+    @property
+    def shown(self) -> str:
+        """The value as short text."""
+        text = one_line(repr(self.value)[:60])
+        return text if len(text) < 60 else f"{text[:57]}…"
+
     def fail(self, text: str) -> InputError:
+        """Return an error that names the file and the line."""
         return InputError(f"{self.where}: {text}")
 
     def at(self, key: str | int) -> YamlValue:
+        """Return the value of a key or list position."""
         return YamlValue(self.value[key], self._lines, self._where, (*self.path, key))
 
     def get(self, key: str) -> YamlValue | None:
-        """The value of a key; None where it is not there, or empty."""
+        """Return the value of a key; None if it is missing or empty."""
         return self.at(key) if self.value.get(key) is not None else None
 
     def __iter__(self) -> Iterator[YamlValue]:
-        return (self.at(place) for place in range(len(self.value)))
+        return (self.at(position) for position in range(len(self.value)))
 
     @property
     def keys(self) -> list[Any]:
         return list(self.value)
 
     def mapping(self) -> YamlValue:
-        """Itself, if it is a mapping."""
-        if not isinstance(self.value, dict):
-            raise self.fail(f"{self.name}: should be a mapping, but it is {self.shown}")
-        return self
+        """Return the value itself; raise unless it is a mapping."""
+        return self._checked(isinstance(self.value, dict), "a mapping")
 
     def sequence(self) -> YamlValue:
-        """Itself, if it is a list with something in it."""
-        if not isinstance(self.value, list) or not self.value:
-            raise self.fail(f"{self.name}: should be a list, but it is {self.shown}")
-        return self
+        """Return the value itself; raise unless it is a list that is not empty."""
+        return self._checked(isinstance(self.value, list) and bool(self.value), "a list")
 
     def text(self) -> str:
-        if not isinstance(self.value, str) or not self.value:
-            raise self.fail(f"{self.name}: should be a text, but it is {self.shown}")
-        return self.value
+        self._checked(isinstance(self.value, str) and bool(self.value), "a text")
+        return str(self.value)
 
     def number(self) -> float:
-        """A number; YAML takes such as 1e-5, without a dot, for a text."""
+        """Return a finite number; YAML reads 1e-5, without a dot, as text."""
         try:
-            if not isinstance(self.value, int | float | str) or not math.isfinite(number := float(self.value)):
-                raise ValueError
-            return number
+            number = float(self.value) if isinstance(self.value, int | float | str) else math.nan
         except (ValueError, OverflowError):
-            raise self.fail(f"{self.name}: should be a number, but it is {self.shown}") from None
+            number = math.nan
+        self._checked(math.isfinite(number), "a number")
+        return number
 
     def whole(self) -> int:
         number = self.number()
-        if not number.is_integer():
-            raise self.fail(f"{self.name}: should be a whole number, but it is {self.shown}")
+        self._checked(number.is_integer(), "a whole number")
         return int(number)
 
     def truth(self) -> bool:
         word = str(self.value).lower().removesuffix(".0")
-        if word not in (*TRUE, *FALSE):
-            raise self.fail(f"{self.name}: should be true or false, but it is {self.shown}")
+        self._checked(word in (*TRUE, *FALSE), "true or false")
         return word in TRUE
 
-    @property
-    def shown(self) -> str:
-        shown = one_line(repr(self.value)[:60])
-        return shown if len(shown) < 60 else f"{shown[:57]}…"
+    def _checked(self, fits: bool, expected: str) -> YamlValue:
+        if not fits:
+            raise self.fail(f"{self.name}: should be {expected}, but it is {self.shown}")
+        return self
