@@ -26,12 +26,13 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._count += 1
         node = super().compose_node(parent, index)
-        if node is not None and node not in self._sizes:
+        assert node is not None
+        if node not in self._sizes:
             parts = node.value if isinstance(node, yaml.CollectionNode) else []
             children = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
             # A child whose size is unknown is an alias of a node around it.
             self._sizes[node] = 1 + sum(self._sizes.get(child, MAX_NODES) for child in children)
-        if max(self._count, self._sizes.get(node, 0)) > MAX_NODES:
+        if max(self._count, self._sizes[node]) > MAX_NODES:
             raise ValueError(f"it has more than {MAX_NODES} values, or an alias of a value around it")
         return node
 
@@ -68,9 +69,9 @@ def parse_documents(raw: bytes | str, where: str) -> list[tuple[Any, Lines]]:
     """Return the value of every document that is not empty, with the lines of its parts."""
     try:
         loader = _Loader(raw)
-        nodes = []
+        nodes: list[yaml.Node] = []
         while loader.check_node():
-            nodes.append(loader.get_node())
+            nodes += filter(None, [loader.get_node()])
         documents = [
             (loader.construct_document(node), _lines(node, (), {}))
             for node in nodes

@@ -1,4 +1,4 @@
-"""Averages of models, with no regard to curvature."""
+"""Averages of models without curvature."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def average(
     tuned: Sequence[Tensor],
     base: Tensor | None = None,
     *,
-    include_base: Annotated[bool, Help("count the base as one more model")] = False,
+    include_base: Annotated[bool, Help("include the base in the mean")] = False,
 ) -> Tensor:
-    """(1/T) Σ θ_t, the mean of the tuned models.
+    """(1/T) Σ θ_t, the mean of the fine-tuned models.
 
-    Every model counts the same; for weights of your own take weighted-average.
+    All models count equally; weighted-average takes weights.
     """
     models = [base, *tuned] if include_base and base is not None else list(tuned)
     total = models[0].clone()
@@ -49,20 +49,19 @@ def weighted_average(
     *,
     normalize: Annotated[bool, Help("divide by the sum of the weights")] = True,
 ) -> Tensor:
-    """Σ w_t θ_t / Σ w_t, an average with weights.
+    """Σ w_t θ_t / Σ w_t, a weighted average.
 
-    The base takes part only if it is given a weight (`base: {model: …, weight: …}`). With `normalize: false` the
-    sum is left as it is, so the weights should add up to 1.
+    The base takes part only if it has a weight (`base: {model: …, weight: …}`). With `normalize: false` the sum is not
+    divided, so the weights should add up to 1.
     """
     models = list(zip(tuned, weights, strict=True))
     if base is not None and base_weight is not None:
         models.append((base, base_weight))
     whole = math.fsum(weight for _, weight in models) if normalize else 1.0
-    # Weights such as 0.1, 0.2 and -0.3 sum to 0 but for rounding.
+    # Weights such as 0.1, 0.2 and -0.3 sum to 0 up to rounding.
     if normalize and abs(whole) <= 1e-12 * math.fsum(abs(weight) for _, weight in models):
         raise ValueError(
-            "the weights sum to 0, so that there is nothing to divide by; "
-            "weighted-average takes options.normalize: false"
+            "the weights sum to 0, so the average is not defined; change them, or set options.normalize: false"
         )
     (first, weight), *others = models
     total = first * (weight / whole)

@@ -1,4 +1,4 @@
-"""DARE: random entries of every difference."""
+"""DARE: keep random entries of every Δ_t."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def dare(
     vote: Vote = "strict",
     seed: Seed = 0,
 ) -> Tensor:
-    """θ_0 + scale · Σ w_t (m_t ∘ Δ_t) / density, random entries of each difference, scaled up to keep its mean.
+    """θ_0 + scale · Σ w_t (m_t ∘ Δ_t) / density, where m_t keeps each entry with probability density.
 
-    The random numbers depend on the seed, the place of the model in the recipe, the tensor's name and the entry's
-    position alone, so that the result is the same on any machine.
+    The division keeps the expected value of each entry. The random numbers depend only on the seed, the model's
+    position in the recipe, the tensor's name and the entry's position, so every machine gives the same result.
     """
     deltas = rescale_to(norms, _dropped(base, tuned, kept))
     if rescale == "expectation":

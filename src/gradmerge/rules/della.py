@@ -1,4 +1,4 @@
-"""DELLA: random entries of every difference, large ones more likely."""
+"""DELLA: keep random entries of every Δ_t, large ones with a higher probability."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .spec import Help, per_model, rule
 
 
 def _ranks_in_rows(sizes: Tensor) -> Tensor:
-    """How many entries of its row each entry comes after, in float64; of equal ones the first comes first."""
+    """The rank of each entry in its row, from 0, in float64; equal entries rank by column."""
     if sizes.dtype != torch.float32 or sizes.device.type != "cpu":
         return sizes.argsort(dim=1, stable=True).argsort(dim=1).double()
-    # Sorted as integers made of the bits of a size, which are in its order, and the column: three times as fast.
+    # Sort integers made of the bits of a size, whose order is that of the sizes, and the column: three times as fast.
     columns = np.arange(sizes.shape[1], dtype=np.int64).reshape(1, -1, *[1] * (sizes.dim() - 2))
     keys = (sizes.numpy().view(np.int32).astype(np.int64) << 32) | columns
     keys.sort(axis=1)
@@ -29,11 +29,11 @@ def _ranks_in_rows(sizes: Tensor) -> Tensor:
 
 
 def _probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
-    """The probability of every entry: by its rank in its row from density − ε to density + ε, in float64."""
+    """The probability of keeping each entry, in float64: linear in its rank from density − ε to density + ε."""
     if density >= 1 or density <= 0:
         return torch.full_like(delta, float(density > 0), dtype=torch.float64)
     if not 0 < density - epsilon <= density + epsilon < 1:
-        raise ValueError(f"density ± epsilon is {density:g} ± {epsilon:g}, which should be above 0 and below 1")
+        raise ValueError(f"density ± epsilon is {density:g} ± {epsilon:g}, but both ends must be between 0 and 1")
     rows = delta.reshape(1, -1) if delta.dim() < 2 else delta
     ranks = _ranks_in_rows(rows.abs())
     last = rows.shape[1] - 1
@@ -92,7 +92,7 @@ def della(
     epsilon: Annotated[
         float,
         Help(
-            "half the difference in probability between the largest and the smallest entry of a row",
+            "half the difference in probability between the largest and smallest entry of a row",
             ge=0,
             le=0.5,
             per_model=True,
@@ -105,11 +105,11 @@ def della(
     vote: Vote = "strict",
     seed: Seed = 0,
 ) -> Tensor:
-    """θ_0 + scale · Σ w_t (m_t ∘ Δ_t) / p_t, random entries, the large ones of a row with a higher probability p_t.
+    """θ_0 + scale · Σ w_t (m_t ∘ Δ_t) / p_t, where m_t keeps each entry with probability p_t.
 
-    p_t goes by the rank of |Δ_t| in its row, evenly from density − epsilon to density + epsilon. A row lies along the
-    second axis of a tensor; a vector is one row. By default a sign is elected from what is kept, as in TIES; the linear
-    form is `combine: task-arithmetic`. The random numbers are a function of the seed, the place of the model in the
+    p_t is linear in the rank of |Δ_t| in its row, from density − epsilon to density + epsilon. A row lies along the
+    second axis of a tensor; a vector is one row. By default the kept entries vote on a sign, as in TIES; the linear
+    form is `combine: task-arithmetic`. The random numbers depend only on the seed, the model's position in the
     recipe, the tensor's name and the entry's position.
     """
     kept = rescale_to(norms, _dropped(base, tuned, uniform, density, epsilon, rescale))

@@ -1,4 +1,4 @@
-"""Averages weighted by the diagonal Fisher of each model."""
+"""Averages weighted by the diagonal Fisher information of each model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _terms(
     prior: Tensor | None,
     include_base: bool,
 ) -> list[tuple[Tensor, Tensor]]:
-    """(θ, w (F + δ)) of everything that takes part."""
+    """(θ, w (F + δ)) of every model in the average."""
     terms = [
         (model, (fisher + damping).mul_(weight))
         for model, fisher, weight in zip(tuned, curvature, weights, strict=True)
     ]
     if include_base:
         if base is None or prior is None:
-            raise ValueError("options.include_base needs the base and its curvature")
+            raise ValueError("options.include_base: needs the base and its curvature")
         terms.append((base, prior + damping))
     return terms
 
@@ -73,16 +73,16 @@ def fisher_averaging(
     damping: float,
     prior: Tensor | None = None,
     *,
-    include_base: Annotated[bool, Help("add the base as one more model, with its own Fisher F_0")] = False,
+    include_base: Annotated[bool, Help("include the base in the average, with its Fisher F_0")] = False,
 ) -> Tensor:
-    """Σ w_t (F_t + δ) θ_t / Σ w_t (F_t + δ), an average in which each entry counts by its Fisher.
+    """Σ w_t (F_t + δ) θ_t / Σ w_t (F_t + δ), an average of each entry weighted by its Fisher information.
 
     Where the denominator is 0 (no damping, and every Fisher 0) the entry falls back to task arithmetic, or without a
-    base to an average with the weights.
+    base to the weighted average.
     """
     terms = _terms(base, tuned, weights, curvature, damping, prior, include_base)
     total = _sum(terms)
-    # (F / total) · θ and not (F · θ) / total: the product underflows where F is tiny, the share does not.
+    # (F / total) · θ, not (F · θ) / total: the product underflows where F is tiny, the share does not.
     merged = torch.zeros_like(total)
     for model, precision in terms:
         merged += (precision / total).mul_(model)
@@ -108,7 +108,7 @@ def fa1(
 ) -> Tensor:
     """(F_0 θ_0 + Σ w_t F_t Δ_t) / (F_0 + Σ |w_t| F_t), with F_t evaluated at Δ_t.
 
-    F_0 includes the damping. The curvature files of the tuned models must hold the Fisher estimated with the
+    F_0 includes the damping. The curvature files of the fine-tuned models must hold the Fisher estimated with the
     weights set to Δ_t = θ_t − θ_0. Where the denominator is 0 the entry falls back to task arithmetic.
     """
     scaling = prior + damping

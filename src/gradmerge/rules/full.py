@@ -1,4 +1,4 @@
-"""Gradient matching with full curvature matrices: for small problems, for theory, and to test the diagonal rules."""
+"""Gradient matching with full curvature matrices, for small problems and for testing the diagonal rules."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def gradient_matching_full(
 ) -> Tensor:
     """θ_0 + Σ α_t H̄⁻¹ (P_t + H_t) Δ_t with matrices H_0 (``prior``), P_t and H_t, and H̄ = H_0 + Σ α_t H_t.
 
-    ``penalty`` is what the models were tuned under: P for all, a list with one for each, or None for H_0. For quadratic
-    losses this is argmin Σ α_t ℓ_t(θ) + ½‖θ − θ_0‖²_{H_0} exactly: the jointly trained model.
+    ``penalty`` is the penalty matrix used in training: one P for all models, a list with one per model, or None for
+    H_0. For quadratic losses the result is exactly argmin Σ α_t ℓ_t(θ) + ½‖θ − θ_0‖²_{H_0}, the jointly trained model.
     """
     weights = [1.0] * len(tuned) if weights is None else weights
     precision, pull = prior.clone(), torch.zeros_like(base)
@@ -43,7 +43,7 @@ def removal_full(
 ) -> Tensor:
     """θ_0 − Σ α_t H̄_rest⁻¹ (H_0 + H_t) Δ_t with matrices H̄_rest (``rest``), H_0 (``penalty``) and H_t.
 
-    For linear regression this is the model trained again without the removed data (Cook's influence formula).
+    For linear regression this is the model retrained without the removed data (Cook's influence formula).
     """
     weights = [1.0] * len(tuned) if weights is None else weights
     pull = torch.zeros_like(base)

@@ -14,19 +14,19 @@ from .task_arithmetic import positive
 
 PAPER = "Daheim et al., Model merging by uncertainty-based gradient matching, ICLR 2024"
 Penalty = Sequence[Tensor | None] | Tensor | None
-"""P_t of every model, each None where it is H_0; or one P for all of them."""
+"""P_t of every model, None for H_0; or one P for all models."""
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """part / whole, and 1 where whole is 0: there the entry falls back to task arithmetic."""
+    """part / whole, and 1 where whole is 0, so that the entry falls back to task arithmetic."""
     ratio = part / whole
     return ratio if positive(whole) else torch.where(whole == 0, 1.0, ratio)
 
 
 def penalties(penalty: Penalty, prior: Tensor, models: int) -> list[Tensor]:
-    """P_t of every model; ``prior`` is H_0."""
+    """P_t of every model, with ``prior`` = H_0 as the default."""
     every = [penalty] * models if penalty is None or isinstance(penalty, Tensor) else penalty
-    return [prior if one is None else one for one in every]
+    return [prior if matrix is None else matrix for matrix in every]
 
 
 def merged_precision(
@@ -66,10 +66,10 @@ def gradient_matching(
 ) -> Tensor:
     """θ_0 + Σ α_t H̄⁻¹ (P + H_t) Δ_t, with H_0 = F_0 + δ and H̄ = H_0 + Σ α_t H_t.
 
-    Cancels the gradient mismatch to first order, so that every weight can stay at 1. Needs the curvature of the base
-    and of every tuned model. P is the matrix of the penalty that the models were tuned under: `base.penalty` (0 if it
-    is `none`), by default the one recorded beside each model, or else H_0. Where H̄ is 0 the entry falls back to task
-    arithmetic. With Kronecker curvature, the weight and bias of a linear layer are solved for together.
+    Cancels the gradient mismatch to first order, so all weights can stay at 1. Needs the curvature of the base and of
+    every fine-tuned model. P is the penalty matrix used in training: `base.penalty` (0 if it is `none`), by default the
+    one recorded beside each model, else H_0. Where H̄ is 0 the entry falls back to task arithmetic. With Kronecker
+    curvature the weight and bias of a linear layer are solved for together.
     """
     precision = merged_precision(base, tuned, weights, prior, curvature, damping)
     every = penalties(penalty, prior + damping, len(tuned))
@@ -91,7 +91,7 @@ def _rest(
     base_saw_removed: bool = False,
     cap: OrNone = "none",
 ) -> Tensor:
-    """H̄_rest: the curvature at the base of the data that stays, plus δ."""
+    """H̄_rest: the curvature of the retain set at the base, plus δ."""
     rest = torch.zeros_like(base).add_(prior)
     if base_saw_removed:
         for hessian, weight in zip(curvature, weights, strict=True):
@@ -122,22 +122,22 @@ def removal(
     *,
     base_saw_removed: Annotated[
         bool,
-        Help("the base's curvature was estimated on data that held the removed part too: subtract Σ α_t F_t from it"),
+        Help("the base's curvature was estimated on data that include the removed data: subtract Σ α_t F_t from it"),
     ] = False,
     cap: Annotated[
         OrNone,
-        Help("(P + H_t) / H̄_rest is limited to 1 + cap: at 0 no weight moves farther than under negation", ge=0),
+        Help("limit (P + H_t) / H̄_rest to 1 + cap; with 0 no weight moves farther than under negation", ge=0),
     ] = 1.0,
 ) -> Tensor:
-    """θ_0 − Σ α_t H̄_rest⁻¹ (P + H_t) Δ_t, what the tuned models learned, taken out of the base.
+    """θ_0 − Σ α_t H̄_rest⁻¹ (P + H_t) Δ_t, the base without what the fine-tuned models learned.
 
-    H̄_rest is the base's curvature on the data that stays, plus δ. P is the matrix of the penalty that the models were
-    tuned under: `base.penalty` (0 if it is `none`), by default the one recorded beside each model, or else H_0 =
-    F_0 + δ. A weight is a strength: 1 removes the task, 0 leaves the base. Where the data that stays say nothing of a
-    weight the ratio (P + H_t) / H̄_rest knows no bounds. So δ is by default the mean over all entries of Σ F_t, and the
-    ratio is at most 2, so that no weight moves more than twice as far as under negation; `cap: none` with a `damping`
-    is the paper's formula. Where H̄_rest is 0 the entry falls back to task arithmetic. With Kronecker curvature, the
-    weight and bias of a linear layer are solved for together, and δ alone bounds their step.
+    H̄_rest is the base's curvature on the retain set, plus δ. P is the penalty matrix used in training: `base.penalty`
+    (0 if it is `none`), by default the one recorded beside each model, else H_0 = F_0 + δ. A weight is a strength: 1
+    removes the task, 0 keeps the base. Where the retain set has no curvature, the ratio (P + H_t) / H̄_rest is
+    unbounded. So by default δ is the mean over all entries of Σ F_t, and the ratio is at most 2: no weight moves more
+    than twice as far as under negation. `cap: none` with a `damping` gives the paper's formula. Where H̄_rest is 0 the
+    entry falls back to task arithmetic. With Kronecker curvature the weight and bias of a linear layer are solved for
+    together, and only δ bounds their step.
     """
     rest = _rest(base, tuned, weights, prior, curvature, damping, base_saw_removed=base_saw_removed)
     every = penalties(penalty, prior + damping, len(tuned))

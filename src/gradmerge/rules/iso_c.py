@@ -1,4 +1,4 @@
-"""Iso-C: the sum of the differences with all its singular values made equal."""
+"""Iso-C: make all singular values of Σ w_t Δ_t equal."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from .svd import plain_mean, rounding, svd
 
 @rule(
     "iso-c",
-    matching_form=("w_t", "I", "0, all directions alike"),
+    matching_form=("w_t", "I", "0, all directions equal"),
     reference="Marczak et al., No task left behind: isotropic model merging, ICML 2025",
     granularity="tensor",
     needs_float64=extreme_weights,
     workspace=6,
 )
 def iso_c(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
-    """θ_0 + scale · σ̄ U Vᵀ for matrices, U Σ Vᵀ = Σ w_t Δ_t and σ̄ the mean of its singular values.
+    """θ_0 + scale · σ̄ U Vᵀ for matrices, with U Σ Vᵀ = Σ w_t Δ_t and σ̄ the mean of its singular values.
 
-    So no direction counts more because several tasks share it. Directions in which Σ w_t Δ_t is 0, as those outside
-    the rank of adapters, are left out. Tensors that are no matrices (vectors, convolutions) become
-    θ_0 + (scale/T) Σ w_t Δ_t.
+    No direction counts more because several tasks share it. Directions where Σ w_t Δ_t is 0, such as those outside the
+    rank of adapters, stay 0. Other tensors (vectors, convolutions) become θ_0 + (scale/T) Σ w_t Δ_t.
 
-    Every matrix is decomposed whole, on one thread or the device: time grows with the cube of its width.
+    Each matrix is decomposed on one thread or the device. The time grows with the cube of the width.
     """
     if base.dim() != 2 or min(base.shape) == 0:
         return plain_mean(base, tuned, weights, scale)

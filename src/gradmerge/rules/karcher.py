@@ -1,4 +1,4 @@
-"""The Karcher mean: the point of a sphere with the smallest squared distances along the sphere."""
+"""The Karcher mean: the point of a sphere with the smallest sum of squared distances along the sphere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .spec import Help, rule
 
 
 def _mean_direction(inner: Tensor, shares: Tensor, steps: int, tolerance: float) -> Tensor:
-    """Factors of unit vectors with these inner products, whose combination is their mean on the sphere."""
+    """The factors with which unit vectors with these inner products combine to their mean on the sphere."""
 
     def length(factors: Tensor) -> float:
         return math.sqrt(max(0.0, float(factors @ inner @ factors)))
@@ -23,12 +23,12 @@ def _mean_direction(inner: Tensor, shares: Tensor, steps: int, tolerance: float)
     mean = torch.eye(len(shares), dtype=torch.float64)[0] if start < tolerance else shares / start
     for _ in range(steps):
         tangent = torch.zeros_like(mean)
-        for place, (cosine, share) in enumerate(zip((inner @ mean).tolist(), shares.tolist(), strict=True)):
+        for i, (cosine, share) in enumerate(zip((inner @ mean).tolist(), shares.tolist(), strict=True)):
             angle = math.acos(max(-1.0, min(1.0, cosine)))
-            if tolerance <= angle <= math.pi - 1e-6:  # towards the opposite point there is no direction
+            if tolerance <= angle <= math.pi - 1e-6:  # no direction leads to the opposite point
                 pull = share * angle / math.sin(angle)
                 tangent -= pull * cosine * mean
-                tangent[place] += pull
+                tangent[i] += pull
         step = length(tangent)
         if step < tolerance:
             break
@@ -50,19 +50,19 @@ def karcher(
     weights: Sequence[float],
     products: Sequence[float],
     *,
-    steps: Annotated[int, Help("steps towards the mean at most", ge=0)] = 10,
-    tolerance: Annotated[float, Help("a step or angle that counts as 0", gt=0, le=1)] = 1e-5,
+    steps: Annotated[int, Help("maximum number of iterations", ge=0)] = 10,
+    tolerance: Annotated[float, Help("steps and angles below it count as 0", gt=0, le=1)] = 1e-5,
 ) -> Tensor:
-    """(Σ w_t ‖θ_t‖) · u, u the unit vector with the least Σ w_t · angle(u, θ_t)², weights divided by their sum.
+    """(Σ w_t ‖θ_t‖) · u, where the unit vector u minimizes Σ w_t · angle(u, θ_t)² and the weights sum to 1.
 
-    Lengths and angles are those of whole tensors. u is found step by step from the mean direction on. The base takes
-    part only as one of the models. Tensors as short as the tolerance have no direction.
+    Lengths and angles are those of whole tensors. Gradient steps from the mean direction find u. The base takes part
+    only if it is one of the models. Tensors shorter than the tolerance have no direction.
     """
     if len(tuned) == 1:
         return tuned[0].clone()
     whole = math.fsum(weights)
     if min(weights) < 0 or whole == 0:
-        raise ValueError("weights may not be negative, nor all 0: there would be no point with the least distances")
+        raise ValueError("weights must not be negative or all 0: the mean is then not defined")
     shares = torch.tensor(weights, dtype=torch.float64) / whole
     inner = square(products)
     lengths = inner.diagonal().sqrt()

@@ -1,8 +1,7 @@
 """Gradient matching and removal for a linear layer whose curvature is a sum of Kronecker products.
 
-On X = [W b] (out × in + 1) a task's curvature is H_t X = G_t X A_t / T_t, and the base's is of the same form or one
-number per entry. Their sum has no inverse in closed form: what the rule for single entries divides by is solved for
-with conjugate gradients in float64.
+For X = [W b] (out × in + 1) a task's curvature is H_t X = G_t X A_t / T_t. The base's curvature has the same form or
+is one number per entry. Their sum has no closed-form inverse, so these functions use conjugate gradients in float64.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-#: Conjugate gradients end when the residual, in the preconditioner's norm, has fallen to this share of the first.
+#: Conjugate gradients stop when the residual, in the preconditioner's norm, falls to this share of the first residual.
 TOLERANCE = 1e-9
-#: Or after so many steps: a residual that is then above LOOSE is an error.
+#: They stop after this many steps; a residual above LOOSE is then an error.
 STEPS = 2000
 LOOSE = 1e-5
-#: Eigenvalues that are smaller than this share of the largest are rounding.
+#: Eigenvalues below this share of the largest are rounding.
 ROUNDING = 1e-14
-#: Damping of a merge, where none is given, as a share of the mean eigenvalue of Σ |α_t| H_t in the layer.
+#: Default damping of a merge, as a share of the mean eigenvalue of Σ |α_t| H_t in the layer.
 OF_MERGES = 0.2
 
 
@@ -32,14 +31,14 @@ class KroneckerFactors(NamedTuple):
     inputs: Tensor
     """A: in + 1 × in + 1, or in × in for a layer without a bias."""
     scale: float
-    """1/T, and what `reduction` makes of the sums."""
+    """1/T times the factor of `reduction`."""
 
 
 LayerHessian = KroneckerFactors | Tensor
-"""Kronecker factors; or a diagonal, as one number per entry of X or one for all."""
+"""Kronecker factors, or a diagonal: one number per entry of X or one for all."""
 
 LayerPenalty = Sequence[LayerHessian | None] | LayerHessian | None
-"""P_t of every model, each None where it is H_0; or one P for all of them."""
+"""P_t of every model, None for H_0; or one P for all models."""
 
 
 def applied(hessian: LayerHessian, x: Tensor) -> Tensor:
@@ -65,14 +64,14 @@ def match_layer(
     damping: float,
     penalty: LayerPenalty = None,
 ) -> Tensor:
-    """θ_0 + H̄⁻¹ Σ α_t (P_t + H_t) Δ_t, with H_0 = F_0 + δ, H̄ = H_0 + Σ α_t H_t, and P_t = H_0 where it is None.
+    """θ_0 + H̄⁻¹ Σ α_t (P_t + H_t) Δ_t, with H_0 = F_0 + δ, H̄ = H_0 + Σ α_t H_t, and P_t = H_0 if it is None.
 
-    In directions in which H̄ is 0 it is task arithmetic, as the rule for single entries is.
+    In directions where H̄ is 0 the result is task arithmetic.
     """
     prior, curvature = sound(prior), [sound(hessian) for hessian in curvature]
     parts = [(1.0, prior), (damping, base.new_ones(())), *zip(weights, curvature, strict=True)]
     arithmetic, right = _arithmetic(base, tuned, weights, parts[:2], penalty)
-    # Solved for is how far the answer is from task arithmetic: Σ α_t [(P_t − H_0) Δ_t + H_t (Δ_t − Σ_s α_s Δ_s)].
+    # Solve for the difference from task arithmetic: Σ α_t [(P_t − H_0) Δ_t + H_t (Δ_t − Σ_s α_s Δ_s)].
     for model, hessian, weight in zip(tuned, curvature, weights, strict=True):
         right += applied(hessian, model - base - arithmetic).mul_(weight)
     return base + arithmetic + solve(parts, right)
@@ -87,7 +86,7 @@ def remove_layer(
     damping: float,
     penalty: LayerPenalty = None,
 ) -> Tensor:
-    """θ_0 − H̄_rest⁻¹ Σ α_t (P_t + H_t) Δ_t, with H̄_rest = H_0 = F_0 + δ, and P_t = H_0 where it is None."""
+    """θ_0 − H̄_rest⁻¹ Σ α_t (P_t + H_t) Δ_t, with H̄_rest = H_0 = F_0 + δ, and P_t = H_0 if it is None."""
     prior, curvature = sound(prior), [sound(hessian) for hessian in curvature]
     rest = [(1.0, prior), (damping, base.new_ones(()))]
     arithmetic, right = _arithmetic(base, tuned, weights, rest, penalty)
@@ -97,7 +96,7 @@ def remove_layer(
 
 
 def mean_eigenvalue(weights: Sequence[float], curvature: Sequence[LayerHessian], numel: int) -> float:
-    """The trace of Σ |α_t| H_t over its size."""
+    """The trace of Σ |α_t| H_t divided by its size."""
     total = 0.0
     for weight, hessian in zip(weights, curvature, strict=True):
         diagonal = diagonal_of(hessian)
@@ -113,8 +112,8 @@ def _arithmetic(
     penalty: LayerPenalty,
 ) -> tuple[Tensor, Tensor]:
     """Σ α_t Δ_t, and Σ α_t (P_t − H_0) Δ_t."""
-    one = penalty is None or isinstance(penalty, KroneckerFactors | Tensor)
-    every: Sequence[Any] = [penalty] * len(tuned) if one else penalty  # type: ignore[assignment]
+    shared = penalty is None or isinstance(penalty, KroneckerFactors | Tensor)
+    every: Sequence[Any] = [penalty] * len(tuned) if shared else penalty  # type: ignore[assignment]
     moved, right = torch.zeros_like(base), torch.zeros_like(base)
     for model, weight, own in zip(tuned, weights, every, strict=True):
         delta = (model - base) * weight
@@ -127,10 +126,9 @@ def _arithmetic(
 
 
 def solve(parts: Sequence[tuple[float, LayerHessian]], right: Tensor) -> Tensor:
-    """The X with Σ w H X = ``right``, by preconditioned conjugate gradients; 0 in directions in which the sum is 0.
+    """Solve Σ w H X = ``right`` by preconditioned conjugate gradients; X is 0 in directions where the sum is 0.
 
-    Raises:
-        ValueError: The sum is not positive, as with negative weights, or so nearly singular that no X is found.
+    Raises ValueError if the sum is not positive, as with negative weights, or nearly singular.
     """
     inverse = _preconditioner(parts, right)
     x, residual = torch.zeros_like(right), right.clone()
@@ -144,11 +142,11 @@ def solve(parts: Sequence[tuple[float, LayerHessian]], right: Tensor) -> Tensor:
             bent += applied(hessian, towards).mul_(weight)
         curve = float((towards * bent).sum())
         if not curve > 0:
-            if min(weight for weight, _ in parts) >= 0:  # what is left is rounding
+            if min(weight for weight, _ in parts) >= 0:  # the rest is rounding
                 return x
             raise ValueError(
-                "H̄ is not positive: the merged loss has no minimum. With Kronecker curvature, weights must leave "
-                "H_0 + Σ α_t H_t positive; take a larger damping, or removal to take a task out"
+                "H̄ is not positive, so the merged loss has no minimum. With Kronecker curvature H_0 + Σ α_t H_t must "
+                "be positive; use a larger damping, or the method removal to remove a task"
             )
         x.add_(towards, alpha=size / curve)
         residual.sub_(bent, alpha=size / curve)
@@ -157,17 +155,17 @@ def solve(parts: Sequence[tuple[float, LayerHessian]], right: Tensor) -> Tensor:
         towards = ahead.add(towards, alpha=size / before)
     if size > LOOSE**2 * first:
         raise ValueError(
-            f"conjugate gradients have not come to an end after {STEPS} steps (residual {(size / first) ** 0.5:.1g}): "
-            "H̄ is nearly singular; raise the damping"
+            f"conjugate gradients did not converge in {STEPS} steps (residual {(size / first) ** 0.5:.1g}) because H̄ "
+            "is nearly singular; use a larger damping"
         )
     return x
 
 
 def _preconditioner(parts: Sequence[tuple[float, LayerHessian]], like: Tensor) -> Callable[[Tensor], Tensor]:
-    """Division by the diagonal of the sum, in a basis in which all Kronecker products are nearly diagonal.
+    """Return a function that divides by the diagonal of the sum, in a basis where all products are nearly diagonal.
 
-    U_A are the eigenvectors of Σ |w| A · scale · tr G and U_G those of Σ |w| G · scale · tr A. One product alone, or
-    none, is solved exactly.
+    The basis consists of the eigenvectors of Σ |w| A · scale · tr G and of Σ |w| G · scale · tr A. For a single
+    Kronecker product, or none, the division is exact.
     """
     factors = [(abs(weight), part) for weight, part in parts if isinstance(part, KroneckerFactors)]
     values = torch.zeros_like(like)
@@ -197,7 +195,7 @@ def _along(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 
 def sound(hessian: LayerHessian) -> LayerHessian:
-    """The same without the negative eigenvalues that rounding to float32 gives a singular factor."""
+    """Remove the negative eigenvalues that rounding to float32 gives a singular factor."""
     if not isinstance(hessian, KroneckerFactors):
         return hessian
     return KroneckerFactors(_positive(hessian.outputs), _positive(hessian.inputs), hessian.scale)
@@ -207,8 +205,7 @@ def _positive(matrix: Tensor) -> Tensor:
     if not torch.linalg.cholesky_ex(matrix).info:
         return matrix
     values, vectors = torch.linalg.eigh(matrix)
-    # How far rounding has pushed zeros below 0 says how far above. A bound by the size would be hundreds of times
-    # larger, and take for rounding what is not.
+    # Rounding moves zeros as far above 0 as below. A bound from the matrix size would be hundreds of times larger.
     noise = max(-4 * float(values[0]), ROUNDING * float(values[-1]), 0.0)
     kept = vectors[:, values > noise] * values[values > noise].sqrt()
     product: Tensor = kept @ kept.T

@@ -1,4 +1,4 @@
-"""Model Stock: as far from the base as the angles between the models say."""
+"""Model Stock: the distance from the base follows from the angles between the models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TINY = 1e-6
 
 
 def _by_row(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
-    """The same for every vector along the last axis, with an angle of its own."""
+    """Model Stock for every vector along the last axis, each with its angle."""
     shape = base.shape or (1,)
     deltas = [(model - base).reshape(shape).double() for model in tuned]
     norms = [delta.norm(dim=-1, keepdim=True) for delta in deltas]
@@ -45,16 +45,16 @@ def model_stock(
     tuned: Sequence[Tensor],
     products: Sequence[float] | None = None,
     *,
-    filter_wise: Annotated[bool, Help("an angle for every vector along the last axis, not one for a tensor")] = False,
+    filter_wise: Annotated[bool, Help("use an angle per vector along the last axis instead of one per tensor")] = False,
 ) -> Tensor:
     """θ_0 + (t/T) Σ Δ_t with t = T c / (1 + (T − 1) c), c the mean cosine of the angles between the Δ_t.
 
-    Where the models agree (c = 1) it is their mean; where what they changed is at right angles (c = 0) it is the base:
-    then it counts as noise around the base. Meant for models that were tuned on the same task.
+    If the models agree (c = 1) the result is their mean. If the Δ_t are orthogonal (c = 0) they count as noise and the
+    result is the base. Meant for models that were fine-tuned on the same task.
     """
     count = len(tuned)
     if count < 2:
-        raise ValueError("takes two tuned models or more: it goes by the angles between them")
+        raise ValueError("needs at least two fine-tuned models, because it uses the angles between them")
     if filter_wise:
         return _by_row(base, tuned)
     assert products is not None

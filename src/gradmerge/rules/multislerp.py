@@ -1,4 +1,4 @@
-"""The mean direction of several models, with their mean length."""
+"""Spherical interpolation between several models: their mean direction with their mean length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .measures import DELTA_PRODUCTS, spanned, square
 from .spec import Help, negative_weights, rule
 
 _TINY = 1e-8
-#: A mean direction that is shorter than this is made of rounding.
+#: A shorter mean direction is rounding error.
 _CANCELLED = 1e-6
 
 
@@ -33,18 +33,18 @@ def multislerp(
     *,
     normalize: Annotated[bool, Help("divide the weights by their sum")] = True,
 ) -> Tensor:
-    """θ_0 + (Σ w_t ‖Δ_t‖) · m / ‖m‖ with m = Σ w_t Δ_t / ‖Δ_t‖, the mean direction of the Δ_t, at their mean length.
+    """θ_0 + (Σ w_t ‖Δ_t‖) · m / ‖m‖ with m = Σ w_t Δ_t / ‖Δ_t‖, the mean direction of the Δ_t.
 
-    Lengths and angles are those of whole tensors. Without a base, Δ_t are the models themselves. This is interpolation
-    on the sphere in the tangent space at the mean direction, where the interpolated point is the origin. Where the
-    directions cancel, the result is θ_0 + Σ w_t Δ_t; one model alone is left as it is.
+    Lengths and angles are those of whole tensors. Without a base, Δ_t are the models themselves. This interpolates on
+    the sphere in the tangent space at the mean direction. If the directions cancel, the result is θ_0 + Σ w_t Δ_t. A
+    single model is returned unchanged.
     """
     if len(tuned) == 1:
         return tuned[0].clone()
     if normalize:
         whole = math.fsum(weights)
         if abs(whole) <= 1e-12 * math.fsum(map(abs, weights)):
-            raise ValueError("the weights sum to 0, so that there is nothing to divide by; give normalize: false")
+            raise ValueError("the weights sum to 0; change them, or set options.normalize: false")
         weights = [weight / whole for weight in weights]
     inner, shares = square(products), torch.tensor(weights, dtype=torch.float64)
     lengths = inner.diagonal().sqrt()

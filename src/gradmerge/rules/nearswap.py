@@ -1,4 +1,4 @@
-"""NearSwap: the other model's entries where the two are nearly equal."""
+"""NearSwap: take the other model's entries where the two models are nearly equal."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def nearswap(
     base: Tensor,
     tuned: Sequence[Tensor],
     *,
-    t: Annotated[float, Help("the difference up to which an entry is taken over whole", ge=0)] = 1e-4,
+    t: Annotated[float, Help("entries that differ by at most t are replaced", ge=0)] = 1e-4,
 ) -> Tensor:
-    """θ_0 + min(1, t/|Δ|) Δ, a step from the base to one model of at most t for every entry.
+    """θ_0 + min(1, t/|Δ|) Δ, which moves every entry of the base toward one model by at most t.
 
     Differences below 1e-6 count as 1e-6.
     """

@@ -1,4 +1,4 @@
-"""Spherical interpolation between two models, or between what they changed, by weights."""
+"""Spherical interpolation between two models, or between their changes, by weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .spec import Help, negative_weights, rule
 
 _TINY = 1e-7
 _STRAIGHT = 1e-16  # of the squared sine
-#: How far the cosine of opposite vectors may be from −1: the arc between these would be made of rounding alone.
+#: Vectors count as opposite if their cosine is this close to −1; the arc between them would be rounding error.
 _OPPOSITE = 1e-7
 
 
 def _along(first: Tensor, second: Tensor, t: float, axis: int) -> Tensor:
-    """The same for every vector along an axis."""
+    """The arc between every two vectors along an axis."""
     vectors = [x.double() for x in (first, second)]
     norms = [x.norm(dim=axis, keepdim=True).clamp_(min=_TINY) for x in vectors]
     cosine = (vectors[0] * vectors[1]).sum(axis, keepdim=True).div_(norms[0] * norms[1]).clamp_(-1, 1)
@@ -49,17 +49,17 @@ def nuslerp(
     *,
     axis: Annotated[
         Literal["all", "last", "first"],
-        Help("the angle is between whole tensors, or between vectors along their last or first axis"),
+        Help("compute the angle between whole tensors, or between vectors along their last or first axis"),
     ] = "all",
 ) -> Tensor:
-    """θ_0 + (sin((1−t)φ) Δ_1 + sin(tφ) Δ_2) / sin φ, the arc between two models' changes, t = w_2 / (w_1 + w_2).
+    """θ_0 + (sin((1−t)φ) Δ_1 + sin(tφ) Δ_2) / sin φ, the arc between the changes of two models, t = w_2 / (w_1 + w_2).
 
-    φ is the angle between Δ_1 and Δ_2. Without a base it is the arc between the two models themselves. Vectors that are
-    parallel or opposite are interpolated linearly, and one that is 0 counts as being at a right angle. With
-    `axis: first` tensors are taken into memory whole.
+    φ is the angle between Δ_1 and Δ_2. Without a base it is the arc between the two models themselves. Parallel and
+    opposite vectors are interpolated linearly. A zero vector counts as orthogonal. With `axis: first` each tensor is
+    read into memory as a whole.
     """
     if len(tuned) != 2:
-        raise ValueError(f"takes two tuned models, not {len(tuned)}; multislerp and karcher take more")
+        raise ValueError(f"needs two fine-tuned models, not {len(tuned)}; multislerp and karcher take more")
     whole = sum(weights)
     t = 0.5 if abs(whole) < 1e-6 else weights[1] / whole
     if axis != "all":
@@ -71,5 +71,5 @@ def nuslerp(
     assert products is not None
     norms = [max(math.sqrt(product), _TINY) for product in (products[0], products[2])]
     cosine = products[1] / (norms[0] * norms[1])
-    straight = 1 - cosine * cosine <= _STRAIGHT or not _OPPOSITE - 1 < cosine < 1  # also where it is NaN
+    straight = 1 - cosine * cosine <= _STRAIGHT or not _OPPOSITE - 1 < cosine < 1  # also if it is NaN
     return spanned(base, tuned, (1.0 - t, t) if straight else arc_factors(cosine, t))

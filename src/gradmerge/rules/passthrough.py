@@ -1,4 +1,4 @@
-"""One model as it is, or scaled."""
+"""One model, unchanged or scaled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def passthrough(
 ) -> Tensor:
     """scale · θ_1, the tensors of one model.
 
-    For layers that are stacked from several models, and for tensors that are scaled.
+    Used to stack layers of several models, or to scale tensors.
     """
     factor = per_model(scale, tuned)[0]
     return tuned[0].clone() if factor == 1 else tuned[0] * factor

@@ -1,4 +1,4 @@
-"""RAM: what one model alone changed is kept whole, what several changed is averaged."""
+"""RAM: keep entries that a single model changed, average entries that several changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .spec import Help, rule
 
 
 def _changed(base: Tensor, tuned: Sequence[Tensor], epsilon: float) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Every Δ_t, where it is above ε, and how many are."""
+    """Every Δ_t, the masks |Δ_t| > ε, and the number of models that changed each entry."""
     deltas = [model - base for model in tuned]
     masks = [delta.abs() > epsilon for delta in deltas]
     return deltas, masks, torch.stack(masks).sum(0)
@@ -38,21 +38,21 @@ def ram(
     tuned: Sequence[Tensor],
     overlap: Sequence[float] | None = None,
     *,
-    epsilon: Annotated[float, Help("an entry counts as changed if |Δ_t| is above this", ge=0)] = 1e-5,
-    r: Annotated[float, Help("how much more counts what one model alone changed (RAM+); 0 is RAM", ge=0)] = 0.0,
-    alpha: Annotated[float, Help("the largest ratio of shared to own entries that counts", ge=0)] = 0.2,
+    epsilon: Annotated[float, Help("an entry counts as changed if |Δ_t| exceeds it", ge=0)] = 1e-5,
+    r: Annotated[float, Help("extra factor of entries that a single model changed (RAM+); 0 is RAM", ge=0)] = 0.0,
+    alpha: Annotated[float, Help("upper limit of the ratio of shared to own entries", ge=0)] = 0.2,
 ) -> Tensor:
-    """θ_0 + Σ λ_t Δ_t where one model alone changed an entry, θ_0 + the mean of their Δ_t where several did.
+    """θ_0 + Σ λ_t Δ_t where a single model changed an entry, and θ_0 + the mean of the Δ_t where several did.
 
-    λ_t = 1 + r · min(ratio of the entries that model t changed with others to those it changed alone, alpha), counted
-    over the tensor.
+    λ_t = 1 + r · min(ratio, alpha). The ratio is the number of entries of the tensor that model t changed together with
+    others, divided by the number it changed alone.
     """
     deltas, masks, count = _changed(base, tuned, epsilon)
     total, alone, several = torch.zeros_like(base), count == 1, count.clamp(min=1).to(base.dtype)
-    for place, (delta, mask) in enumerate(zip(deltas, masks, strict=True)):
+    for i, (delta, mask) in enumerate(zip(deltas, masks, strict=True)):
         factor = 1.0
         if overlap is not None:
-            ratio = overlap[place] / max(overlap[len(tuned) + place], 1e-5)
+            ratio = overlap[i] / max(overlap[len(tuned) + i], 1e-5)
             factor = 1.0 + r * min(ratio, alpha)
         total += torch.where(mask, torch.where(alone, delta * factor, delta / several), 0.0)
     return total.add_(base)

@@ -1,4 +1,4 @@
-"""RegMean: linear layers merged by least squares on their inputs."""
+"""RegMean: merge linear layers by least squares on their inputs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def regmean(
     *,
     off_diagonal: Annotated[float, Help("factor of the off-diagonal entries of XᵀX", ge=0, le=1)] = 0.9,
 ) -> Tensor:
-    """(Σ w_t G_t)⁻¹ Σ w_t G_t W_t for the weights of linear layers, G_t = XᵀX of their inputs; the rest is averaged.
+    """(Σ w_t G_t)⁻¹ Σ w_t G_t W_t for the weights of linear layers, G_t = XᵀX of their inputs; others are averaged.
 
     W_t is in × out here, the transpose of PyTorch's `Linear.weight`, which this function takes and returns. δ is added
-    to the diagonal of every G_t. Inputs that never occurred are averaged, and so are directions among the inputs in
-    which Σ w_t G_t is 0 but for the rounding of float32. Solved in float64.
+    to the diagonal of every G_t. Weights of inputs that are always 0 are averaged, and so are input directions where
+    Σ w_t G_t is 0 up to the rounding of float32. Solved in float64.
     """
     models = [model.double() for model in tuned]
     average = weighted_average(None, models, weights, None)
-    # The average solves it where nothing is known; what is solved for is how far the answer is from it.
+    # The average is the answer where the Gram matrices are 0, so solve for the difference from it.
     total, sizes = torch.zeros_like(grams[0], dtype=torch.float64), torch.zeros(len(grams[0]), dtype=torch.float64)
     pull = torch.zeros_like(average)
     for model, gram, weight in zip(models, grams, weights, strict=True):
@@ -49,10 +49,11 @@ def regmean(
 
 
 def _solve(matrix: Tensor, sizes: Tensor, right: Tensor, sure: float) -> Tensor:
-    """The smallest x with x · matrix = right; overwrites the matrix. ``sizes`` are the inputs' sizes, 0 if one is dead.
+    """The smallest x with x · matrix = right; overwrites the matrix.
 
-    Gram matrices come as float32: with every input in units of its own size, an eigenvalue below n · ε of that may be
-    rounding, and dividing by it would blow rounding up. ``sure`` is what the smallest exceeds but for rounding.
+    Gram matrices come as float32. With every input in units of its size (``sizes``, 0 for an input that is always 0),
+    an eigenvalue below n · ε may be rounding, and dividing by it would amplify the rounding. ``sure`` is a lower bound
+    of the smallest eigenvalue, up to rounding.
     """
     units = torch.where(sizes > 0, sizes.rsqrt(), 1.0)
     matrix.mul_(units).mul_(units[:, None]).diagonal().add_(sizes == 0)
@@ -70,7 +71,7 @@ def _solve(matrix: Tensor, sizes: Tensor, right: Tensor, sure: float) -> Tensor:
 
 
 def _smallest(matrix: Tensor, factor: Tensor) -> float:
-    """About the smallest eigenvalue of a matrix, and no less, by inverse iteration with its Cholesky factor."""
+    """An upper bound near the smallest eigenvalue, by inverse iteration with the Cholesky factor."""
     start = torch.randn(len(matrix), 4, dtype=matrix.dtype, generator=torch.Generator().manual_seed(0))
     for _ in range(4):
         start = torch.linalg.qr(torch.cholesky_solve(start, factor)).Q

@@ -1,4 +1,4 @@
-"""SCE: select entries by variance, weigh models by their squares, erase what disagrees."""
+"""SCE: select entries by variance, weight models by their squares, erase entries that disagree in sign."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .spec import Help, rule
 
 
 def _variance(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
-    """By Welford's formula in float64, which gives 0 where all are equal; ``torch.var`` does the same, far slower."""
+    """The variance between models, by Welford's formula in float64: 0 for equal models, faster than torch.var."""
     mean = (tuned[0] - base).double()
     total = torch.zeros_like(mean)
     for count, model in enumerate(tuned[1:], start=2):
@@ -58,14 +58,12 @@ def sce(
     variance: Sequence[float],
     squares: Sequence[float],
     *,
-    select_topk: Annotated[
-        float, Help("share of the entries that differ between models which is kept", ge=0, le=1)
-    ] = 1.0,
+    select_topk: Annotated[float, Help("share of the entries that differ between models to keep", ge=0, le=1)] = 1.0,
 ) -> Tensor:
-    """θ_0 + Σ w_t m_t τ_t / Σ w_t m_t, of the entries in which models differ most, with weights by their squares.
+    """θ_0 + Σ w_t m_t τ_t / Σ w_t m_t, where τ_t are the entries of Δ_t with the largest variance between models.
 
-    τ_t are the entries of Δ_t with the largest variance between the models; w_t is the mean of τ_t² over the tensor,
-    divided by the sum over models; m_t keeps the entries whose sign is that of Σ τ_t (+ where that is 0).
+    w_t is the mean of τ_t² over the tensor, divided by the sum over models. m_t keeps the entries whose sign is that of
+    Σ τ_t (+ where the sum is 0).
     """
     means = [square / max(squares[-1], 1.0) for square in squares[:-1]]
     whole = sum(means)

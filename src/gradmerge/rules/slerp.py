@@ -13,7 +13,7 @@ from .spec import Help, rule
 
 
 def arc_factors(cosine: float, t: float) -> tuple[float, float]:
-    """The factors of two vectors, for the point at t on the arc between them."""
+    """The factors of two vectors that give the point at t on the arc between them."""
     angle = math.acos(max(-1.0, min(1.0, cosine)))
     return math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
 
@@ -30,22 +30,22 @@ def slerp(
     tuned: Sequence[Tensor],
     products: Sequence[float],
     *,
-    t: Annotated[float, Help("0 is the base, 1 the tuned model", ge=0, le=1)] = 0.5,
-    parallel: Annotated[float, Help("from this |cosine| on a tensor is interpolated linearly", gt=0, le=1)] = 0.9995,
+    t: Annotated[float, Help("0 is the base, 1 the fine-tuned model", ge=0, le=1)] = 0.5,
+    parallel: Annotated[float, Help("tensors with a larger |cosine| are interpolated linearly", gt=0, le=1)] = 0.9995,
     zeros: Annotated[
-        Literal["line", "arc"], Help("tensors that are 0: on a line, or as if at a right angle, as in mergekit")
+        Literal["line", "arc"], Help("zero tensors: interpolate linearly, or as orthogonal tensors (as mergekit does)")
     ] = "line",
 ) -> Tensor:
-    """(sin((1−t)φ) θ_0 + sin(tφ) θ_1) / sin φ, the arc between the base and one tuned model.
+    """(sin((1−t)φ) θ_0 + sin(tφ) θ_1) / sin φ, the arc between the base and one fine-tuned model.
 
-    φ is the angle between the two tensors, each taken whole. Tensors that are nearly parallel, opposite or 0 are
-    interpolated linearly instead.
+    φ is the angle between the two tensors, each as one vector. Tensors that are nearly parallel, opposite or 0 are
+    interpolated linearly.
     """
     norms, dot = [math.sqrt(products[0]), math.sqrt(products[2])], products[1]
     if zeros == "arc":
         norms = [1.0 if norm <= 1e-8 else norm for norm in norms]
     cosine = dot / (norms[0] * norms[1]) if norms[0] * norms[1] > 0 else 1.0
-    if not abs(cosine) <= parallel or abs(cosine) >= 1:  # also where it is NaN
+    if not abs(cosine) <= parallel or abs(cosine) >= 1:  # also if it is NaN
         from_base, from_tuned = 1.0 - t, t
     else:
         from_base, from_tuned = arc_factors(cosine, t)

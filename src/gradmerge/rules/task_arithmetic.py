@@ -1,4 +1,4 @@
-"""Task arithmetic: sums of differences to the base."""
+"""Task arithmetic: add up the changes of the models."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def task_arithmetic(
     tuned: Sequence[Tensor],
     weights: Sequence[float],
     *,
-    normalize: Annotated[bool, Help("divide by the sum of the weights where that is not 0")] = False,
+    normalize: Annotated[bool, Help("divide by the sum of the weights unless it is 0")] = False,
     scale: Scale = 1.0,
 ) -> Tensor:
-    """θ_0 + scale · Σ w_t Δ_t, what fine-tuning changed, added up.
+    """θ_0 + scale · Σ w_t Δ_t, the base plus the weighted changes of fine-tuning.
 
-    A negative weight takes a task out (negation).
+    A negative weight removes a task (negation).
     """
     factor = scale / (summed(weights) if normalize else 1.0)
     merged = base
@@ -36,5 +36,5 @@ def task_arithmetic(
 
 
 def positive(values: Tensor) -> bool:
-    """Whether every value is above 0. A minimum is an order of magnitude cheaper than a comparison."""
+    """Return whether every value is above 0; a minimum is ten times cheaper than a comparison."""
     return values.numel() == 0 or float(values.amin()) > 0

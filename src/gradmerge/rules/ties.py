@@ -1,4 +1,4 @@
-"""TIES: trim, elect a sign, average what agrees."""
+"""TIES: trim, elect a sign, average the entries that agree."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def ties(
     *,
     density: Share = 0.2,
     scope: Scope = "model",
-    normalize: Annotated[bool, Help("divide by the weights of those that agree")] = True,
+    normalize: Annotated[bool, Help("divide by the sum of the weights that agree")] = True,
     rescale: Rescale = "none",
     scale: Scale = 1.0,
     vote: Vote = "strict",
 ) -> Tensor:
-    """θ_0 + scale · (the average of what is left of each Δ_t after trimming and a vote on the sign).
+    """θ_0 + scale · the weighted average of the trimmed Δ_t whose sign wins a vote.
 
-    Each Δ_t is trimmed to its ⌊density · n⌋ largest entries (at least 1, and all that are as large as the last of
-    them; none if the density is 0); the sign of Σ w_t τ_t is elected; the entries that agree with it are averaged with
-    weights w_t.
+    Each Δ_t is trimmed to τ_t: its ⌊density · n⌋ largest entries (at least 1, with all that equal the smallest of
+    them; none if the density is 0). For each entry the sign of Σ w_t τ_t is elected, and the entries with this sign are
+    averaged with weights w_t.
     """
     trimmed = rescale_to(norms, _trimmed(base, tuned, thresholds))
     return elect_and_average(trimmed, weights, base, scale, normalize, vote)

@@ -1,4 +1,4 @@
-"""TSV-Merge: the leading singular vectors of every difference, made orthogonal to one another."""
+"""TSV-Merge: make the leading singular vectors of all Δ_t orthogonal to each other."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .svd import plain_mean, rounding, svd
     workspace=8,
 )
 def tsv(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
-    """θ_0 + scale · U_⊥ Σ V_⊥ᵀ for matrices: each Δ_t's leading 1/T of singular vectors, all made orthogonal together.
+    """θ_0 + scale · U_⊥ Σ V_⊥ᵀ for matrices: the leading 1/T of each Δ_t's singular vectors, orthogonalized together.
 
-    U holds the leading ⌊r/T⌋ (at least 1) left singular vectors of every Δ_t side by side, r the shorter side of the
-    matrix, Σ the singular values times w_t, V the right ones; U_⊥ and V_⊥ are the nearest matrices with orthonormal
-    columns. So tasks no longer share directions, which is how they interfere. Tensors that are no matrices (vectors,
+    U has the leading ⌊r/T⌋ (at least 1) left singular vectors of every Δ_t side by side, where r is the shorter side of
+    the matrix. V has the right ones, and Σ the singular values times w_t. U_⊥ and V_⊥ are the nearest matrices with
+    orthonormal columns. So tasks do not share directions, which would make them interfere. Other tensors (vectors,
     convolutions) become θ_0 + (scale/T) Σ w_t Δ_t.
 
-    Every matrix is decomposed whole, on one thread or the device: time grows with the cube of its width.
+    Each matrix is decomposed on one thread or the device. The time grows with the cube of the width.
     """
     if base.dim() != 2 or min(base.shape) == 0:
         return plain_mean(base, tuned, weights, scale)
@@ -46,6 +46,6 @@ def tsv(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scal
 
 
 def _orthogonal(vectors: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal columns (or rows, if it has more columns than rows)."""
+    """The nearest matrix with orthonormal columns, or rows if it has more columns than rows."""
     u, _, vh = svd(vectors)
     return u @ vh
