@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
 from ..checkpoints.sidecars import library_of
-from ..markdown import as_block, as_code, as_text, markdown_table, to_yaml
-from ..recipe import Base, Model, Recipe, in_words
+from ..markdown import as_block, as_code, as_text, to_yaml
+from ..recipe import Recipe
 from ..urls import is_url
 from .eval_results import PLACEHOLDER
 from .metadata import CARD, ModelMetadata, license_notes, name_of, short_names
@@ -54,7 +54,7 @@ def write_card(
         task, library, code = pipeline_tag(folder), library_of(folder), usage(folder, name)
     else:
         task, library = pipeline_tag(base_folder), "peft"
-        code = adapter_usage(name, base.ids[0] if base.ids else base.name, base_folder)
+        code = adapter_usage(name, next(iter(base.ids), base.name), base_folder)
     licenses = {model.license for model in models}
     terms: dict[str, Any] = {"license": license} if license else dict(licenses.pop()) if len(licenses) == 1 else {}
     ids = _unique(model.ids for model in (models if base is None else [base]))
@@ -86,9 +86,10 @@ def _unique(values: Iterable[Iterable[str]]) -> list[str] | None:
 
 def render_card(data: ModelCardData, title: str, text: str, **sections: str) -> str:
     """Return a card from the template; title, text and sections are Markdown."""
-    from huggingface_hub import ModelCard
+    from jinja2 import Template
 
-    return str(ModelCard.from_template(data, template_path=str(TEMPLATE), title=title, text=text, **sections))
+    template = Template(TEMPLATE.read_text("utf-8"), keep_trailing_newline=True)
+    return template.render(card_data=data.to_yaml(), title=title, text=text, **sections)
 
 
 def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
@@ -99,71 +100,46 @@ def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
     return written
 
 
-class MergeText:
-    """The text and the recipe in a merge's card, with short names instead of the paths of this machine."""
+def merge_text(recipe: Recipe, values: Mapping[str, Any]) -> str:
+    """Return what a merge's card says about the method and the models; ``values`` are those that the merge used."""
+    shorten = _shortener(recipe)
+    models = ", ".join(as_code(shorten(name)) for name in dict.fromkeys(x.adapter or x.model for x in recipe.sources))
+    base = f" and the base {as_code(shorten(recipe.base.model))}" if recipe.base is not None else ""
+    text = f"""Made from {models}{base} with **{recipe.rule.name}** by gradmerge {__version__}.
 
-    def __init__(self, recipe: Recipe, metadata: Mapping[str, ModelMetadata]) -> None:
-        """``metadata``: model as the recipe names it → what it states about itself."""
-        self._recipe, self._metadata = recipe, metadata
-        self._documents = [*recipe.merges.values(), recipe]
-        parts = [part for document in self._documents for part in (document.base, *document.sources) if part]
-        models = [text for part in parts for text in (part.model, part.adapter) if text is not None]
-        ids = {text: metadata[text].hub_id for text in models if text in metadata and "@" not in text}
-        self._names = short_names([part.curvature for part in parts if isinstance(part.curvature, str)], recipe.folder)
-        self._names |= short_names(models, recipe.folder, ids)
+{recipe.rule.summary}
+({recipe.rule.reference})"""
+    if values:
+        text += f"\n\nValues that the merge used:\n\n{as_block('yaml', to_yaml(_without_paths(values, shorten)))}"
+    return text
 
-    def text(self, curvature: Sequence[str], settings: Mapping[str, Any]) -> str:
-        """Return what was merged, and how.
 
-        Args:
-            curvature: What is known about the curvature of the base, if there is one, and of each model.
-            settings: `damping` and `penalty` as in the record.
-        """
-        recipe = self._recipe
-        number = len({model.model for model in recipe.sources})
-        result = "A LoRA adapter" if recipe.output.format == "adapter" else "A model"
-        source = f"{number} fine-tuned {'model' if number == 1 else 'models'}"
-        by = f"with **{recipe.rule.name}** by gradmerge {__version__}"
-        parts = [f"{result} made from {source} {by}.", f"{recipe.rule.summary}\n({recipe.rule.reference})"]
-        if not recipe.slices:
-            parts.append(self._table(curvature))
-        if settings:
-            parts += ["Values that the merge used:", as_block("yaml", to_yaml(self._without_paths(settings)))]
-        return "\n\n".join(parts)
+def recipe_text(recipe: Recipe) -> str:
+    """Return the recipe as YAML, without defaults and without the paths of this machine."""
+    shorten = _shortener(recipe)
+    documents = [recipe_as_written(document) for document in (*recipe.merges.values(), recipe)]
+    return "---\n".join(to_yaml(_without_paths(document, shorten)) for document in documents)
 
-    def recipe_yaml(self) -> str:
-        """Return the recipe without defaults."""
-        documents = [self._without_paths(recipe_as_written(document)) for document in self._documents]
-        return "---\n".join(map(to_yaml, documents))
 
-    def _table(self, curvature: Sequence[str]) -> str:
-        recipe, rows = self._recipe, []
-        parts: list[Base | Model] = [*([recipe.base] if recipe.base else []), *recipe.models]
-        for part, facts in zip(parts, curvature, strict=True):
-            model = as_code(self._short(part.model))
-            known = self._metadata.get(part.model)
-            if part.adapter is not None:
-                model += f" with {as_code(self._short(part.adapter))}"
-            elif known is not None and known.hub_id is None and known.base_models:
-                model += f", made from {', '.join(map(as_code, known.base_models))}"
-            source = as_code(self._short(part.curvature)) if isinstance(part.curvature, str) else ""
-            weight = "" if part.weight is None else as_text(in_words(part.weight))
-            role = "base" if part is recipe.base else "fine-tuned"
-            rows.append([role, model, weight, f"{source} {as_text(facts)}".strip()])
-        return markdown_table(["", "model", "weight", "curvature"], rows)
+def _shortener(recipe: Recipe) -> Callable[[str], str]:
+    """Return a function that gives a model or curvature of the recipe its short name, without the path."""
+    parts = [part for item in (*recipe.merges.values(), recipe) for part in (item.base, *item.sources) if part]
+    names = short_names([part.curvature for part in parts if isinstance(part.curvature, str)], recipe.folder)
+    names |= short_names([text for part in parts for text in (part.model, part.adapter) if text], recipe.folder)
 
-    def _short(self, reference: str) -> str:
-        if reference in self._names:
-            return self._names[reference]
-        model = next((model for model in self._names if reference.startswith(f"{model}/")), None)
-        if model is not None:  # a folder inside a model's folder
-            return self._names[model] + reference[len(model) :]
-        return name_of(reference, self._recipe.folder)
+    def shorten(text: str) -> str:
+        if text in names:
+            return names[text]
+        model = next((model for model in names if text.startswith(f"{model}/")), None)  # a folder inside a model's
+        return name_of(text, recipe.folder) if model is None else names[model] + text[len(model) :]
 
-    def _without_paths(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: self._without_paths(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._without_paths(item) for item in value]
-        is_path = isinstance(value, str) and (value.startswith(("/", "~")) or (is_url(value) and value[:5] != "hf://"))
-        return self._short(value) if is_path else value
+    return shorten
+
+
+def _without_paths(value: Any, shorten: Callable[[str], str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_paths(item, shorten) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(item, shorten) for item in value]
+    is_path = isinstance(value, str) and (value.startswith(("/", "~")) or (is_url(value) and value[:5] != "hf://"))
+    return shorten(value) if is_path else value

@@ -47,19 +47,13 @@ class ModelMetadata:
 
     name: str
     """Its Hub id, or the name of its folder without the path."""
-    hub_id: str | None = None
-    base_models: tuple[str, ...] = ()
-    """Hub ids of the models that it was made from."""
+    ids: tuple[str, ...] = ()
+    """Its Hub id; if it has none, those of the models that it was made from."""
     license: tuple[tuple[str, str], ...] = ()
     """Key and value of `license`, and of `license_name` and `license_link` if the license is `other`."""
     language: tuple[str, ...] = ()
     datasets: tuple[str, ...] = ()
     pipeline_tag: str | None = None
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Its Hub id, or those of the models that it was made from."""
-        return (self.hub_id,) if self.hub_id is not None else self.base_models
 
 
 def read_metadata(checkpoint: Checkpoint) -> ModelMetadata:
@@ -68,8 +62,7 @@ def read_metadata(checkpoint: Checkpoint) -> ModelMetadata:
     hub_id = (checkpoint.hub_id or "").partition("@")[0] or _own_hub_id(checkpoint.folder)
     return ModelMetadata(
         name=hub_id or _last_part(checkpoint.label),
-        hub_id=hub_id,
-        base_models=_base_models(checkpoint, front),
+        ids=(hub_id,) if hub_id is not None else _base_models(checkpoint, front),
         license=_license(front),
         language=_matching(front.get("language"), LANGUAGE),
         datasets=_matching(front.get("datasets"), DATASET),
@@ -185,14 +178,11 @@ def _last_part(reference: str) -> str:
     return path.name if path.name not in ("", "..") else path.resolve().name or reference
 
 
-def short_names(
-    references: Iterable[str], relative_to: Path | None = None, hub_ids: Mapping[str, str | None] | None = None
-) -> dict[str, str]:
+def short_names(references: Iterable[str], relative_to: Path | None = None) -> dict[str, str]:
     """Return reference → unique short name: its Hub id, or as many last parts of its path as make it unique."""
-    known = {text: hub_id for text, hub_id in (hub_ids or {}).items() if hub_id}
-    names = {text: name_of(text, relative_to) for text in references if text not in known}
+    names = {text: name_of(text, relative_to) for text in references}
     for length in range(2, 6):
         counts = Counter(names.values())
         for text in [text for text, name in names.items() if counts[name] > 1]:
             names[text] = "/".join(part for part in Path(text).parts[-length:] if part.strip("/"))
-    return names | known
+    return names

@@ -182,7 +182,7 @@ def write_folder(
 def _adapter_base(loaded: LoadedModel) -> ModelMetadata:
     """The base model that an adapter's config names."""
     name = str(read_adapter_config(loaded.info.folder).get("base_model_name_or_path") or "")
-    return ModelMetadata(name_of(name), hub_id=name if may_be_hub_id(name, loaded.info.folder) else None)
+    return ModelMetadata(name_of(name), ids=(name,) if may_be_hub_id(name, loaded.info.folder) else ())
 
 
 def _write_weights(folder: Path, loaded: LoadedModel, changed: Collection[str]) -> dict[str, int]:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...cards.card import MergeText, write_card
+from ...cards.card import merge_text, recipe_text, write_card
 from ...cards.metadata import read_all_metadata, read_metadata
 from ...cards.provenance import input_entry, model_paths, write_record
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.layers.stack import StackedCheckpoint
 from ...recipe import Recipe, plain
-from ..plan.inputs import CurvatureInput, Inputs, Source
+from ..plan.inputs import Inputs, Source
 from ..plan.penalties import used
 from ..plan.plan import Plan
 from ..plan.slices import layer_table
@@ -73,36 +73,29 @@ def write_cards(
         notes=plan.notes,
         output=output,
     )
-    metadata = {checkpoint.label: read_metadata(checkpoint) for checkpoint in inputs.checkpoints}
-    merge = MergeText(recipe, metadata)
+    text = merge_text(recipe, settings | _curvature_facts(inputs))
     write_card(
         folder,
         out.name,
-        f"{merge.text(_curvature_facts(recipe, inputs), settings)}\n\n{adapter_text}".rstrip(),
+        f"{text}\n\n{adapter_text}".rstrip(),
         read_all_metadata(inputs.checkpoints),
         relation="merge",
         tags=["merge"],
         base=None if adapter_base is None else read_metadata(adapter_base),
         base_folder=None if adapter_base is None else adapter_base.folder,
         license=recipe.output.license,
-        recipe=merge.recipe_yaml(),
+        recipe=recipe_text(recipe),
     )
 
 
-def _curvature_facts(recipe: Recipe, inputs: Inputs) -> list[str]:
-    """What is known about the curvature of the base, if there is one, and of each model."""
-    curvature: list[CurvatureInput | None] = [inputs.prior] if recipe.base is not None else []
-    curvature += inputs.curvature or inputs.grams or [None] * len(recipe.models)
-    facts = []
-    for item in curvature:
-        if item is None or (item.file is None and item.constant is None):
-            facts.append("")
-        elif item.constant is not None:
-            facts.append(f"{item.constant:g} · I")
-        else:
-            likelihood = f", {item.likelihood}" if item.likelihood else ""
-            facts.append(f"{item.kind}{likelihood}, {item.examples:,} examples")
-    return facts
+def _curvature_facts(inputs: Inputs) -> dict[str, Any]:
+    """What is known about the curvature files that were read."""
+    facts = [
+        {"source": item.label, "kind": item.kind, "likelihood": item.likelihood, "examples": item.examples}
+        for item in inputs.curvatures
+        if item.file is not None
+    ]
+    return {"curvature": facts} if facts else {}
 
 
 def _input_entries(inputs: Inputs) -> list[dict[str, Any]]:
