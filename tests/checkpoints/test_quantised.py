@@ -141,7 +141,7 @@ def test_an_adapter_on_a_quantised_base_is_refused_with_what_to_give_instead(tmp
 def test_inspect_says_that_one_model_is_quantised_and_that_two_cannot_be_merged(tmp_path: Path) -> None:
     base, tuned = write_pair(tmp_path, GPTQ, {"quantization_config": {"quant_method": "gptq", "bits": 4}})
     alone = CliRunner().invoke(app, ["inspect", base, "--json"])
-    assert alone.exit_code == 0 and "gptq, 4 bits" in json.loads(alone.stdout)["models"][0]["quantised"]
+    assert alone.exit_code == 0 and "gptq, 4 bits" in json.loads(alone.stdout)["models"][0]["quantized"]
     assert CliRunner().invoke(app, ["inspect", base, tuned]).exit_code == 2
 
 

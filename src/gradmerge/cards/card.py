@@ -89,7 +89,7 @@ def render_card(data: ModelCardData, title: str, text: str, **sections: str) -> 
     from jinja2 import Template
 
     template = Template(TEMPLATE.read_text("utf-8"), keep_trailing_newline=True)
-    return template.render(card_data=data.to_yaml(), title=title, text=text, **sections)
+    return str(template.render(card_data=data.to_yaml(), title=title, text=text, **sections))
 
 
 def recipe_as_written(recipe: Recipe) -> dict[str, Any]:

@@ -1,39 +1,36 @@
-"""What lies beside the weights: notes where chat templates or defaults for generation differ."""
+"""Notes on models whose chat templates or generation defaults differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from ..io.small_files import readable_json
 from .checkpoint import Checkpoint
 from .compat.config_diff import shown
 from .tokenizer.chat_template import chat_templates, template_note
 
-#: Keys of generation_config.json that say where it comes from.
-PROVENANCE = {"transformers_version", "_from_model_config"}
+#: Keys of generation_config.json that do not change what is generated.
+IRRELEVANT = {"transformers_version", "_from_model_config"}
 
 
-def notes_on_files(first: Checkpoint, other: Checkpoint, settled: Sequence[str] = ()) -> Iterator[str]:
-    """Differences in the files of two models, but for ``settled`` keys of the recipe; the result gets the first's."""
+def generation_notes(first: Checkpoint, other: Checkpoint, resolved_keys: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a note for each difference, unless the recipe resolves it. The result gets the files of ``first``."""
     if first.folder is None or other.folder is None or first.folder == other.folder:
         return
-    ours, theirs = first.folder, other.folder
-    note = template_note(other.label, chat_templates(theirs), first.label, chat_templates(ours))
-    if "chat_template" not in settled and note is not None:
+    templates, other_templates = chat_templates(first.folder), chat_templates(other.folder)
+    note = template_note(other.label, other_templates, first.label, templates)
+    if "chat_template" not in resolved_keys and note is not None:
         yield note
-    keys = _other_defaults(ours / "generation_config.json", theirs / "generation_config.json")
-    if keys:
-        some = ", ".join(keys[:6]) + (" …" if len(keys) > 6 else "")
-        differ = f"{other.label}: its defaults for generation differ from those of {first.label}"
-        yield f"{differ}, which the result has: {some}"
-
-
-def _other_defaults(ours: Path, theirs: Path) -> list[str]:
-    """The keys in which two generation configs differ, with both values."""
-    here, there = readable_json(ours), readable_json(theirs)
-    if here is None or there is None:
-        return []
-    keys = sorted((here.keys() | there.keys()) - PROVENANCE)
-    keys = [key for key in keys if here.get(key) != there.get(key)]
-    return [f"{key} {shown(here.get(key))} and {shown(there.get(key))}" for key in keys]
+    defaults = readable_json(first.folder / "generation_config.json")
+    other_defaults = readable_json(other.folder / "generation_config.json")
+    if defaults is None or other_defaults is None:
+        return
+    keys = sorted((defaults.keys() | other_defaults.keys()) - IRRELEVANT)
+    differences = [
+        f"{key} {shown(defaults.get(key))} and {shown(other_defaults.get(key))}"
+        for key in keys
+        if defaults.get(key) != other_defaults.get(key)
+    ]
+    if differences:
+        listed = ", ".join(differences[:6]) + (" …" if len(differences) > 6 else "")
+        yield f"the generation defaults of {first.label} and {other.label} differ ({listed}); the result has the former"

@@ -1,4 +1,4 @@
-"""`gradmerge inspect`."""
+"""`gradmerge inspect`: what models contain, and whether they can be merged."""
 
 from __future__ import annotations
 
@@ -25,131 +25,130 @@ EXAMPLE = "Examples: gradmerge inspect ./model   ·   gradmerge inspect ./base .
 @command
 def inspect(
     *,
-    model: Annotated[list[str], typer.Argument(metavar="MODEL", help="Models; the first is taken as the base.")],
+    model: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="Models: folders, Hub ids or PEFT adapters. The base first.")
+    ],
     exclude: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Leave tensors out of the comparison.")
+        list[str] | None, typer.Option(metavar="PATTERN", help="Do not compare these tensors. Repeatable.")
     ] = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors of each model.")] = False,
     allow_pickle: AllowPickle = False,
     allow_config: AllowConfig = None,
     dequantize: Dequantize = False,
     printing: Printing,
 ) -> None:
-    """Show what is inside a model; with several, whether they can be merged (exit status 2 if not)."""
+    """Show what a model contains. With several models, check whether they can be merged (exit status 2 if not)."""
     from ..checkpoints import compare, open_checkpoint
 
-    with contextlib.ExitStack() as opened:
-        allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "dequantize": dequantize}
-        first = opened.enter_context(open_checkpoint(model[0], **allowed))
-        others = [
-            opened.enter_context(open_checkpoint(reference, adapter_base=first, **allowed)) for reference in model[1:]
-        ]
-        facts = [_facts(checkpoint, tensors) for checkpoint in (first, *others)]
-        comparison = None
+    with contextlib.ExitStack() as stack:
+        options: dict[str, Any] = {"allow_pickle": allow_pickle, "dequantize": dequantize}
+        first = stack.enter_context(open_checkpoint(model[0], **options))
+        others = [stack.enter_context(open_checkpoint(name, adapter_base=first, **options)) for name in model[1:]]
+        checkpoints = [first, *others]
+        facts = [_facts(checkpoint, tensors) for checkpoint in checkpoints]
+        result: dict[str, Any] = {"models": facts}
+        problems: list[str] = []
         if others:
             comparison = compare(first, others, exclude=exclude or (), allow_config=allow_config or ())
-            comparison.notes += [text for checkpoint in (first, *others) for text in checkpoint.notes]
-        if printing.json:
-            result: dict[str, Any] = {"models": facts}
-            if comparison is not None:
-                result |= {
-                    "mergeable": not comparison.problems,
-                    "merged_tensors": len(comparison.merged),
-                    "copied_tensors": len(comparison.copied),
-                    "problems": comparison.problems,
-                    "notes": comparison.notes,
-                }
-            print_json(result)
-        elif not printing.quiet:
-            for checkpoint, fact in zip((first, *others), facts, strict=True):
-                _print_model(checkpoint, fact, tensors)
-            if comparison is not None:
-                _print_comparison(comparison)
-        elif comparison is not None:
-            for problem in comparison.problems:
-                say(f"error: {continued(problem)}", err=True)
-        if comparison is not None and comparison.problems:
-            raise typer.Exit(2)
+            problems = comparison.problems
+            result |= {
+                "mergeable": not problems,
+                "merged_tensors": len(comparison.merged),
+                "copied_tensors": len(comparison.copied),
+                "problems": problems,
+                "notes": [*comparison.notes, *(note for checkpoint in checkpoints for note in checkpoint.notes)],
+            }
+    if printing.json:
+        print_json(result)
+    elif printing.quiet:
+        for problem in problems:
+            say(f"error: {continued(problem)}", err=True)
+    else:
+        for item in facts:
+            _print_model(item)
+        if others:
+            _print_comparison(result)
+    if problems:
+        raise typer.Exit(2)
 
 
-def _facts(checkpoint: Checkpoint, tensors: bool) -> dict[str, Any]:
+def _facts(checkpoint: Checkpoint, list_tensors: bool) -> dict[str, Any]:
+    """What is known about a model, for `--json`."""
     from ..checkpoints.compat.compare import is_buffer
     from ..checkpoints.lora import AdapterCheckpoint
     from ..checkpoints.quantization import quantisation
     from ..curvature.format import default_curvature
 
+    config, tensors, folder = checkpoint.config, checkpoint.tensors, checkpoint.folder
     types: Counter[str] = Counter()
-    for info in checkpoint.tensors.values():
+    for info in tensors.values():
         types[info.dtype] += info.numel
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
+    quantized = quantisation(checkpoint)
     facts: dict[str, Any] = {
         "model": checkpoint.label,
         "kind": checkpoint.kind,
-        "architecture": _architecture(checkpoint),
+        "architecture": architecture if isinstance(architecture, str) else None,
         "parameters": checkpoint.parameters,
-        "tensors": len(checkpoint.tensors),
+        "tensors": len(tensors),
         "bytes": checkpoint.nbytes,
         "types": dict(types),
-        "vocabulary": checkpoint.config.get("vocab_size"),
-        "tied_embeddings": checkpoint.config.get("tie_word_embeddings"),
-        "quantised": f"{quantised}. {quantised.advice}" if (quantised := quantisation(checkpoint)) else None,
-        "buffers": [name for name, info in checkpoint.tensors.items() if is_buffer(name, info)],
-        "files": [_shown(path, checkpoint.folder) for path in checkpoint.files()],
-        "curvature": default_curvature(checkpoint.folder) is not None,
+        "vocabulary": config.get("vocab_size"),
+        "tied_embeddings": config.get("tie_word_embeddings"),
+        "quantized": f"{quantized}. {quantized.advice}" if quantized else None,
+        "buffers": [name for name, info in tensors.items() if is_buffer(name, info)],
+        "files": [
+            path.relative_to(folder).as_posix() if folder is not None and path.is_relative_to(folder) else path.name
+            for path in checkpoint.files()
+        ],
+        "curvature": default_curvature(folder) is not None,
+        "layers": _layers(folder),
     }
-    if layers := _layers(checkpoint):
-        facts["layers"] = layers
     if isinstance(checkpoint, AdapterCheckpoint):
         facts |= {"base": checkpoint.base.label, "adapter_parameters": checkpoint.adapter.parameters}
-    if tensors:
-        facts["tensor_list"] = {n: {"dtype": i.dtype, "shape": list(i.shape)} for n, i in checkpoint.tensors.items()}
+    if list_tensors:
+        facts["tensor_list"] = {
+            name: {"dtype": info.dtype, "shape": list(info.shape), "bytes": info.nbytes}
+            for name, info in tensors.items()
+        }
     return facts
 
 
-def _shown(path: Path, folder: Path | None) -> str:
-    """A file by its name, or by its place in the model's folder where that has others in it."""
-    if folder is None or not path.is_relative_to(folder):
-        return path.name
-    return path.relative_to(folder).as_posix()
-
-
-def _layers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Which layers came from where, if the model was made of slices and its record says so."""
-    from ..engine.plan.slices import shown_layers
+def _layers(folder: Path | None) -> list[str]:
+    """For a model merged from slices: which layers come from which layers, by its record. Otherwise empty."""
+    from ..cards.metadata import RECORD
     from ..errors import InputError
     from ..io.small_files import MAX_TOKENIZER, read_json
 
-    path = None if checkpoint.folder is None else checkpoint.folder / "gradmerge.json"
+    lines = []
     try:
-        found = read_json(path, MAX_TOKENIZER).get("layers") if path is not None and path.is_file() else None
-        for row in found or ():
-            parts = [*row["from"], *([row["base"]] if "base" in row else [])]
-            words = [f"{part['model']} {shown_layers(part['layers'])}" for part in parts]
-            base = f", on {words.pop()}" if "base" in row else ""
-            row["shown"] = f"{shown_layers(row['layers'])}: {', '.join(words)}{base}"
-        return found or []
-    except (InputError, TypeError, ValueError, KeyError, IndexError, AttributeError):
+        for row in read_json(folder / RECORD, MAX_TOKENIZER).get("layers", []) if folder is not None else []:
+            sources = [f"{part['model']} {_range(part['layers'])}" for part in row["from"]]
+            base = [f"on {row['base']['model']} {_range(row['base']['layers'])}"] if "base" in row else []
+            lines.append(f"{_range(row['layers'])}: {', '.join(sources + base)}")
+    except (InputError, TypeError, ValueError, KeyError, IndexError, AttributeError):  # no record, or a broken one
         return []
+    return lines
 
 
-def _architecture(checkpoint: Checkpoint) -> str | None:
-    stated = checkpoint.config.get("architectures")
-    name = stated[0] if isinstance(stated, list) and stated else checkpoint.config.get("model_type")
-    return name if isinstance(name, str) else None
+def _range(layers: list[int]) -> str:
+    """The range [first, last + 1] as "first–last"."""
+    first, last = layers[0], layers[1] - 1
+    return f"{first}–{last}" if last > first else f"{first}"
 
 
-def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -> None:
+def _print_model(facts: dict[str, Any]) -> None:
     say(one_line(f"{facts['model']} ({facts['architecture'] or facts['kind']})"))
     if "base" in facts:
         say(f"  LoRA adapter with {count(facts['adapter_parameters'])} parameters, on top of {one_line(facts['base'])}")
-    shares = ", ".join(f"{dtype} {count(numel)}" for dtype, numel in facts["types"].items())
-    say(f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({shares})")
-    for row in facts.get("layers", ()):
-        say(one_line(f"  layers {row['shown']}"))
-    if facts["quantised"]:
-        say(f"  {one_line(facts['quantised'])}")
-    details = []
-    if facts["vocabulary"]:
-        details.append(f"vocabulary {facts['vocabulary']}")
+    types = ", ".join(f"{dtype} {count(numel)}" for dtype, numel in facts["types"].items())
+    say(f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({types})")
+    for line in facts["layers"]:
+        say(one_line(f"  layers {line}"))
+    if facts["quantized"]:
+        say(f"  {one_line(facts['quantized'])}")
+    details = [f"vocabulary {facts['vocabulary']}"] if facts["vocabulary"] else []
     if facts["tied_embeddings"] is not None and re.search("LM|Generation", str(facts["architecture"])):
         details.append("tied embeddings" if facts["tied_embeddings"] else "untied embeddings")
     if facts["buffers"]:
@@ -157,17 +156,19 @@ def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -
     details.append("with curvature" if facts["curvature"] else "no curvature/ folder")
     files = ", ".join(facts["files"][:3]) + (" …" if len(facts["files"]) > 3 else "")
     say(one_line(f"  {', '.join(details)}; files: {files}"))
-    if tensors:
-        rows = [[f"  {n}", i.dtype, str(list(i.shape)), size(i.nbytes)] for n, i in checkpoint.tensors.items()]
+    if "tensor_list" in facts:
+        items = facts["tensor_list"].items()
+        rows = [[f"  {name}", info["dtype"], str(info["shape"]), size(info["bytes"])] for name, info in items]
         print_table(["  tensor", "type", "shape", "size"], rows, right=(3,))
 
 
-def _print_comparison(comparison: Any) -> None:
-    for text in comparison.notes:
-        say(f"note: {continued(text)}")
-    if comparison.problems:
+def _print_comparison(result: dict[str, Any]) -> None:
+    for note in result["notes"]:
+        say(f"note: {continued(note)}")
+    if result["problems"]:
         say("These cannot be merged:")
-        for problem in comparison.problems:
+        for problem in result["problems"]:
             say(f"• {continued(problem)}")
     else:
-        say(f"These can be merged: {len(comparison.merged)} tensors merged, {len(comparison.copied)} copied.")
+        merged, copied = result["merged_tensors"], result["copied_tensors"]
+        say(f"These can be merged: {merged} tensors merged, {copied} copied.")

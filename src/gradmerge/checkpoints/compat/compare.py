@@ -14,7 +14,7 @@ from ...io.reader import TensorInfo
 from ...notes import Kind, Note
 from ...text import counted, listed, nearest, some
 from ..checkpoint import Checkpoint
-from ..generation_notes import notes_on_files
+from ..generation_notes import generation_notes
 from ..quantization import quantisation
 from ..tokenizer.embedding_rows import VOCABULARY, stored
 from ..tokenizer.vocabulary import MATCH, token_difference
@@ -109,7 +109,7 @@ def compare(
         used |= _compare_configs(first, other, result, chosen, allow_config)
         if "tokenizer" not in settled:
             _note_tokens(first, other, result)
-        result.notes += notes_on_files(first, other, settled)
+        result.notes += generation_notes(first, other, settled)
     idle = [key for key in allow_config if key not in used]
     result.notes += [f"--allow-config {key}: the configs do not differ in it" for key in idle]
     averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]

@@ -146,11 +146,6 @@ def lengths(recipe: Recipe) -> list[int]:
     return [part.models[0].layers[1] - part.models[0].layers[0] for part in recipe.slices]
 
 
-def shown_layers(layers: Sequence[int]) -> str:
-    """A range, of the first and one past the last, as the first and the last."""
-    return f"{layers[0]}–{layers[1] - 1}" if layers[1] - layers[0] > 1 else f"{layers[0]}"
-
-
 def layer_table(recipe: Recipe) -> list[dict[str, Any]]:
     """Which layers of the result come from where, slice by slice: ranges of the first and one past the last."""
     rows: list[dict[str, Any]] = []
