@@ -1,4 +1,4 @@
-"""Small files from elsewhere, such as configs: read whole, if they are files and no larger than such files are."""
+"""Read small untrusted files, such as configs: only regular files, up to a limit, and inside their folder."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 from ..errors import InputError
 from ..text import size
 
-#: Bytes of a config. Parsed JSON takes up to forty times its size in memory.
+#: Limit on the bytes of a config. Parsed JSON takes up to forty times its size in memory.
 MAX_CONFIG = 10_000_000
-#: Bytes of a tokenizer's file: the largest vocabularies in use take a third of this.
+#: Limit on the bytes of a tokenizer file. The largest vocabularies take a third of this.
 MAX_TOKENIZER = 100_000_000
-#: What a file may unpack to: this many bytes, or this many times its size. gzip packs up to a thousandfold, and a
+#: Limits on what a file unpacks to: bytes, or a multiple of its size. gzip compresses up to a thousandfold, and a
 #: parquet file or a pickle may repeat one value a billion times.
 UNPACKED_BYTES, UNPACKED_TIMES = 1_000_000_000, 100
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a regular file for reading. Opening a pipe would wait for somebody to write to it."""
+    """Open a regular file for reading. This does not wait for a pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be opened: {getattr(error, 'strerror', None) or error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise InputError(f"{path}: is no file but a folder, a pipe or a device")
+        raise InputError(f"{path}: is not a regular file but a folder, a pipe or a device")
     return descriptor
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """All bytes of a regular file that has no more than ``limit`` of them."""
+    """Return the content of a regular file of at most ``limit`` bytes."""
     with os.fdopen(open_regular(path), "rb") as file:
         try:
             raw = file.read(limit + 1)
@@ -51,21 +51,21 @@ def read_start(path: Path) -> bytes:
 
 
 def require_unpackable(path: Path, nbytes: int) -> None:
-    """Refuse what a file unpacks to if it is larger than honest files become."""
+    """Raise if a file that unpacks to ``nbytes`` exceeds the limit."""
     if nbytes > max(UNPACKED_BYTES, UNPACKED_TIMES * path.stat().st_size):
         raise InputError(
-            f"{path}: unpacks to more than {size(UNPACKED_BYTES)} and more than {UNPACKED_TIMES} times its size, which "
-            "is the limit. If you trust it, give it unpacked."
+            f"{path}: unpacks to more than the limit of {size(UNPACKED_BYTES)} and {UNPACKED_TIMES} times its size. If "
+            "you trust the file, unpack it and pass the result."
         )
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:
-    """The JSON object in a file of at most ``limit`` bytes."""
+    """Return the JSON object in a file of at most ``limit`` bytes."""
     return parse_json_object(read_bounded(path, limit), lambda why: InputError(f"{path}: {why}"))
 
 
 def readable_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if there is no such file, or it cannot be read."""
+    """Return the JSON object in a file, or None if the file does not exist or is invalid."""
     try:
         return read_json(path) if path.is_file() else None
     except InputError:
@@ -73,20 +73,20 @@ def readable_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json_object(raw: bytes | bytearray, broken: Any) -> dict[str, Any]:
-    """A JSON object from untrusted bytes; ``broken`` makes the error from a sentence."""
+    """Parse a JSON object from untrusted bytes. ``broken`` makes an error from its reason."""
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            raise ValueError("a name occurs twice")
+            raise ValueError("duplicate key")
         return result
 
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise broken(f"its JSON cannot be read ({str(error)[:120]})") from None
+        raise broken(f"invalid JSON ({str(error)[:120]})") from None
     if not isinstance(value, dict):
-        raise broken("its JSON is no object")
+        raise broken("its JSON is not an object")
     return value
 
 
@@ -111,6 +111,6 @@ def require_within(path: Path, folder: Path) -> None:
     """Raise if a file is a link to a file outside its model folder."""
     if not lies_within(path, folder):
         raise InputError(
-            f"{path}: is a link to {os.path.realpath(path)}, outside the model's folder. gradmerge does not follow "
-            "it. Copy the file into the folder, or pass the folder that contains the file."
+            f"{path}: is a link to {os.path.realpath(path)}, outside the model's folder. Copy the file into the folder, "
+            "or pass the folder that contains it."
         )
