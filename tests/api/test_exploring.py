@@ -159,8 +159,8 @@ def test_of_a_large_model_a_sample_is_predicted(
     sampled = quick_predictor.QuickPredictor(shared.recipe, shared._moves.plan, 1)
     assert isinstance(sampled.plan, quick_predictor.SampledPlan)
     seen: dict[str, list[tuple[int, int]]] = {}
-    for unit in sampled.plan.units():
-        seen.setdefault(unit.job.name, []).append((unit.start, unit.stop))
+    for block in sampled.plan.blocks():
+        seen.setdefault(block.job.name, []).append((block.start, block.stop))
     assert {*seen} == {job.name for job in sampled.plan.jobs}
     for job in sampled.plan.jobs:
         stretches = seen[job.name]

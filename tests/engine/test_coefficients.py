@@ -12,6 +12,7 @@ import gradmerge as gm
 from gradmerge.api.merge import planned
 from gradmerge.engine.checks import coefficients
 from gradmerge.engine.checks.coefficients import coefficient_notes, share_above
+from gradmerge.engine.run.executor import LocalExecutor
 from gradmerge.notes import Kind, Note
 from gradmerge.recipe import make_recipe
 
@@ -21,6 +22,7 @@ from .test_penalties import record
 SHAPES = {"layers.0.w": (40, 50), "layers.1.w": (3000,), "layers.1.bias": (7,)}
 WEIGHTS = [1.0, 0.8, 1.1]
 Case = dict[str, Any]
+REDUCE = LocalExecutor().reduce
 Sums = list[dict[str, torch.Tensor]]
 
 
@@ -59,7 +61,7 @@ def expected(states: Sums, sums: Sums, penalty: float | None = None) -> float:
 
 def notes_of(case: Case) -> list[Note]:
     with planned(case) as plan:
-        return coefficient_notes(make_recipe(case), plan)
+        return coefficient_notes(make_recipe(case), plan, REDUCE)
 
 
 @pytest.mark.parametrize("penalty", [None, 1.0])
@@ -70,7 +72,7 @@ def test_the_share_is_that_of_every_entry(made, penalty: float | None) -> None:
     found = set()
     for threads in (1, 3):
         with planned(case) as plan:
-            found.add(share_above(plan, threads))
+            found.add(share_above(plan, LocalExecutor(threads).reduce))
     ((share, looked_at),) = found
     assert looked_at == 2000 + 3000 + 7
     assert 0.05 < share < 0.95
@@ -138,10 +140,10 @@ def test_a_large_model_is_looked_at_in_runs_and_the_note_says_so(made, monkeypat
     gm.Curvature({n: t * 1000 for n, t in sums[0].items()}, 1).save(
         Path(case["base"]["model"]) / "curvature", force=True
     )
-    for name, value in {"SMALL": 500, "MOST": 800, "RUN": 20}.items():
+    for name, value in {"SMALL": 500, "LARGE": 800, "RUN": 20}.items():
         monkeypatch.setattr(coefficients, name, value)
     with planned(case) as plan:
-        share, looked_at = share_above(plan)
+        share, looked_at = share_above(plan, REDUCE)
     assert 400 <= looked_at <= 800
     assert share == pytest.approx(expected(states, [{n: t * 1000 for n, t in sums[0].items()}, *sums[1:]]), abs=0.05)
     assert str(looked_at) in notes_of(case)[0]

@@ -365,16 +365,16 @@ def test_a_torn_line_does_not_spoil_what_is_appended_after_it(tmp_path: Path) ->
     journal = Journal(tmp_path, "print")
     journal.open(fresh=True)
     journal.statistics(Statistics())
-    journal.units([0])
+    journal.blocks([0])
     journal.close()
     with journal.path.open("ab") as file:
         file.write(b"1")
     again = Journal(tmp_path, "print")
     again.open(fresh=False)
-    again.units([2])
+    again.blocks([2])
     again.close()
     finished = Journal(tmp_path, "print").load()
-    assert finished is not None and finished.units == {0, 2}
+    assert finished is not None and finished.blocks == {0, 2}
 
 
 # Through the command line.

@@ -18,7 +18,7 @@ from gradmerge.compare.candidates import Candidate
 from gradmerge.compare.in_memory import materialise
 from gradmerge.compare.predict import open_to_look, predict
 from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
-from gradmerge.engine.run.output import Target
+from gradmerge.engine.run.output import Output
 from gradmerge.recipe import make_recipe
 
 from ..forked import forked
@@ -176,19 +176,19 @@ def test_threads_and_a_resumed_merge_give_the_same_bytes(
     sources = [kronecker(3), kronecker(5), kronecker(6)]
     recipe = recipe_of(folders, sources, tmp_path, "gradient-matching")
     gm.merge(recipe, tmp_path / "whole", threads=1)
-    put, written = Target.put, 0
+    put, written = Output.put, 0
 
-    def stop(self: Target, block: Any) -> None:
+    def stop(self: Output, block: Any) -> None:
         nonlocal written
         written += 1
         if written > 3:
             raise KeyboardInterrupt
         put(self, block)
 
-    monkeypatch.setattr(Target, "put", stop)
+    monkeypatch.setattr(Output, "put", stop)
     with pytest.raises(KeyboardInterrupt):
         gm.merge(recipe, tmp_path / "out", threads=threads, resume=True)
-    monkeypatch.setattr(Target, "put", put)
+    monkeypatch.setattr(Output, "put", put)
     gm.merge(recipe, tmp_path / "out", threads=threads, resume=True)
     assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["resumed_blocks"] == 3
     model = "model.safetensors"

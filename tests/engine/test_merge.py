@@ -14,7 +14,6 @@ from torch import Tensor
 import gradmerge as gm
 from gradmerge.api.merge import planned
 from gradmerge.engine.run import statistics
-from gradmerge.engine.run.selection import Guess
 
 from ..making import (
     SHAPES,
@@ -312,12 +311,12 @@ def test_blocks_that_a_thread_takes_together_are_resumed_one_by_one(tmp_path: Pa
     base = random_state(0, {"w": (5, 60)})
     folders = [str(write_model(tmp_path / f"m{i}", state)) for i, state in enumerate((base, near(base, 1)))]
     recipe = {"method": "slerp", "base": folders[0], "models": folders[1:]}
-    stretches = [(0, 128), (128, 256), (256, 300)]
+    batches = [(0, 128), (128, 256), (256, 300)]
     with planned(recipe) as plan:
         plan.block = 64
-        assert [(own[0].start, own[-1].stop) for own in plan.stretches(plan.units())] == stretches
-        left = [unit for unit in plan.units() if unit.number != 1]
-        assert [[unit.number for unit in own] for own in plan.stretches(left)] == [[0], [2, 3], [4]]
+        assert [(batch[0].start, batch[-1].stop) for batch in plan.batches(plan.blocks())] == batches
+        left = [block for block in plan.blocks() if block.number != 1]
+        assert [[block.number for block in batch] for batch in plan.batches(left)] == [[0], [2, 3], [4]]
     with pytest.raises(Stopped):
         gm.merge(recipe, tmp_path / "out", block=64, threads=1, progress=StopAfter(2, 1500))  # in the second stretch
     journal = tmp_path / "out.gradmerge-partial" / "gradmerge.journal"
@@ -351,85 +350,30 @@ class StopAfter:
                 raise Stopped
 
 
-@pytest.fixture(params=["model", "tensor"])
-def guessed(request: Any, tmp_path: Path, monkeypatch) -> Any:
-    """A recipe whose thresholds are guessed from a sample, and a function that spoils the guess by a factor: that of
-    the whole model, or of one tensor of five."""
-    monkeypatch.setattr(statistics, "SAMPLE_FROM", 1000)
-    monkeypatch.setattr(statistics, "SAMPLE_RUN", 64)
-    monkeypatch.setattr(statistics, "TENSOR_RUN", 18)  # nearly all of a tensor
+@pytest.mark.parametrize("bracket", [None, (0.0, 1e-9), (1.0, 1.0), (1e9, math.inf)])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("scope", ["model", "tensor"])
+def test_thresholds_are_exact_whether_the_sampled_bracket_holds_them_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bracket: Any, threads: int, scope: str
+) -> None:
+    if bracket is not None:
+        monkeypatch.setattr(statistics, "bracket_of", lambda share, runs: bracket)
+    monkeypatch.setattr(statistics, "RUN", 16)
     shapes = {f"layer.{i}.weight": (20, 30) for i in range(5)}
     base = {name: value.round() for name, value in random_state(0, shapes, scale=9.0).items()}
     states = [base, *({n: v + random_state(s, shapes)[n].round() for n, v in base.items()} for s in (1, 2))]
-    folders = [
-        write_model(tmp_path / f"m{i}", {n: v.bfloat16() for n, v in state.items()}) for i, state in enumerate(states)
-    ]
+    folders = [write_model(tmp_path / f"m{i}", {n: v.bfloat16() for n, v in s.items()}) for i, s in enumerate(states)]
     recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
-    recipe |= {"options": {"density": 0.3, "scope": request.param}, "output": {"dtype": "float32"}}
-
-    def spoil(factor: float) -> None:
-        guesses = statistics._guesses
-
-        def spoiled(plan: Any, jobs: Any, *how: int) -> list[Guess]:
-            wrong = factor if request.param == "model" or jobs[0].name == "layer.3.weight" else 1.0
-            return [Guess(one.value * wrong, exact=True) for one in guesses(plan, jobs, *how)]
-
-        monkeypatch.setattr(statistics, "_guesses", spoiled)
-
-    return recipe, [read_model(folder) for folder in folders], spoil
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.5, 2.0])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_merge_that_began_with_a_guess_is_exact_whether_it_was_right_or_wrong(
-    guessed: Any, tmp_path: Path, factor: float, threads: int
-) -> None:
-    recipe, states, spoil = guessed
-    spoil(factor)
-    result = gm.merge(recipe, tmp_path / "out", threads=threads, block=77)
-    base, *tuned = ([[float(v) for v in t.flatten()] for t in state.values()] for state in states)
-    if recipe["options"]["scope"] == "model":
-        base, *tuned = ([[value for tensor in state for value in tensor]] for state in (base, *tuned))
-    groups = [*zip(base, *tuned, strict=True)]
+    recipe |= {"options": {"density": 0.3, "scope": scope}, "output": {"dtype": "float32"}}
+    gm.merge(recipe, tmp_path / "out", threads=threads, block=77)
+    read = [read_model(folder) for folder in folders]
+    values = [[[float(v) for v in t.flatten()] for t in state.values()] for state in read]
+    if scope == "model":
+        values = [[[value for tensor in state for value in tensor]] for state in values]
+    groups = [*zip(*values, strict=True)]
     want = [value for own, *others in groups for value in slow.ties(own, others, [1.0, 1.0], 0.3)]
     got = [float(v) for name in states[0] for v in read_model(tmp_path / "out")[name].flatten()]
     assert got == pytest.approx(want, rel=1e-6)
-    # A wrong guess takes the merge, a search and the merge again, of what it was wrong for.
-    total, groups_wrong = 3 * 2 * len(want), 0 if factor == 1 else 1
-    assert result.bytes_read == total + 2 * total * groups_wrong // len(groups)
-
-
-@pytest.mark.parametrize(
-    ("factor", "begins", "nbytes"),
-    [(1.0, 1, 3000), (1.0, 1, 15000), (0.5, 1, 3000), (0.5, 1, 15000), (0.5, 2, 1500), (0.5, 3, 1500)],
-)
-def test_a_merge_that_began_with_a_guess_resumes_to_the_same_bytes(
-    guessed: Any, tmp_path: Path, factor: float, begins: int, nbytes: int
-) -> None:
-    """Stopped in the merge with the guess, and after a wrong one in the search and in the second merge."""
-    recipe, _, spoil = guessed
-    gm.merge(recipe, tmp_path / "one", block=77)
-    spoil(factor)
-    with pytest.raises(Stopped):
-        gm.merge(recipe, tmp_path / "two", block=77, progress=StopAfter(begins, nbytes))
-    assert not (tmp_path / "two").exists()
-    gm.merge(recipe, tmp_path / "two", block=77, resume=True)
-    assert weight_bytes(tmp_path / "one")["model.safetensors"] == weight_bytes(tmp_path / "two")["model.safetensors"]
-
-
-def test_an_error_that_only_a_wrong_guess_would_cause_is_none(tmp_path: Path, monkeypatch) -> None:
-    """Without the small entry of the second model the average is too large for float16."""
-    monkeypatch.setattr(statistics, "SAMPLE_FROM", 1)
-    values = [[10000.0, 0, 0, 0], [65000.0, 2, 1, 0], [10008.0, 4, 0, 0]]
-    folders = [
-        write_model(tmp_path / f"m{i}", {"w": torch.tensor(v, dtype=torch.float32)}) for i, v in enumerate(values)
-    ]
-    recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
-    recipe |= {"options": {"density": 0.5, "scale": 1.2}, "output": {"dtype": "float16"}}
-    monkeypatch.setattr(statistics, "_guess", lambda runs, share: Guess(16.0, exact=True))
-    gm.merge(recipe, tmp_path / "out")
-    want = [10000 + 1.2 * (55000 + 8) / 2, 1.2 * (2 + 4) / 2, 0, 0]
-    assert read_model(tmp_path / "out")["w"].tolist() == pytest.approx(want, rel=1e-3)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])

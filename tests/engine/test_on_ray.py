@@ -29,9 +29,9 @@ from gradmerge.engine.ray import crew as ray_crew, worker as on_worker
 from gradmerge.engine.ray.cluster import RayCluster
 from gradmerge.engine.ray.crew import Crew
 from gradmerge.engine.run import statistics
+from gradmerge.engine.run.fingerprint import files_read, fingerprint_of
 from gradmerge.engine.run.journal import NAME
-from gradmerge.engine.run.selection import Guess
-from gradmerge.engine.run.to_folder import MergeResult, files_read, fingerprint_of, merge_to_folder
+from gradmerge.engine.run.merge import MergeResult, merge_to_folder
 from gradmerge.errors import InputError, MachineError
 from gradmerge.io.atomic_dir import MARK
 from gradmerge.progress import NoProgress
@@ -142,20 +142,12 @@ def test_workers_load_the_file_of_a_rule(cluster: RayCluster, place: Path, tmp_p
     assert weight_bytes(tmp_path / "ray" / "out") == weight_bytes(tmp_path / "local" / "out")
 
 
-@pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("scope", ["model", "tensor"])
-def test_a_merge_that_begins_with_a_guess_of_the_thresholds_counts_on_the_workers_whether_it_is_right(
-    scope: str, right: bool, cluster: RayCluster, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_thresholds_outside_their_bracket_need_further_passes_over_the_workers(
+    scope: str, cluster: RayCluster, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_of("ties", place, options={"density": 0.3, "scope": scope})
-    with planned(recipe) as plan:
-        found = statistics.find_statistics(plan, 1).thresholds
-    guesses = {name: [Guess(value, exact=True) for value in own] for name, own in found.items()}
-    if not right:
-        one = next(iter(found))
-        guesses[one] = [Guess(2 * value, exact=True) for value in found[one]]
-    monkeypatch.setattr(statistics, "_sampled", lambda plan, _: statistics.ThresholdSearches(plan, guesses))
-    same(cluster, recipe, tmp_path, 2)
+    monkeypatch.setattr(statistics, "bracket_of", lambda share, runs: (0.0, 1e-9))
+    same(cluster, recipe_of("ties", place, options={"density": 0.3, "scope": scope}), tmp_path, 2)
 
 
 def kronecker(folder: Path) -> tuple[dict[str, Any], Path | None]:

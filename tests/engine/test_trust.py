@@ -15,12 +15,14 @@ import gradmerge as gm
 from gradmerge.api.merge import planned
 from gradmerge.engine.checks import step_size as trust
 from gradmerge.engine.checks.damping import find_damping
-from gradmerge.engine.checks.step_size import judge, trust_notes
+from gradmerge.engine.checks.step_size import check_step_size, step_sizes
+from gradmerge.engine.run.executor import LocalExecutor
 from gradmerge.notes import Kind, Note
 
 from ..making import SHAPES, near, random_curvature, random_state, read_model, three_models, write_model
 
 Case = dict[str, Any]
+REDUCE = LocalExecutor().reduce
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def spoil(case: Case, names: list[str], entries: int = 3, base: float = 0.0, tun
 
 def notes_of(case: Case) -> list[Note]:
     with planned(case) as plan:
-        return trust_notes(plan)
+        return check_step_size(plan, REDUCE)
 
 
 def flat(states: list[dict[str, Tensor]], names: list[str]) -> list[Tensor]:
@@ -87,8 +89,7 @@ def test_the_amplification_is_that_of_the_merge_itself(tame: Case, tmp_path: Pat
     gm.merge(tame, tmp_path / "out", accept_untrusted=True)
     states = [read_model(Path(p)) for p in (tame["base"], *(m["model"] for m in tame["models"]), tmp_path / "out")]
     with planned(tame) as plan:
-        (judged,) = judge(plan, [1e-3])
-    assert judged.looked_at == sum(math.prod(shape) for shape in SHAPES.values())
+        (judged,) = step_sizes(plan, [1e-3], REDUCE)
     groups = {
         "embed": ["embed.weight"],
         "layers.0": [n for n in SHAPES if n.startswith("layers.0")],
@@ -155,8 +156,9 @@ def test_penalty_and_shared_data_are_taken_into_account(tame: Case) -> None:
     assert notes_of(tame | {"base": {"model": tame["base"], "penalty": {"identity": 100.0}}})
     small = tame | {"damping": 1e-2}
     with planned(small) as plan, planned(small | {"options": {"base_saw_removed": True, "cap": "none"}}) as seen:
-        assert judge(seen, [1e-2])[0].whole.amplification > 2 * judge(plan, [1e-2])[0].whole.amplification
-        (note,) = trust_notes(seen)
+        longer, shorter = (step_sizes(some, [1e-2], REDUCE)[0].whole.amplification for some in (seen, plan))
+        assert longer > 2 * shorter
+        (note,) = check_step_size(seen, REDUCE)
     assert "strength" not in note
 
 
@@ -235,7 +237,7 @@ def test_the_damping_that_is_left_open_is_the_mean_of_the_removed_datas_curvatur
     found = set()
     for threads in (1, 3):
         with planned(tame) as plan:
-            find_damping(plan, threads)
+            find_damping(plan, LocalExecutor(threads).reduce)
             found.add(plan.inputs.damping_of(plan.rule))
     assert len(found) == 1 and found.pop() == pytest.approx(mean, rel=1e-12)
     tame["options"] = {}
@@ -254,7 +256,7 @@ def test_constants_and_missing_curvature_count_in_the_damping_that_is_left_open(
     gm.Curvature(sums, 1).save(Path(tame["models"][1]["model"]) / "curvature", force=True)
     tame["models"][0]["curvature"] = {"identity": 3.0}
     with planned(tame | {"damping": "auto", "missing": "zero"}) as plan:
-        find_damping(plan)
+        find_damping(plan, REDUCE)
         entries = sum(math.prod(shape) for shape in SHAPES.values())
         assert plan.inputs.mean_curvature == pytest.approx(3 + total / entries, rel=1e-6)
 
@@ -262,5 +264,5 @@ def test_constants_and_missing_curvature_count_in_the_damping_that_is_left_open(
 @pytest.mark.parametrize("method", ["gradient-matching", "fisher-averaging"])
 def test_elsewhere_the_damping_that_is_left_open_is_1e_10(tame: Case, method: str) -> None:
     with planned(tame | {"method": method, "damping": "auto", "options": {}}) as plan:
-        find_damping(plan)
+        find_damping(plan, REDUCE)
         assert plan.inputs.damping_of(plan.rule) == 1e-10 and plan.damping_read == 0

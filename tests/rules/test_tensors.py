@@ -17,10 +17,10 @@ import gradmerge as gm
 from gradmerge.checkpoints.checkpoint import Checkpoint
 from gradmerge.compare.candidates import Candidate, look_at
 from gradmerge.engine.plan.build import inputs_of, make_plan, open_plan
-from gradmerge.engine.run import reduce as measuring
-from gradmerge.engine.run.executor import run
+from gradmerge.engine.run import statistics
+from gradmerge.engine.run.executor import LocalExecutor, merge_blocks
 from gradmerge.engine.run.randomness import keep_mask, uniform
-from gradmerge.engine.run.statistics import find_statistics
+from gradmerge.engine.run.statistics import compute_statistics
 from gradmerge.recipe import make_recipe
 from gradmerge.rules import METHODS
 
@@ -87,10 +87,10 @@ def merge(
     plan = make_plan(made, inputs)
     plan.block = block
     result = {name: torch.empty_like(value) for name, value in (base or tuned[0]).items()}
-    run(
+    merge_blocks(
         plan,
-        find_statistics(plan, threads),
-        lambda done: result[done.job.name].view(-1)[slice(*done.place)].copy_(done.values),
+        compute_statistics(plan, LocalExecutor(threads).reduce),
+        lambda done: result[done.job.name].view(-1)[done.start : done.stop].copy_(done.values),
         threads=threads,
     )
     return result
@@ -220,7 +220,7 @@ def test_neither_blocks_nor_threads_nor_chunks_change_a_result(label: str, monke
     for block, threads in ((7, 1), (30, 3)):
         got = merge(base, tuned, method, weights, options, block, threads)
         assert all(torch.equal(got[name], want[name]) for name in want)
-    monkeypatch.setattr(measuring, "CHUNK", 11)  # sums in other pieces: the same but for rounding
+    monkeypatch.setattr(statistics, "CHUNK", 11)  # sums in other pieces: the same but for rounding
     other = merge(base, tuned, method, weights, options)
     assert all(torch.allclose(other[name], want[name], atol=1e-6) for name in want)
 

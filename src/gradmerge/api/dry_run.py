@@ -18,8 +18,9 @@ from ..curvature.kronecker import MAX_KRONECKER_DIM, factors_for, stored_alone
 from ..curvature.offload import blocks_of
 from ..curvature.per_example_gradients import is_conv1d
 from ..engine.checks.coefficients import coefficient_notes
-from ..engine.checks.step_size import trust_notes
+from ..engine.checks.step_size import check_step_size
 from ..engine.plan.penalties import used
+from ..engine.run.executor import LocalExecutor
 from ..errors import InputError
 from ..io.reader import close_files, open_files
 from ..io.writer import split_into_shards
@@ -127,8 +128,9 @@ def dry_run_merge(
     with planned(recipe, **allowed) as plan:
         # Finding the damping is part of finding notes, and nothing is left to read for it afterwards.
         bytes_read = plan.total_read + plan.statistics_read + plan.damping_read
-        plan.note(trust_notes(plan, threads))
-        plan.note(coefficient_notes(recipe, plan, threads))
+        reduce = LocalExecutor(threads).reduce
+        plan.note(check_step_size(plan, reduce))
+        plan.note(coefficient_notes(recipe, plan, reduce))
         plan.note(license_notes(read_all_metadata(plan.inputs.checkpoints), recipe.output.license))
         job = JobSize(
             bytes_read=bytes_read,
@@ -144,14 +146,14 @@ def dry_run_merge(
             for c in inputs.checkpoints
         ]
         for c in inputs.curvatures:
-            nbytes = sum(c.nbytes(job.name) for job in plan.merged)
+            nbytes = sum(c.nbytes(name) for name in plan.merged_tensors)
             sources.append({"source": c.label, "kind": "curvature", "bytes": nbytes})
         facts = {
             "method": recipe.method,
             "options": {name: plain(value) for name, value in inputs.options.items()},
             "inputs": sources,
-            "merged_tensors": len(plan.merged),
-            "copied_tensors": len(plan.jobs) - len(plan.merged),
+            "merged_tensors": len(plan.merged_tensors),
+            "copied_tensors": plan.copied_tensors,
             **used(recipe, plan),
             "output": str(out) if out else None,
             "output_files": 1 if adapter else sum(len(split_into_shards(t, recipe.output.shard_size)) for t in outputs),

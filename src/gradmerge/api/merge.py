@@ -15,7 +15,7 @@ from ..arguments import checked
 from ..engine.adapter.to_adapter import merge_to_adapter
 from ..engine.plan.build import open_plan
 from ..engine.plan.plan import BLOCK, Plan
-from ..engine.run.to_folder import MergeResult, merge_to_folder
+from ..engine.run.merge import MergeResult, merge_to_folder
 from ..engine.thread_pool import allow_many_files
 from ..errors import InputError
 from ..progress import Progress, shown

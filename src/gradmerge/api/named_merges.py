@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..engine.input_state import recipe_paths
-from ..engine.run.to_folder import MergeResult
+from ..engine.run.merge import MergeResult
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
 from ..io.reader import local_path

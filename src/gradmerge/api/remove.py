@@ -17,7 +17,7 @@ from ..cards.eval_results import evaluation
 from ..curvature.kronecker import MAX_KRONECKER_DIM
 from ..curvature.losses import ExampleLoss, loss_named
 from ..engine.input_state import changed, model_paths, state_of
-from ..engine.run.to_folder import MergeResult
+from ..engine.run.merge import MergeResult
 from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown

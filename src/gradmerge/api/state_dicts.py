@@ -16,9 +16,9 @@ from ..curvature.kronecker import KroneckerCurvature
 from ..engine.checks.damping import find_damping
 from ..engine.plan.build import inputs_of, make_plan
 from ..engine.plan.inputs import CurvatureInput
-from ..engine.plan.plan import torch_type
-from ..engine.run.executor import MergedBlock, run
-from ..engine.run.statistics import find_statistics
+from ..engine.plan.jobs import MergeOptions, torch_type
+from ..engine.run.executor import LocalExecutor, MergedBlock, merge_blocks
+from ..engine.run.statistics import compute_statistics
 from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
 from ..recipe.rule_file import is_rule_file, load_rule
@@ -131,17 +131,18 @@ def merge_state_dicts(
         every = [_in_memory(c, f"curvature[{i}]", recipe, method) for i, c in enumerate(curvature)]
         inputs.curvature, inputs.grams = ([], every) if "grams" in needs else (every, [])
     plan = make_plan(recipe, inputs)
-    result = {job.name: torch.empty(job.info.shape, dtype=torch_type(job.info)) for job in plan.jobs}
+    infos = {name: info for job in plan.jobs for name, info in job.tensors.items()}
+    result = {name: torch.empty(info.shape, dtype=torch_type(info)) for name, info in infos.items()}
 
     def put(block: MergedBlock) -> None:
-        result[block.job.name].view(-1)[slice(*block.place)] = block.values
-        for name, values in block.beside.items():
-            result[name].view(-1)[:] = values
+        for name, values in block.tensors.items():
+            result[name].view(-1)[block.start : block.start + len(values)] = values
 
-    threads = threads or default_threads()
-    find_damping(plan, threads)
-    statistics = find_statistics(plan, threads)
-    run(plan, statistics, put, threads=threads, device=device, allow_nonfinite=allow_nonfinite)
+    executor = LocalExecutor(threads or default_threads())
+    find_damping(plan, executor.reduce)
+    statistics = compute_statistics(plan, executor.reduce)
+    how = MergeOptions(torch.device(device), allow_nonfinite)
+    merge_blocks(plan, statistics, put, threads=executor.threads, options=how)
     template = base if base is not None else tuned[0]
     return {name: value.to(template[name].device) for name, value in result.items()}
 

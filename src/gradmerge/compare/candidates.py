@@ -12,14 +12,15 @@ from torch import Tensor
 from ..checkpoints.checkpoint import Buffers, Checkpoint
 from ..engine.checks.coefficients import coefficient_notes
 from ..engine.checks.damping import find_damping
-from ..engine.checks.step_size import trust_notes
-from ..engine.plan.build import problems_of_layers, problems_of_scope, rehearse
-from ..engine.plan.inputs import USUAL_DAMPING
-from ..engine.plan.kronecker_layers import joined, parted, pieces_of, read_layer, solve_layer
-from ..engine.plan.plan import Job, Plan, Unit, rule_arguments
-from ..engine.run.reading import random_inputs, read_block, shaped
+from ..engine.checks.step_size import check_step_size
+from ..engine.plan.build import dry_check_rule, scope_problems
+from ..engine.plan.inputs import CONSTANT_DAMPING
+from ..engine.plan.jobs import BlockJob, Job, LayerJob, random_inputs, rule_arguments
+from ..engine.plan.match_curvature import Layer, layer_option_problems
+from ..engine.plan.plan import Block as PlanBlock, Plan
+from ..engine.run.executor import LocalExecutor
 from ..engine.run.reduce import Advance
-from ..engine.run.statistics import Statistics, find_statistics
+from ..engine.run.statistics import Statistics, compute_statistics
 from ..engine.thread_pool import run_parallel, with_buffers
 from ..errors import InputError
 from ..notes import Note
@@ -68,17 +69,17 @@ class Block:
 
     def part_of(self, state: Mapping[str, Tensor]) -> Tensor:
         """The same stretch of other tensors by these names, such as a gradient; 0 where there are none."""
-        parts = []
-        for job in pieces_of(self.job):
-            whole = state[job.name].reshape(-1) if job.name in state else torch.zeros(job.info.numel)
-            parts.append(whole[self.start : self.stop if job is self.job else None].double())
-        return parts[0] if self.job.layer is None else joined(self.job, parts)
+        if isinstance(self.job, LayerJob):
+            tensors = self.job.tensors.items()
+            parts = [state[n].reshape(-1) if n in state else torch.zeros(info.numel) for n, info in tensors]
+            return self.job.join_bias([part.double() for part in parts])
+        if self.job.name not in state:
+            return torch.zeros(self.stop - self.start, dtype=torch.float64)
+        return state[self.job.name].reshape(-1)[self.start : self.stop].double()
 
-    def tensors_of(self, merged: Tensor) -> list[tuple[Job, int, int, Tensor]]:
-        """What a candidate has in the tensors that are stored: job, start, stop and flat values."""
-        if self.job.layer is None:
-            return [(self.job, self.start, self.stop, merged)]
-        return [(job, 0, job.info.numel, values) for job, values in parted(self.job, merged)]
+    def tensors_of(self, merged: Tensor) -> dict[str, Tensor]:
+        """The flat values of a candidate by tensor of the result, from ``start`` on."""
+        return self.job.split_bias(merged) if isinstance(self.job, LayerJob) else {self.job.name: merged}
 
 
 Visit = Callable[[Block], None]
@@ -105,24 +106,25 @@ def look_at(
     runners = [_Runner(plan, candidate, threads, known) for candidate in candidates]
     # Blocks are cut so that every candidate can work with them.
     grain = coarsest(runner.grain for runner in runners)
-    cut = [job if job.rule is None or job.layer or job.inside else replace(job, grain=grain) for job in plan.jobs]
+    cut = [replace(job, granularity=grain) if isinstance(job, BlockJob) else job for job in plan.jobs]
 
-    def work(buffers: Buffers, item: tuple[int, Unit]) -> None:
+    def work(buffers: Buffers, item: tuple[int, PlanBlock]) -> None:
         number, unit = item
         job = unit.job
         masks: Masks = {}
-        if job.layer is not None:
-            tensors = read_layer(plan, job)
-            merged = [runner.layer(unit, tensors, buffers) for runner in runners]
+        if isinstance(job, LayerJob):
+            tensors = job.read(plan)
+            merged = [runner.layer(job, tensors, buffers) for runner in runners]
         else:
-            tensors = read_block(plan, job, unit.start, unit.stop, buffers)
-            merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
+            assert isinstance(job, BlockJob)
+            tensors = job.read(plan, unit.start, unit.stop, buffers)
+            merged = [runner.block(job, unit.start, unit.stop, tensors, masks, buffers) for runner in runners]
         read = (tensors["base"], tensors["tuned"], tensors.get("prior"))
         more = (tensors.get("curvature") or [], tensors.get("penalty") or [])
         visit(Block(job, unit.start, unit.stop, *read, *more, merged, number))
         advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
 
-    units = (unit for unit in replace(plan, jobs=cut).units() if unit.job.rule is not None)
+    units = (unit for unit in replace(plan, jobs=cut).blocks() if unit.job.rule is not None)
     run_parallel(enumerate(units), with_buffers(work), threads)
 
 
@@ -144,7 +146,7 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
     inputs = replace(plan.inputs, settings=settings, options=options)
     if candidate.damping is not None:
         inputs.damping_is_open = candidate.damping == "auto"
-        inputs.damping = USUAL_DAMPING if candidate.damping == "auto" else candidate.damping
+        inputs.damping = CONSTANT_DAMPING if candidate.damping == "auto" else candidate.damping
     weights = candidate.weights
     if weights is not None and len(weights) != len(inputs.tuned):
         raise InputError(f"{candidate.name}: {len(weights)} weights for {len(inputs.tuned)} models")
@@ -154,24 +156,28 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
         raise InputError(f"{rule.name} needs the curvature of the base, which has none here")
     if plan.layers and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
         raise InputError(f"{rule.name} takes diagonals, and the curvature of these models is Kronecker")
-    layers = {
-        job.name: (job.layer.transposed, job.layer.bias.name if job.layer.bias else None)
-        for job in plan.layers
-        if job.layer
-    }
-    problems = problems_of_scope(inputs)
+    layers = {job.name: Layer(job.transposed, job.bias[0] if job.bias else None) for job in plan.layers}
+    problems = scope_problems(inputs)
     if layers and rule.layers is not None:
-        problems += problems_of_layers(candidate.options or {}, inputs, layers)
+        problems += layer_option_problems(candidate.options or {}, inputs, layers)
     if problems:
         raise InputError(problems[0])
     needs = frozenset(rule.needs(options)) - (set() if inputs.penalty else rule.optional & {"penalty"})
-    jobs = [
-        job if job.rule is None else replace(job, rule=rule, grain=rule.granularity_of(settings.of(job.name).options))
-        for job in plan.jobs
-    ]
-    own = Plan(rule, inputs, jobs, needs | {"base"})
-    rehearse(own)
-    find_damping(own)
+
+    def jobs_of(job: Job) -> list[Job]:
+        if job.rule is None:
+            return [job]
+        if isinstance(job, LayerJob) and rule.layers is not None:
+            return [replace(job, rule=rule)]
+        granularity = rule.granularity_of(settings.of(job.name).options)
+        return [
+            BlockJob(name, info, rule=rule, compute=job.compute, granularity=granularity)
+            for name, info in job.tensors.items()
+        ]
+
+    own = Plan(rule, inputs, [other for job in plan.jobs for other in jobs_of(job)], needs | {"base"})
+    dry_check_rule(own)
+    find_damping(own, LocalExecutor().reduce)
     plan.inputs.mean_curvature = own.inputs.mean_curvature  # found once for all candidates
     return own
 
@@ -181,7 +187,8 @@ def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
     if not recipe.rule.checks or plan.inputs.prior is None:
         return []
     own = plan_of(plan, Candidate(recipe.method, recipe.method, options=recipe.options, own=recipe.own_options))
-    return [*trust_notes(own, threads), *coefficient_notes(recipe, own, threads)]
+    reduce = LocalExecutor(threads).reduce
+    return [*check_step_size(own, reduce), *coefficient_notes(recipe, own, reduce)]
 
 
 class _Runner:
@@ -193,7 +200,7 @@ class _Runner:
         self._candidate = candidate
         if (model := candidate.model) is not None:
             there = {name: info.shape for name, info in model.tensors.items()}
-            wrong = [job.name for job in plan.merged if there.get(job.name) != job.info.shape]
+            wrong = [name for name, info in plan.merged_tensors.items() if there.get(name) != info.shape]
             if wrong:
                 raise InputError(
                     f"{model.label}: is no merge of these models: {wrong[0]} is missing or has another shape"
@@ -201,40 +208,42 @@ class _Runner:
             return
         self._plan = plan_of(plan, candidate)
         rule, options = self._plan.rule, self._plan.inputs.options
-        self._jobs = {job.name: job for job in self._plan.merged}
-        self.grain = coarsest(job.grain for job in self._jobs.values())
+        self._jobs = {job.name: job for job in self._plan.block_jobs}
+        self.grain = coarsest(job.granularity for job in self._jobs.values())
         own = rule.name if self._plan.measures or rule.ranks not in (None, largest) else ""
         told = options if own else {name: options.get(name) for name in ("density", "scope")}
         key = repr((own, rule.ranks is not None, sorted(told.items())))
         if key not in measured:
-            measured[key] = find_statistics(self._plan, threads)
+            measured[key] = compute_statistics(self._plan, LocalExecutor(threads).reduce)
         self._statistics = measured[key]
 
-    def layer(self, unit: Unit, tensors: Mapping[str, Any], buffers: Buffers) -> Tensor:
+    def layer(self, job: LayerJob, tensors: Mapping[str, Any], buffers: Buffers) -> Tensor:
         """The matrix [W b] of a layer with Kronecker curvature; rules for entries see its tensors one by one."""
-        job = unit.job
         if self._candidate.model is None and self._plan.rule.layers is not None:
-            return solve_layer(self._plan, self._plan.rule, tensors, job.name)
-        split = [parted(job, matrix) for matrix in (tensors["base"], *tensors["tuned"])]
+            return replace(job, rule=self._plan.rule).solve(self._plan, tensors)
+        split = [job.split_bias(matrix) for matrix in (tensors["base"], *tensors["tuned"])]
         parts = []
-        for place, piece in enumerate(pieces_of(job)):
-            base, *tuned = (matrix[place][1] for matrix in split)
-            block = self.block(Unit(0, piece, 0, piece.info.numel), {"base": base, "tuned": tuned}, {}, buffers)
+        for name, info in job.tensors.items():
+            base, *tuned = (values[name] for values in split)
+            piece = BlockJob(name, info, rule=job.rule, compute=job.compute)
+            block = self.block(piece, 0, info.numel, {"base": base, "tuned": tuned}, {}, buffers)
             parts.append(block.double().clone())
-        return joined(job, parts)
+        return job.join_bias(parts)
 
-    def block(self, unit: Unit, tensors: Mapping[str, Any], masks: Masks, buffers: Buffers) -> Tensor:
-        candidate, job = self._candidate, unit.job
+    def block(
+        self, job: BlockJob, start: int, stop: int, tensors: Mapping[str, Any], masks: Masks, buffers: Buffers
+    ) -> Tensor:
+        candidate = self._candidate
         if candidate.model is not None:
-            block = candidate.model.read(job.name, unit.start, unit.stop, buffers, f"candidate {candidate.name}")
+            block = candidate.model.read(job.name, start, stop, buffers, f"candidate {candidate.name}")
             return block.to(job.compute)
         plan, numbers = self._plan, self._plan.inputs.settings.of(job.name)
-        own: dict[str, Any] = {**tensors, **self._statistics.of(job.name)}
+        own: dict[str, Any] = {**tensors, **self._statistics.inputs_of(job.name)}
         for name in plan.needs & {"kept", "uniform"}:
             key = f"{name} {numbers.options['seed']} {numbers.options['density'] if name == 'kept' else ''}"
             if key not in masks:
-                masks[key] = random_inputs(plan, name, job.name, unit.start, unit.stop)
+                masks[key] = random_inputs(plan, name, job.name, start, stop)
             own[name] = masks[key]
-        own = shaped(self._jobs[job.name], unit.start, unit.stop, own)
+        own = self._jobs[job.name].shaped(start, stop, own)
         merged: Tensor = plan.rule(**rule_arguments(plan.rule, plan, own, numbers))
-        return merged.reshape(-1) if merged.numel() == unit.stop - unit.start else merged.expand(unit.stop - unit.start)
+        return merged.reshape(-1) if merged.numel() == stop - start else merged.expand(stop - start)

@@ -17,7 +17,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.open import open_checkpoint
 from ..curvature.summary import group_of
 from ..display import Displayed, View
-from ..engine.plan.kronecker_layers import open_damping
+from ..engine.plan.jobs import LayerJob
 from ..engine.plan.plan import Plan
 from ..errors import InputError
 from ..progress import NoProgress, Progress
@@ -266,9 +266,9 @@ def _solved(plan: Plan, block: Block, residual: Tensor) -> Tensor:
     inputs, prior = plan.inputs, block.prior
     weights = inputs.settings.of(block.job.name).weights
     assert prior is not None
-    if block.job.layer is not None:
+    if isinstance(block.job, LayerJob):
         one, rule = residual.new_ones(()), METHODS["gradient-matching"]
-        damping = open_damping(plan, rule, {"curvature": block.curvature, "base": block.base}, block.job.name)
+        damping = block.job.damping(plan, rule, {"curvature": block.curvature, "base": block.base})
         parts = [(1.0, sound(prior)), (inputs.damping if damping is None else damping, one)]
         parts += [(weight, sound(h)) for weight, h in zip(weights, block.curvature, strict=True)]
         with contextlib.suppress(ValueError):

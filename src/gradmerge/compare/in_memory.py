@@ -13,7 +13,8 @@ from ..checkpoints.checkpoint import Buffers, Checkpoint
 from ..curvature.batches import moved
 from ..curvature.checkpoint_names import stored_tensors
 from ..curvature.losses import labels_of, logits_of
-from ..engine.plan.plan import Plan, torch_type
+from ..engine.plan.jobs import torch_type
+from ..engine.plan.plan import Plan
 from ..engine.run.rounding import rounded
 from ..errors import InputError
 from ..io.reader import local_path
@@ -45,15 +46,18 @@ def materialise(
     ``between`` is called after every block, from several threads; what it raises ends the work.
     """
     states: list[State] = [{} for _ in candidates]
-    for job in plan.jobs:
-        copied = _whole(plan.inputs.template, job.name) if job.rule is None else None
+    merged_tensors = plan.merged_tensors
+    infos = {name: info for job in plan.jobs for name, info in job.tensors.items()}
+    for name, info in infos.items():
+        copied = None if name in merged_tensors else _whole(plan.inputs.template, name)
         for state in states:
-            state[job.name] = torch.empty(job.info.shape, dtype=torch_type(job.info)) if copied is None else copied
+            state[name] = torch.empty(info.shape, dtype=torch_type(info)) if copied is None else copied
 
     def visit(block: Block) -> None:
         for state, merged in zip(states, block.merged, strict=True):
-            for job, start, stop, values in block.tensors_of(merged):
-                state[job.name].view(-1)[start:stop] = rounded(values, torch_type(job.info))
+            for name, values in block.tensors_of(merged).items():
+                stored = rounded(values, torch_type(infos[name]))
+                state[name].view(-1)[block.start : block.start + len(stored)] = stored
         between()
 
     look_at(plan, candidates, visit, threads=threads, measured=measured)

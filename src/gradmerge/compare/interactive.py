@@ -177,7 +177,7 @@ class Moves(Evaluator):
 
     def measure(self, setting: Setting, stop: Stop, share: Share) -> Outcome:
         """Form a setting and evaluate it on the data of every task; the first time, the models before it."""
-        blocks = sum(1 for unit in self.plan.units() if unit.job.rule is not None)
+        blocks = sum(block.job.rule is not None for block in self.plan.blocks())
         # Answers are written in about as many batches as there are.
         every = [(2 if one.generation else 1, one.loaded) for one in self._data.values()]
         batches = sum(times * math.ceil(loaded.examples / loaded.batch_size) for times, loaded in every)

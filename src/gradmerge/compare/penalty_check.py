@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..engine.plan.inputs import Inputs
-from ..engine.plan.kronecker_layers import open_damping
+from ..engine.plan.jobs import LayerJob
 from ..engine.plan.plan import Plan
 from ..recipe import Recipe, reduction_factor
 from ..rules.kronecker_matching import applied
@@ -103,8 +103,8 @@ def find_gauges(
 def _damping(plan: Plan, block: Block) -> float:
     """δ of H_0; a layer with Kronecker curvature may have one of its own."""
     own = None
-    if block.job.layer is not None:
-        own = open_damping(plan, plan.rule, {"curvature": block.curvature, "base": block.base}, block.job.name)
+    if isinstance(block.job, LayerJob):
+        own = block.job.damping(plan, plan.rule, {"curvature": block.curvature, "base": block.base})
     return plan.inputs.damping_of(plan.rule) if own is None else own
 
 

@@ -38,8 +38,8 @@ class ResidentCurvature(CurvatureInput):
 
     def _stored(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
         if name not in self._whole:
-            assert self._own_shapes is not None
-            numel = torch.Size(self._own_shapes[name]).numel()
+            assert self._stored_shapes is not None
+            numel = torch.Size(self._stored_shapes[name]).numel()
             self._whole[name] = super()._stored(name, 0, numel, Buffers(), slot).reshape(-1).clone()
         return self._whole[name][start:stop]
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from ..curvature.summary import group_of
-from ..engine.plan.plan import Job, Plan, Unit
+from ..engine.plan.jobs import BlockJob, Job
+from ..engine.plan.plan import Block, Plan
 from ..recipe import Recipe
 from .grid import Setting
 from .predictor import Predictor
@@ -27,18 +28,16 @@ class SampledPlan(Plan):
 
     share: float = 1.0
 
-    def units(self) -> Iterator[Unit]:
+    def blocks(self) -> Iterator[Block]:
         number = 0
         for job in self.jobs:
-            if job.inside:
-                continue
             for start in self._starts(job):
-                yield Unit(number, job, start, min(start + self._run(job), job.info.numel))
+                yield Block(number, job, start, min(start + self._run(job), job.info.numel))
                 number += 1
 
     def _run(self, job: Job) -> int:
-        whole = job.rule is None or job.whole or job.grain != "entries"
-        return max(1, job.info.numel) if whole else min(RUN, max(1, job.info.numel))
+        cut = isinstance(job, BlockJob) and job.granularity == "entries"
+        return min(RUN, max(1, job.info.numel)) if cut else max(1, job.info.numel)
 
     def _starts(self, job: Job) -> list[int]:
         run = self._run(job)

@@ -17,8 +17,9 @@ from ...checkpoints.views import is_same
 from ...errors import InputError
 from ...io.reader import TensorInfo
 from ...recipe import Recipe
-from ..plan.plan import Job, Plan, Unit, torch_type
-from ..run.executor import MergedBlock, run
+from ..plan.jobs import Job, LayerJob, MergeOptions, torch_type
+from ..plan.plan import Block, Plan
+from ..run.executor import MergedBlock, merge_blocks
 from ..run.linear import linear_weights
 from ..run.rounding import rounded
 from ..run.statistics import Statistics
@@ -52,11 +53,12 @@ class Changes:
         self.adapters = own if len(own) == len(tuned) else []
         """The models, if all of them are adapters of the base."""
         self.layout = AdapterLayout(self.base, own)
-        self._numbers = {job.name: number for number, job in enumerate(self.plan.jobs)}
+        self._numbers = {name: number for number, name in enumerate(self.stored)}
+        self.jobs = {name: job for job in self.plan.jobs for name in job.tensors}
         self._lock = threading.Lock()
-        self.units: dict[str, list[Unit]] = defaultdict(list)
-        for unit in self.plan.units():
-            self.units[unit.job.name].append(unit)
+        self.blocks: dict[str, list[Block]] = defaultdict(list)
+        for block in self.plan.blocks():
+            self.blocks[block.job.name].append(block)
         self._dtype = getattr(torch, self.recipe.output.dtype, torch.float32)  # also for `auto` and `widest`
         if self.recipe.output.rank is None:
             self._require_exact()
@@ -84,15 +86,14 @@ class Changes:
 
     def find(self, job: Job) -> Iterator[int]:
         """Find the change of a tensor, and of a bias with it, unless an earlier run has; the units that were read."""
-        if job.inside:
-            return
+        bias = job.bias[0] if isinstance(job, LayerJob) and job.bias is not None else None
         path = self._path(job.name)
         if (done := read_part(path)) is not None:
             self.parts[job.name] = done
-            if job.layer is None or job.layer.bias is None:
+            if bias is None:
                 return
-            if (bias := read_part(self._path(job.layer.bias.name))) is not None:
-                self.parts[job.layer.bias.name] = bias
+            if (part := read_part(self._path(bias))) is not None:
+                self.parts[bias] = part
                 return
         touching = [adapter for adapter in self.adapters if adapter.changes(job.name)]
         weights = linear_weights(self.plan, job) if self.adapters else None
@@ -103,36 +104,30 @@ class Changes:
         else:
             whole = any(adapter.changes(job.name) and job.name not in adapter.factors for adapter in self.adapters)
             self._through_rule(job, whole)
-            yield from (unit.number for unit in self.units[job.name])
+            yield from (block.number for block in self.blocks[job.name])
 
     def _path(self, name: str, suffix: str = "") -> Path:
         return self.folder / f"{self._numbers[name]:06d}{suffix}.safetensors"
 
     def _moves(self, job: Job) -> bool:
         """Whether a tensor that no model changes is changed by the rule all the same: its first block tells."""
-        unit = self.units[job.name][0]
+        first = self.blocks[job.name][0]
         moved = []
 
         def put(block: MergedBlock) -> None:
             moved.append(_differs(block.values.double(), self._read(block)))
 
-        self._run([unit], put)
+        self._run([first], put)
         return any(moved)
 
     def _read(self, block: MergedBlock) -> Tensor:
         """The same block of the base."""
-        return self.base.read(block.job.name, *block.place, Buffers()).to(torch.float64)
+        return self.base.read(block.job.name, block.start, block.stop, Buffers()).to(torch.float64)
 
-    def _run(self, units: list[Unit], put: Callable[[MergedBlock], None]) -> None:
+    def _run(self, blocks: list[Block], put: Callable[[MergedBlock], None]) -> None:
         assert self.statistics is not None
-        run(
-            self.plan,
-            self.statistics,
-            put,
-            units=units,
-            device=self.device,
-            allow_nonfinite=self.allow_nonfinite,
-        )
+        options = MergeOptions(torch.device(self.device), self.allow_nonfinite)
+        merge_blocks(self.plan, self.statistics, put, blocks=blocks, options=options)
 
     def _side_by_side(self, job: Job, weights: dict[AdapterCheckpoint, float]) -> Part:
         """The factors of all adapters, each B with its weight: their product is the weighted sum of their products."""
@@ -165,14 +160,14 @@ class Changes:
 
     def _through_rule(self, job: Job, whole: bool, suffix: str = "") -> None:
         """Merge a tensor, and keep its difference from the base as factors, or all of it ``whole``."""
-        bias = job.layer.bias if job.layer is not None else None
+        bias = job.bias[0] if isinstance(job, LayerJob) and job.bias is not None else None
         whole = whole or not self._place_if_changed(job.name)
         merged = torch.empty(job.info.numel, dtype=torch_type(self.stored[job.name]) if whole else torch.float32)
         moved: list[bool] = []
         norms: list[float] = []
 
         def put(block: MergedBlock) -> None:
-            (start, stop), base = block.place, self._read(block)
+            start, stop, base = block.start, block.stop, self._read(block)
             values = block.values.double()
             moved.append(_differs(values, base))
             if whole:
@@ -180,10 +175,10 @@ class Changes:
                 norms.append(squares(values - base))
             else:
                 merged[start:stop] = values - base
-            if bias is not None and bias.name in block.beside:
-                self._keep_bias(bias, block.beside[bias.name].double())
+            if bias is not None:
+                self._keep_bias(bias, block.tensors[bias].double())
 
-        self._run(self.units[job.name], put)
+        self._run(self.blocks[job.name], put)
         self._count(self.plan.bytes_read(job) + self.base.tensors[job.name].nbytes)
         path = self._path(job.name, suffix)
         if not any(moved) and not suffix:
@@ -200,12 +195,13 @@ class Changes:
             self._check_finite(job, found.b, found.a)
             self.parts[job.name] = write_part(path, self._shaped(job, found.b, found.a), found.norm, found.lost)
 
-    def _keep_bias(self, bias: Job, values: Tensor) -> None:
-        base = self.base.read(bias.name, 0, bias.info.numel, Buffers()).double()
+    def _keep_bias(self, bias: str, values: Tensor) -> None:
+        info = self.stored[bias]
+        base = self.base.read(bias, 0, info.numel, Buffers()).double()
         kept = {}
         if _differs(values.flatten(), base):
-            kept["whole"] = rounded(values, torch_type(self.stored[bias.name])).reshape(bias.info.shape)
-        self.parts[bias.name] = write_part(self._path(bias.name), kept, squares(values.flatten() - base))
+            kept["whole"] = rounded(values, torch_type(info)).reshape(info.shape)
+        self.parts[bias] = write_part(self._path(bias), kept, squares(values.flatten() - base))
 
     def _place_if_changed(self, name: str) -> bool:
         """Whether LoRA can hold the change of a tensor."""
@@ -214,22 +210,22 @@ class Changes:
         except InputError:  # said where it has changed indeed
             return False
 
-    def whole(self, job: Job) -> Part:
+    def whole(self, name: str) -> Part:
         """A tensor as it is after the merge, whatever was kept of it before."""
-        part = self.parts.get(job.name)
+        part = self.parts.get(name)
         if part is not None and part.is_whole:
             return part
         if part is not None and part.keys:
-            self._through_rule(job, whole=True, suffix="-whole")
-            return self.parts[job.name]
-        self.parts[job.name] = self.of_base(job)
-        return self.parts[job.name]
+            self._through_rule(self.jobs[name], whole=True, suffix="-whole")
+            return self.parts[name]
+        self.parts[name] = self.of_base(name)
+        return self.parts[name]
 
-    def of_base(self, job: Job) -> Part:
+    def of_base(self, name: str) -> Part:
         """A tensor as it is in the base."""
-        info = self.base.tensors[job.name]
-        values = self.base.read(job.name, 0, info.numel, Buffers()).reshape(info.shape)
-        return write_part(self._path(job.name, "-base"), {"whole": values})
+        info = self.base.tensors[name]
+        values = self.base.read(name, 0, info.numel, Buffers()).reshape(info.shape)
+        return write_part(self._path(name, "-base"), {"whole": values})
 
 
 def _differs(values: Tensor, base: Tensor) -> bool:

@@ -63,8 +63,8 @@ class WrittenAdapter:
 def lay_out(changes: Changes) -> WrittenAdapter:
     """The parts under their names in the adapter, with whatever else the modules that are saved whole hold."""
     layout, parts = changes.layout, changes.parts
-    for job in changes.plan.merged:  # in the order of the plan, whichever thread was first
-        parts[job.name] = parts.pop(job.name)
+    for name in changes.plan.merged_tensors:  # in the order of the plan, whichever thread was first
+        parts[name] = parts.pop(name)
     configs = [read_adapter_config(c.folder) for c in changes.adapters if c.folder is not None]
     task = task_of_adapter(changes.base, configs)
     factors = {name: layout.place(name) for name, part in parts.items() if "A" in part.keys}
@@ -73,8 +73,7 @@ def lay_out(changes: Changes) -> WrittenAdapter:
     biases = {name: place for name, place in others.items() if place.parameter == "bias" and place.module in narrow}
     modules = _modules_to_save(layout, [name for name in others if name not in biases], task)
     saved = {name: place for module in modules for name, place in layout.below(module).items()}
-    jobs = {job.name: job for job in changes.plan.jobs}
-    entries = {place.key: (changes.whole(jobs[name]), "whole") for name, place in saved.items()}
+    entries = {place.key: (changes.whole(name), "whole") for name, place in saved.items()}
     tied = {other.key: (parts[name], "whole") for name in saved for other in layout.tied(name)}
     factors = {name: place for name, place in factors.items() if name not in saved}
     biases = {name: place for name, place in biases.items() if name not in saved}
@@ -106,17 +105,16 @@ def _all_biases(changes: Changes, factors: Mapping[str, Place], modules: Sequenc
     Under the names that PEFT gives them: those of modules that are saved whole come twice, as they are and were.
     """
     narrow = {place.module for place in factors.values()}
-    jobs = {job.name: job for job in changes.plan.jobs}
     found = {}
     for name, place in changes.layout.below("").items():
         if place.parameter != "bias":
             continue
-        merged = (changes.whole(jobs[name]), "whole")
+        merged = (changes.whole(name), "whole")
         module = next((m for m in modules if f"{place.module}.".startswith(f"{m}.")), None)
         if module is not None:
             rest = place.key.removeprefix(f"{PREFIX}{module}.")
             found[f"{PREFIX}{module}.modules_to_save.{rest}"] = merged
-            found[f"{PREFIX}{module}.original_module.{rest}"] = (changes.of_base(jobs[name]), "whole")
+            found[f"{PREFIX}{module}.original_module.{rest}"] = (changes.of_base(name), "whole")
         else:
             inner = "base_layer.bias" if place.module in narrow else "bias"
             found[f"{PREFIX}{place.module}.{inner}"] = merged

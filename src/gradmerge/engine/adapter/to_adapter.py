@@ -14,16 +14,19 @@ import torch
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.lora import AdapterCheckpoint
 from ...checkpoints.views import is_same
-from ...errors import InputError, MachineError
+from ...errors import InputError
 from ...io.atomic_dir import AtomicDir
 from ...io.reader import TensorInfo
 from ...progress import NoProgress, Progress
 from ...recipe import Recipe
-from ..input_state import changed, recipe_paths, state_of
-from ..plan.plan import Job, Plan
+from ..input_state import recipe_paths, state_of
+from ..plan.jobs import Job, LayerJob
+from ..plan.plan import Plan
+from ..run.executor import LocalExecutor
+from ..run.fingerprint import files_read, fingerprint_of, is_complete
 from ..run.journal import Finished
-from ..run.statistics import find_statistics
-from ..run.to_folder import MergeResult, files_read, fingerprint_of, is_complete, journal_in, prepare, timed
+from ..run.merge import MergeResult, check_merge, check_unchanged, journal_in, timed
+from ..run.statistics import compute_statistics
 from ..run.write_cards import write_cards
 from ..thread_pool import run_parallel
 from .build import Changes
@@ -59,17 +62,15 @@ def merge_to_adapter(
     files = files_read(plan)
     state = state_of(files)
     fingerprint = fingerprint_of(recipe, plan, state, allow_nonfinite)
-    result = MergeResult(out, len(plan.merged), 0, notes=plan.notes)
+    result = MergeResult(out, len(plan.merged_tensors), 0, notes=plan.notes)
     if resume and is_complete(out, fingerprint):
         result.already_done = True
         return result
 
-    stored = {job.name: job.info for job in plan.jobs}
+    stored = {name: info for job in plan.jobs for name, info in job.tensors.items()}
     # In float64, so that the difference from the base is not lost in the rounding of what it is added to.
-    plan.jobs = [
-        job if job.rule is None else replace(job, info=TensorInfo("F64", job.info.shape), compute=torch.float64)
-        for job in plan.jobs
-    ]
+    plan.jobs = [job if job.rule is None else in_float64(job) for job in plan.jobs]
+    reduce = LocalExecutor(threads).reduce
     with AtomicDir(out, "merge", force=force, resume=resume, reads=[*recipe_paths(recipe), *files]) as at:
         at.keep = resume
         journal = journal_in(at, fingerprint, resume)
@@ -77,7 +78,7 @@ def merge_to_adapter(
         begun = time.perf_counter()
         finder = Changes(recipe, plan, base, stored, at.folder / FOLDER, device, allow_nonfinite)
         plan.note(at.notes)
-        prepare(recipe, plan, threads, progress, accept_untrusted)
+        check_merge(recipe, plan, reduce, progress, accept_untrusted)
         finished = journal.load() if resume else None
         at.keep = finished is not None
         if finished is None:
@@ -91,14 +92,14 @@ def merge_to_adapter(
                     progress.begin("finding statistics", plan.statistics_read)
                     result.bytes_read += plan.statistics_read
                 with timed(timings, "statistics"):
-                    statistics = find_statistics(plan, threads, progress.advance)
+                    statistics = compute_statistics(plan, reduce, progress.advance)
                 finished.statistics = statistics
                 journal.statistics(statistics)
             finder.statistics = finished.statistics
             lock = threading.Lock()
 
             def find(job: Job) -> None:
-                journal.units(finder.find(job))
+                journal.blocks(finder.find(job))
                 with lock:
                     progress.advance(plan.bytes_read(job))
 
@@ -111,9 +112,7 @@ def merge_to_adapter(
             raise
         finally:
             journal.close()
-        if path := changed(state, state_of(files)):
-            at.keep = False
-            raise MachineError(f"{path}: changed during the merge. Nothing was written; merge again.")
+        check_unchanged(files, state, at)
         sizes = join_parts(at.folder, adapter.entries)
         (at.folder / "adapter_config.json").write_text(json.dumps(adapter.config, indent=2) + "\n", "utf-8")
         shutil.rmtree(at.folder / FOLDER)
@@ -121,7 +120,7 @@ def merge_to_adapter(
         result.output, result.bytes_written, result.seconds = at.out, sum(sizes.values()), timings["total"]
         result.bytes_read += finder.bytes_read
         result.lost, result.lost_share = adapter.lost, adapter.lost_share
-        result.copied = len(plan.jobs) - len(plan.merged)
+        result.copied = plan.copied_tensors
         plan.note(adapter.notes())
         write_cards(
             recipe,
@@ -131,7 +130,7 @@ def merge_to_adapter(
             fingerprint=fingerprint,
             sizes=sizes,
             timings=timings,
-            resumed=len(finished.units),
+            resumed=len(finished.blocks),
             adapter_base=base,
             adapter_facts={"format": "adapter", **adapter.facts()},
             adapter_text=adapter.text(),
@@ -139,6 +138,15 @@ def merge_to_adapter(
         if at.upload is None:
             journal.remove()
     return result
+
+
+def in_float64(job: Job) -> Job:
+    """Return a job whose result is in float64."""
+    wide = replace(job, info=TensorInfo("F64", job.info.shape), compute=torch.float64)
+    if isinstance(wide, LayerJob) and wide.bias is not None:
+        name, info = wide.bias
+        return replace(wide, bias=(name, TensorInfo("F64", info.shape)))
+    return wide
 
 
 def _base_of(recipe: Recipe, plan: Plan) -> Checkpoint:

@@ -1,59 +1,38 @@
-"""δ where the recipe leaves it open."""
+"""The damping δ of `damping: auto`, for rules that take the mean curvature."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from ...checkpoints.checkpoint import Buffers
 from ...rules.kronecker_matching import mean_eigenvalue
-from ..plan.kronecker_layers import pieces_of, read_hessian
-from ..plan.plan import Plan
-from ..run.reading import read_curvature
-from ..run.reduce import Advance, exact_sum
-from ..run.spreading import Run, Spread, chunks, here, whole
-from ..thread_pool import run_parallel, with_buffers
+from ..plan.jobs import BlockJob, LayerJob
+from ..plan.plan import Block, Plan
+from ..run.reduce import Advance, Reduce, chunks, exact_sum, ignore
 
 
-def find_damping(
-    plan: Plan, threads: int = 1, advance: Advance = lambda nbytes: None, spread: Spread | None = None
-) -> None:
-    """Give a removal with `damping: auto` its δ: the mean over all entries that are merged of Σ F_t, reduced.
+def find_damping(plan: Plan, reduce: Reduce, advance: Advance = ignore) -> None:
+    """Set the mean curvature of the plan's inputs, Σ F_t over all merged entries / entries, if the rule needs it.
 
-    A δ of that size bounds the step where data that stay say nothing of a weight. The sum is that of fixed chunks,
-    rounded once, so that neither threads nor blocks matter, nor does it when a merge goes on.
+    A δ of that size bounds the step where the retain set has no curvature.
     """
-    inputs = plan.inputs
-    if plan.rule.auto_damping != "mean-curvature" or not inputs.damping_is_open or inputs.mean_curvature is not None:
-        return
-    runs = [*chunks(plan.entrywise), *whole(plan.layers)]
-    sums = [one for part in (spread or here(threads))(plan, curvature_sums, runs, None, advance) for one in part]
-    entries = sum(job.info.numel for job in plan.merged)
-    inputs.mean_curvature = exact_sum(sums) / max(1, entries)
+    if plan.inputs.lacks_damping(plan.rule):
+        sums = reduce(plan, curvature_sum, chunks(plan), advance)
+        entries = sum(info.numel for info in plan.merged_tensors.values())
+        plan.inputs.mean_curvature = exact_sum(sums) / max(1, entries)
 
 
-def curvature_sums(plan: Plan, runs: Sequence[Run], known: None, threads: int, advance: Advance) -> list[float]:
-    """Σ F_t over each of some runs; a layer with Kronecker curvature is a run."""
-    inputs, jobs = plan.inputs, plan.by_name
-    sums: list[float] = []
-
-    def work(buffers: Buffers, run: Run) -> None:
-        job, start, stop = jobs[run[0]], run[1], run[2]
-        read = sum(source.nbytes(job.name) for source in inputs.curvature)
-        if job.layer is not None:
-            numel = sum(piece.info.numel for piece in pieces_of(job))
-            found = (mean_eigenvalue([1.0], [read_hessian(source, job)], numel) for source in inputs.curvature)
-            sums.append(math.fsum(mean * numel for mean in found))
-            advance(read)
-            return
-        parts = []
-        for source in inputs.curvature:
-            values = read_curvature(source, job, start, stop, buffers, "curvature", torch.float64)
-            parts.append(float(values.sum()) if values.dim() else float(values) * (stop - start))
-        sums.append(math.fsum(parts))
-        advance(read * (stop - start) // job.info.numel)
-
-    run_parallel(runs, with_buffers(work), threads)
-    return sums
+def curvature_sum(plan: Plan, block: Block, buffers: Buffers) -> list[float]:
+    """Return Σ F_t over a block, or over a layer with Kronecker curvature."""
+    job, sources = block.job, plan.inputs.curvature
+    if isinstance(job, LayerJob):
+        means = (mean_eigenvalue([1.0], [job.read_hessian(source)], job.numel) for source in sources)
+        return [math.fsum(mean * job.numel for mean in means)]
+    assert isinstance(job, BlockJob)
+    parts = []
+    for source in sources:
+        values = job.read_curvature(source, block.start, block.stop, buffers, "curvature", torch.float64)
+        parts.append(float(values.sum()) if values.dim() else float(values) * (block.stop - block.start))
+    return [math.fsum(parts)]

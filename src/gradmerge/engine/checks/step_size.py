@@ -1,17 +1,18 @@
-"""Whether the step of a removal can be trusted, judged before it is made, on all entries: a sample misses the few that
-ruin a model.
+"""The check that a removal does not move the model too far. It looks at all entries: a sample would miss a few extreme
+ones that damage the model.
 
-The curvature of a removal was estimated at the base and at the tuned models. A step much longer than the distance
-between them leads to where nothing is known of the loss. It is long where the base's curvature is almost 0 and a
-tuned model's is not: (H_0 + H_t) / H̄_rest is huge there, and a few such entries can ruin the model.
+The curvature was estimated at the base and at the fine-tuned models. A step much longer than the distance between them
+leads to where the loss is unknown. It is long where the base's curvature is almost 0 and a fine-tuned model's is not:
+there, (H_0 + H_t) / H̄_rest is very large.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,204 +20,165 @@ from ...checkpoints.checkpoint import Buffers
 from ...curvature.summary import group_of
 from ...errors import InputError
 from ...notes import Kind, Note
-from ...progress import Progress
 from ...rules.kronecker_matching import applied
-from ..plan.kronecker_layers import read_layer, solve_layer
-from ..plan.plan import Job, Plan, converted, rule_arguments
-from ..run.reading import read_block
-from ..run.reduce import Advance
-from ..run.spreading import Run, Spread, chunks, here, whole
-from ..thread_pool import run_parallel, with_buffers
+from ..plan.jobs import BlockJob, LayerJob, converted, rule_arguments
+from ..plan.plan import Block, Plan
+from ..run.reduce import Advance, Reduce, chunks, exact_sum, ignore
 from .damping import find_damping
 
-#: A step more than this many times as long as fine-tuning's is not trusted. Plain negation at strength 1 has a factor
-#: of 1; curvature may rightly make a step somewhat longer.
 WHOLE = 2.0
-#: The same for one layer: it may go farther, as long as the whole model does not.
+"""A longer step, relative to fine-tuning's, is not trusted. Negation at strength 1 has 1; curvature may lengthen it."""
 GROUP = 10.0
-#: A group counts if it holds this share of the squared step: a tenth of the length.
+"""The same for one layer, which may move farther than the whole model."""
 NOTICEABLE = 0.01
-#: Dampings that are tried for a better one.
+"""A layer counts if it has this share of the squared step."""
 DAMPINGS = tuple(float(f"1e{power}") for power in range(-10, 3))
+"""Dampings that are tried for a recommendation."""
 
 
-@dataclass
-class Step:
-    """How far a removal goes, and how far fine-tuning went: sums of squares over entries.
+class Step(NamedTuple):
+    """The squared length of a removal's step and of fine-tuning's.
 
-    ``step`` is Σ (θ̂ − θ_0)² and ``tuning`` Σ (Σ_t |Δ_t|)². The felt ones weigh each entry by the removed data's
-    curvature F = Σ_t F_t: Σ F (θ̂ − θ_0)² and Σ F (Σ_t |Δ_t|)².
+    Weighted sums use the curvature of the removed data, F = Σ_t F_t: most entries hardly matter, and those that do move
+    most.
     """
 
-    step: float = 0.0
-    tuning: float = 0.0
-    felt_step: float = 0.0
-    felt_tuning: float = 0.0
+    step: float
+    """Σ (θ̂ − θ_0)²"""
+    tuning: float
+    """Σ (Σ_t |Δ_t|)²"""
+    weighted_step: float
+    """Σ F (θ̂ − θ_0)²"""
+    weighted_tuning: float
+    """Σ F (Σ_t |Δ_t|)²"""
 
-    def add(self, other: Step) -> None:
-        self.step += other.step
-        self.tuning += other.tuning
-        self.felt_step += other.felt_step
-        self.felt_tuning += other.felt_tuning
+    @classmethod
+    def total(cls, steps: Sequence[Step]) -> Step:
+        """Return the sum of steps, which does not depend on their order."""
+        return cls(*map(exact_sum, zip(*steps, strict=True))) if steps else cls(0.0, 0.0, 0.0, 0.0)
 
     @property
     def amplification(self) -> float:
-        """‖θ̂ − θ_0‖ / ‖Σ |Δ_t|‖; 0 where nothing moves."""
+        """‖θ̂ − θ_0‖ / ‖Σ |Δ_t|‖; 0 if nothing moves."""
         return math.sqrt(self.step / self.tuning) if self.tuning else 0.0
 
     @property
-    def felt(self) -> float:
-        """The same in the norm of the removed data's curvature: most entries hardly matter; those that do move most."""
-        return math.sqrt(self.felt_step / self.felt_tuning) if self.felt_tuning else 0.0
+    def weighted_amplification(self) -> float:
+        """The same in the norm of the removed data's curvature."""
+        return math.sqrt(self.weighted_step / self.weighted_tuning) if self.weighted_tuning else 0.0
 
 
 @dataclass
-class Judgement:
-    """The steps of a removal with one damping, per layer group."""
+class StepSizes:
+    """The steps of a removal with one damping, by group of layers."""
 
     damping: float
-    groups: dict[str, Step] = field(default_factory=dict)
-    looked_at: int = 0
-    """Entries that were looked at."""
+    groups: dict[str, Step]
 
-    @property
+    @functools.cached_property
     def whole(self) -> Step:
-        total = Step()
-        for step in self.groups.values():
-            total.add(step)
-        return total
+        return Step.total(list(self.groups.values()))
 
     @property
     def worst(self) -> str:
-        """The group with the largest amplification among those that hold a noticeable share of the step."""
+        """The group with the largest amplification, among those with a noticeable share of the step."""
         least = NOTICEABLE * self.whole.step
         seen = {name: step.amplification for name, step in self.groups.items() if step.step >= least}
         return max(seen, key=lambda name: seen[name])
 
     @property
     def excess(self) -> float:
-        """How many times the step is longer than what is trusted, in all or in a group: fine up to 1."""
+        """The step relative to the longest one that is trusted, of the model or of a group: up to 1 is fine."""
         if not self.groups or not math.isfinite(self.whole.step):
-            return 0.0  # values that are not finite are found and named by the merge
-        whole = max(self.whole.amplification, self.whole.felt)
+            return 0.0  # the merge finds and names values that are not finite
+        whole = max(self.whole.amplification, self.whole.weighted_amplification)
         excess = max(whole / WHOLE, self.groups[self.worst].amplification / GROUP)
-        return round(excess, 9)  # a step of exactly twice negation's, as the cap makes it, is fine
+        return round(excess, 9)  # accept a step of exactly twice negation's, which cap allows
 
 
-def judge_removal(
-    plan: Plan, threads: int, progress: Progress, *, refuse: bool, spread: Spread | None = None
-) -> list[Note]:
-    """A note, or with ``refuse`` an error, if the plan is a removal whose step is too long."""
-    if "step-size" in plan.rule.checks:
-        progress.begin("judging", plan.total_read)
-    notes = trust_notes(plan, threads, progress.advance, spread)
-    if notes and refuse:
-        raise InputError(f"{notes[0]} To write it all the same, pass --accept-untrusted.")
-    return notes
-
-
-def trust_notes(
-    plan: Plan, threads: int = 1, advance: Advance = lambda nbytes: None, spread: Spread | None = None
-) -> list[Note]:
-    """A note if the plan is a removal whose step is too long."""
+def check_step_size(plan: Plan, reduce: Reduce, advance: Advance = ignore, *, refuse: bool = False) -> list[Note]:
+    """Return a note if the plan is a removal whose step is too long; with ``refuse``, raise it as an error."""
     if "step-size" not in plan.rule.checks:
         return []
-    find_damping(plan, threads, spread=spread)
-    (judged,) = judge(plan, [plan.inputs.damping_of(plan.rule)], threads, advance, spread)
-    if judged.excess <= 1:
+    find_damping(plan, reduce)
+    (sizes,) = step_sizes(plan, [plan.inputs.damping_of(plan.rule)], reduce, advance)
+    if sizes.excess <= 1:
         return []
-    amplification, worst = judged.whole.amplification, judged.groups[judged.worst].amplification
-    larger = [damping for damping in DAMPINGS if damping > judged.damping]
-    tried = judge(plan, larger, threads, spread=spread) if larger else []
-    enough = next((judgement.damping for judgement in tried if judgement.excess <= 1), None)
+    amplification, worst = sizes.whole.amplification, sizes.groups[sizes.worst].amplification
+    larger = [damping for damping in DAMPINGS if damping > sizes.damping]
+    tried = step_sizes(plan, larger, reduce) if larger else []
+    enough = next((other.damping for other in tried if other.excess <= 1), None)
     text = (
-        f"this removal cannot be trusted. It moves the model {amplification:.3g} times as far as fine-tuning did, "
-        f"{judged.whole.felt:.3g} times where the removed data care (in the norm of their curvature), and "
-        f"{judged.worst} {worst:.3g} times (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on all entries); the quadratic model "
-        f"behind it is not trusted beyond {WHOLE:g} times, or {GROUP:g} times in a layer. "
-        f"{_advice(plan, judged, enough)}"
+        f"this removal moves the model too far: {amplification:.3g} times as far as fine-tuning did, "
+        f"{sizes.whole.weighted_amplification:.3g} times in the norm of the removed data's curvature, and "
+        f"{sizes.worst} {worst:.3g} times (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on all entries). Its quadratic model is not "
+        f"trusted beyond {WHOLE:g} times, or {GROUP:g} times in a layer. {_advice(plan, sizes, enough)}"
     )
-    return [Note(text, Kind.UNTRUSTED, amplification=amplification, damping=enough)]
+    note = Note(text, Kind.UNTRUSTED, amplification=amplification, damping=enough)
+    if refuse:
+        raise InputError(f"{note} To write it all the same, set accept_untrusted (--accept-untrusted).")
+    return [note]
 
 
-def _advice(plan: Plan, judged: Judgement, enough: float | None) -> str:
+def _advice(plan: Plan, sizes: StepSizes, enough: float | None) -> str:
     rest = "estimate the base's curvature on more data, so that fewer of its entries are almost 0."
-    # The step is linear in the strength, unless that also decides what is left of the base's curvature.
-    if judged.excess <= 20 and not plan.inputs.options.get("base_saw_removed"):
-        rest = f"lower the strength to {1 / judged.excess:.2g} of what it is, or {rest}"
+    # The step is linear in the strength, unless the strength also reduces the base's curvature.
+    if sizes.excess <= 20 and not plan.inputs.options.get("base_saw_removed"):
+        rest = f"lower the strength to {1 / sizes.excess:.2g} of its value, or {rest}"
     if plan.inputs.options["cap"] == "none":
-        rest += " Without `cap: none`, no weight moves more than twice as far as under plain negation."
+        rest += " Without `cap: none`, no weight moves more than twice as far as under negation."
     if enough is None:
         return f"No damping up to {DAMPINGS[-1]:g} is enough: {rest}"
     return (
-        f"Raise the damping from {judged.damping:g} to {enough:g}, the least power of ten that is enough for that, or "
-        f"{rest} Either way, evaluate the result on data that stays."
+        f"Raise the damping from {sizes.damping:g} to {enough:g}, the smallest power of ten that is enough, or {rest} "
+        "Either way, evaluate the result on the retain set."
     )
 
 
-def judge(
-    plan: Plan,
-    dampings: Sequence[float],
-    threads: int = 1,
-    advance: Advance = lambda nbytes: None,
-    spread: Spread | None = None,
-) -> list[Judgement]:
-    """The steps of a removal with each damping."""
-    looked_at = sum(job.info.numel for job in plan.merged)
-    judgements = [Judgement(damping, looked_at=looked_at) for damping in dampings]
-    runs = [*chunks(plan.entrywise), *whole(plan.layers)]
-    for part in (spread or here(threads))(plan, judge_part, runs, list(dampings), advance):
-        for judgement, groups in zip(judgements, part, strict=True):
-            for name, step in groups.items():
-                judgement.groups.setdefault(name, Step()).add(step)
-    return judgements
+def step_sizes(plan: Plan, dampings: Sequence[float], reduce: Reduce, advance: Advance = ignore) -> list[StepSizes]:
+    """Return the steps of a removal with each damping."""
+    parts = reduce(plan, functools.partial(block_steps, dampings=tuple(dampings)), chunks(plan), advance)
+    result = []
+    for number, damping in enumerate(dampings):
+        groups: dict[str, list[Step]] = {group_of(job.name): [] for job in plan.merged}
+        for group, steps in parts:
+            groups[group].append(steps[number])
+        result.append(StepSizes(damping, {group: Step.total(steps) for group, steps in groups.items() if steps}))
+    return result
 
 
-def judge_part(
-    plan: Plan, runs: Sequence[Run], known: Sequence[float], threads: int, advance: Advance
-) -> list[dict[str, Step]]:
-    """For each damping that is known, the steps in some runs by layer group."""
-    jobs, found = plan.by_name, [dict[str, Step]() for _ in known]
-    lock = threading.Lock()
-
-    def work(buffers: Buffers, run: Run) -> None:
-        job, start, stop = jobs[run[0]], run[1], run[2]
-        steps = list(_steps(plan, job, start, stop, buffers, known))
-        with lock:
-            for groups, step in zip(found, steps, strict=True):
-                groups.setdefault(group_of(job.name), Step()).add(step)
-            advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
-
-    run_parallel(runs, with_buffers(work), threads)
-    return found
-
-
-def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampings: Sequence[float]) -> Iterator[Step]:
-    """In float64, so that a step that overflows in the merge is still a number here."""
-    if job.layer is not None:
-        yield from _layer_steps(plan, job, dampings)
-        return
-    wide = converted(read_block(plan, job, start, stop, buffers), Tensor.double)
-    base, tuned = wide["base"], wide["tuned"]
-    moved = sum((model - base).abs_() for model in tuned)
-    squares, curvature = moved.square(), sum(wide["curvature"])
-    tuning, felt = float(squares.sum()), float((squares * curvature).sum())
+def block_steps(
+    plan: Plan, block: Block, buffers: Buffers, *, dampings: Sequence[float]
+) -> list[tuple[str, list[Step]]]:
+    """Return the group of a block, and its steps with each damping."""
+    job = block.job
+    if isinstance(job, LayerJob):
+        return [(group_of(job.name), list(_layer_steps(plan, job, dampings)))]
+    assert isinstance(job, BlockJob)
+    # In float64, so that a step that overflows in the merge is still a number here.
+    tensors = converted(job.read(plan, block.start, block.stop, buffers), Tensor.double)
+    base, settings = tensors["base"], plan.inputs.settings.of(job.name)
+    squares = sum((model - base).abs_() for model in tensors["tuned"]).square()
+    curvature = sum(tensors["curvature"])
+    tuning, weighted_tuning = float(squares.sum()), float((squares * curvature).sum())
+    steps = []
     for damping in dampings:
-        arguments = rule_arguments(plan.rule, plan, wide, plan.inputs.settings.of(job.name)) | {"damping": damping}
+        arguments = rule_arguments(plan.rule, plan, tensors, settings) | {"damping": damping}
         step = (plan.rule(**arguments) - base).square_()
-        yield Step(float(step.sum()), tuning, float((step * curvature).sum()), felt)
+        steps.append(Step(float(step.sum()), tuning, float((step * curvature).sum()), weighted_tuning))
+    return [(group_of(job.name), steps)]
 
 
-def _layer_steps(plan: Plan, job: Job, dampings: Sequence[float]) -> Iterator[Step]:
-    """The same for a layer with Kronecker curvature; what is felt is ⟨X, H X⟩."""
-    tensors = read_layer(plan, job)
-    base, moved = tensors["base"], [model - tensors["base"] for model in tensors["tuned"]]
+def _layer_steps(plan: Plan, job: LayerJob, dampings: Sequence[float]) -> Iterator[Step]:
+    """Yield the steps of a layer with Kronecker curvature, whose weighted sums are ⟨X, H X⟩."""
+    tensors = job.read(plan)
+    base, changes = tensors["base"], [model - tensors["base"] for model in tensors["tuned"]]
 
-    def felt(x: Tensor) -> float:
+    def weighted(x: Tensor) -> float:
         return sum(float((applied(hessian, x) * x).sum()) for hessian in tensors["curvature"])
 
-    tuning = float(sum(delta.abs() for delta in moved).square().sum())
-    felt_tuning = sum(math.sqrt(max(0.0, felt(delta))) for delta in moved) ** 2
+    tuning = float(sum(change.abs() for change in changes).square().sum())
+    weighted_tuning = sum(math.sqrt(max(0.0, weighted(change))) for change in changes) ** 2
     for damping in dampings:
-        step = solve_layer(plan, plan.rule, {**tensors, "damping": damping}, job.name) - base
-        yield Step(float(step.square().sum()), tuning, max(0.0, felt(step)), felt_tuning)
+        step = job.solve(plan, {**tensors, "damping": damping}) - base
+        yield Step(float(step.square().sum()), tuning, max(0.0, weighted(step)), weighted_tuning)

@@ -1,4 +1,4 @@
-"""Everything that a merge reads: the models, their curvature, and how a block of each becomes a tensor."""
+"""What a merge reads: the models and their curvature."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from ...rules import Rule
 from ...rules.kronecker_matching import KroneckerFactors
 from .per_layer import LayerSettings
 
-#: Curvature above this is refused: sums over some models, times their weights, must fit float32.
 LARGEST = 1e35
-#: δ of `damping: auto`, but for removal.
-USUAL_DAMPING = 1e-10
+"""Larger curvature is refused: sums over some models, times their weights, must fit float32."""
+CONSTANT_DAMPING = 1e-10
+"""δ of `damping: auto`, unless the rule takes the mean curvature."""
 
 
 @dataclass(eq=False)
 class CurvatureInput:
-    """Curvature as a rule sees it: reduced, from a file, from memory, or the same number everywhere."""
+    """The reduced curvature of one model: from a file, from memory, or one number for all entries."""
 
     label: str
     file: CurvatureFile | None = None
     memory: Mapping[str, Tensor] | None = None
     constant: float | None = None
     factor: float = 1.0
-    """What a stored sum is multiplied by: 1, or 1/examples for the mean."""
+    """Factor of the stored sums: 1, or 1/examples for the mean."""
     examples: int = 0
     stands_for: int = 0
-    """The examples that it is scaled to, where a recipe says so; else those that it was estimated on."""
+    """The dataset size that the recipe scales it to; by default the examples that it was estimated on."""
     likelihood: str = ""
     tokens: Mapping[str, int] | None = None
-    """Of Kronecker curvature: the weights that have factors, with the number of tokens behind those."""
+    """Kronecker curvature: weight → number of tokens behind its factors. None for other kinds."""
     transposed: frozenset[str] = frozenset()
-    """Weights whose first axis is the input's."""
+    """Weights that are stored as (in, out)."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Tied heads → the embedding whose curvature is used for them."""
+    """Tied head → the embedding whose curvature it uses."""
     rows: VocabularyRows | None = None
-    """Of a model whose rows are put in the order of another vocabulary: its curvature follows them."""
+    """The new order of vocabulary rows, if the model's rows are reordered."""
 
     def __post_init__(self) -> None:
         if self.constant is not None and self.constant > LARGEST:
@@ -57,15 +57,14 @@ class CurvatureInput:
 
     @classmethod
     def of_file(cls, file: CurvatureFile, reduction: str | MeanTimes, stands_for: int | None = None) -> CurvatureInput:
-        """A file's sums over examples, reduced; or scaled to the number of examples that it ``stands_for``."""
+        """Return the sums of a file, reduced, or scaled to a dataset size (``stands_for``)."""
         factor = reduction_factor(reduction, file.examples) if stands_for is None else stands_for / file.examples
-        behind = file.examples if stands_for is None else stands_for
         return cls(
             file.label,
             file=file,
             factor=factor,
             examples=file.examples,
-            stands_for=behind,
+            stands_for=file.examples if stands_for is None else stands_for,
             likelihood=file.likelihood,
             tokens=file.tokens if file.kind == "kronecker" else None,
             transposed=file.transposed,
@@ -80,14 +79,14 @@ class CurvatureInput:
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
-        """Shapes by name; None when the curvature is a constant and fits everything."""
-        shapes = self._own_shapes
+        """Name → shape as rules see it; None for a constant, which fits every tensor."""
+        shapes = self._stored_shapes
         if shapes is None or self.rows is None or self.kind == "gram":
             return shapes
         return {n: self.rows.shape(s) if self.rows.covers(n, s) else s for n, s in shapes.items()}
 
     @property
-    def _own_shapes(self) -> Mapping[str, tuple[int, ...]] | None:
+    def _stored_shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         if self.file is not None:
             return self.file.shapes
         if self.memory is not None:
@@ -95,23 +94,15 @@ class CurvatureInput:
         return None
 
     def stored_name(self, name: str, shape: tuple[int, ...]) -> str | None:
-        """The name under which a tensor's curvature is held: its own, or that of the tensor it is tied to."""
+        """Return the name of a tensor's curvature: its own, or that of the embedding it is tied to; None if missing."""
         shapes = self.shapes
         if shapes is None or name in shapes:
             return name
         tied = self.aliases.get(name, "")
         return tied if shapes.get(tied) == shape else None
 
-    def read(
-        self,
-        name: str,
-        start: int,
-        stop: int,
-        buffers: Buffers,
-        slot: str,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Return elements ``start`` to ``stop`` of a parameter's reduced curvature; a constant gives one number."""
+    def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str, dtype: torch.dtype) -> Tensor:
+        """Return entries ``start`` to ``stop`` of a tensor's reduced curvature; one number for a constant."""
         if self.constant is not None:
             return torch.tensor(self.constant, dtype=dtype)
         values = self._aligned(name, start, stop, buffers, slot)
@@ -120,27 +111,27 @@ class CurvatureInput:
         return values if self.factor == 1.0 else values * self.factor
 
     def read_factors(self, name: str) -> KroneckerFactors:
-        """The Kronecker factors of a layer's weight, in float64; the scale holds 1/T and the reduction."""
+        """Return the Kronecker factors of a weight in float64; the scale holds 1/T and the reduction."""
         assert self.tokens is not None
         sides = (self.read_matrix(name + part, 1.0) for part in (OUTPUTS, INPUTS))
-        outputs, inputs = (side.add(side.T).mul_(0.5) for side in sides)  # symmetric, whoever wrote them
+        outputs, inputs = (side.add(side.T).mul_(0.5) for side in sides)  # exactly symmetric
         return KroneckerFactors(outputs, inputs, self.factor / self.tokens[name])
 
     def read_matrix(self, name: str, factor: float | None = None) -> Tensor:
-        """A whole Gram matrix, reduced, in float64. Its diagonal may not be negative; other entries may."""
+        """Return a whole Gram matrix, reduced, in float64."""
         factor = self.factor if factor is None else factor
         shapes = self.shapes
         assert shapes is not None
         values = self._stored(name, 0, math.prod(shapes[name]), Buffers(), "gram").reshape(shapes[name])
         if not bool(torch.isfinite(values).all()) or bool((values.diagonal() < 0).any()):
             raise InputError(
-                f"{self.label}: {name} is no Gram matrix: it has entries that are not finite, or a negative diagonal"
+                f"{self.label}: {name} is not a Gram matrix: it has entries that are not finite, or a negative diagonal"
             )
         return values.double() * factor
 
     def _aligned(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
-        """Stored values; of a row for each token in the order of the result, 0 for tokens that the model lacks."""
-        shapes = self._own_shapes
+        """Return stored values, with vocabulary rows in the order of the result and 0 for tokens without a row."""
+        shapes = self._stored_shapes
         if self.rows is None or shapes is None or not self.rows.covers(name, shapes[name]):
             return self._stored(name, start, stop, buffers, slot)
         columns = max(1, math.prod(shapes[name]) // max(1, self.rows.before))
@@ -166,7 +157,7 @@ class CurvatureInput:
             )
 
     def _stored_parts(self, name: str) -> list[str]:
-        """The tensors of the file that hold the curvature of a parameter."""
+        """Return the tensors of the file that hold the curvature of a parameter."""
         parts = [name + INPUTS, name + OUTPUTS] if self.tokens and name in self.tokens else [name]
         return [part for part in parts if self.shapes is not None and part in self.shapes]
 
@@ -191,31 +182,31 @@ Source = Checkpoint | CurvatureInput
 
 @dataclass
 class Inputs:
-    """The open models and curvature of one merge, with the numbers that go with them."""
+    """The open models and curvature of a merge, with its weights and options."""
 
     template: Checkpoint
-    """The base, or the first model where there is none: names, types, copied tensors and small files come from it."""
+    """The base, or else the first model: it gives names, types, copied tensors and small files."""
     base: Checkpoint | None
     tuned: list[Checkpoint]
     settings: LayerSettings
-    """The weights and options, for each tensor."""
+    """Weights and options by tensor."""
     prior: CurvatureInput | None = None
     curvature: list[CurvatureInput] = field(default_factory=list)
     penalty: list[CurvatureInput | None] = field(default_factory=list)
     """P_t of every tuned model, None where it is H_0; empty if it is H_0 for all of them."""
     grams: list[CurvatureInput] = field(default_factory=list)
     damping: float = 0.0
-    """δ, but for a removal where the recipe leaves it open."""
+    """δ, unless the rule computes its own for `damping: auto`."""
     damping_is_open: bool = False
-    """`damping: auto`."""
+    """The recipe has `damping: auto`."""
     mean_curvature: float | None = None
-    """The mean over all entries of Σ F_t, once it is found: δ of a removal where the recipe leaves it open."""
+    """The mean over all entries of Σ F_t, once it is computed: δ of rules with this damping."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """As the recipe gives them, some of which may vary."""
+    """The recipe's options, some of which may vary between tensors."""
     aliases: dict[Checkpoint, dict[str, str]] = field(default_factory=dict)
-    """Per checkpoint: tensor → the one it is tied to there, if only that is stored."""
+    """Checkpoint → tensor → the tensor it is tied to, if the checkpoint stores only that."""
     result_files: ResultFiles | None = None
-    """What the keys `tokenizer` and `chat_template` change beside the weights."""
+    """The files of the result's tokenizer and chat template, if the recipe changes them."""
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
@@ -224,31 +215,37 @@ class Inputs:
 
     @property
     def curvatures(self) -> list[CurvatureInput]:
-        every = (self.prior, *self.curvature, *self.penalty, *self.grams)
-        return list(dict.fromkeys(source for source in every if source is not None))
+        """Every curvature once."""
+        sources = (self.prior, *self.curvature, *self.penalty, *self.grams)
+        return list(dict.fromkeys(source for source in sources if source is not None))
 
     @property
     def sources(self) -> list[Source]:
-        """Everything that is read, in the order of the record."""
+        """All inputs, in the order of the record."""
         return [*self.checkpoints, *self.curvatures]
 
     @property
     def damps_layers(self) -> bool:
-        """Whether each layer with Kronecker curvature has a δ of its own: it is open, and the base's is not c · I."""
+        """Whether each layer with Kronecker curvature has its own δ: `damping: auto`, and no base of c · I."""
         return self.damping_is_open and not (self.prior is not None and self.prior.constant)
 
+    def lacks_damping(self, rule: Rule) -> bool:
+        """Return whether the mean curvature has to be computed for a rule's δ."""
+        return rule.auto_damping == "mean-curvature" and self.damping_is_open and self.mean_curvature is None
+
     def damping_of(self, rule: Rule) -> float:
-        """δ for a rule."""
+        """Return δ for a rule."""
         if not (self.damping_is_open and rule.auto_damping == "mean-curvature"):
             return self.damping
-        assert self.mean_curvature is not None, "find_damping comes first"
+        assert self.mean_curvature is not None, "call find_damping first"
         return self.mean_curvature
 
     def tuned_of(self, name: str) -> list[Checkpoint]:
-        """The models that a tensor is merged from: all, but for layers in slices of which some merge fewer."""
+        """Return the models that a tensor is merged from. Slices may merge fewer models in some layers."""
         return [checkpoint for checkpoint in self.tuned if name not in checkpoint.absent]
 
     def stored_name(self, checkpoint: Checkpoint, name: str) -> str:
+        """Return a tensor's name in a checkpoint, which may store only the tensor it is tied to."""
         return self.aliases.get(checkpoint, {}).get(name, name)
 
     def files(self) -> list[Path]:

@@ -1,4 +1,4 @@
-"""P_t, the matrix of the penalty that each model was tuned under: from the recipe, recorded beside a model, or H_0."""
+"""P_t, the matrix of the penalty in each model's training: from the recipe, recorded with a model, or H_0."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ...text import one_line
 from .inputs import CurvatureInput, Inputs
 from .plan import Plan
 
-#: The file beside a tuned model that says what it was tuned under: `base.penalty` as in a recipe, with paths that start
-#: from the model's folder.
 PENALTY = "gradmerge_penalty.json"
+"""The file in a model's folder with the penalty of its training: `base.penalty` as in a recipe, with paths relative to
+the folder."""
 PENALTY_FORMAT = "gradmerge-penalty/1"
 
 
 def recorded_penalty(model: Checkpoint) -> CurvatureInput | None:
-    """The penalty that is recorded beside a model. A file holds P itself, whatever the recipe's reduction is."""
+    """Return the penalty that is recorded in a model's folder. Its file holds P, whatever the recipe's reduction is."""
     path = None if model.folder is None else model.folder / PENALTY
     if path is None or model.folder is None or not path.is_file():
         return None
@@ -42,7 +42,7 @@ def recorded_penalty(model: Checkpoint) -> CurvatureInput | None:
     inside = model.folder / source
     if Path(source).is_absolute() or ".." in Path(source).parts or not inside.exists():
         raise InputError(
-            f"{label}: names the penalty {one_line(source[:80])!r}, which is nothing in the model's folder"
+            f"{label}: names the penalty {one_line(source[:80])!r}, which is not a file or folder in the model's folder"
         )
     require_within(inside, model.folder)
     file = open_curvature(str(inside), relative_to=Path())
@@ -52,36 +52,32 @@ def recorded_penalty(model: Checkpoint) -> CurvatureInput | None:
 
 
 def follow_rename(file: CurvatureFile, model: Checkpoint) -> None:
-    """Give the curvature of a model that a recipe renames the same names, unless it was measured under those."""
+    """Rename the curvature of a model that a recipe renames, unless it has the new names already."""
     for layer in reversed([*beneath(model)]):
         if isinstance(layer, RenamedCheckpoint) and file.parameters & layer.inner.tensors.keys():
             file.rename(layer.new_name)
 
 
-def incomplete(inputs: Inputs) -> Iterator[Note]:
-    """A warning where a penalty is recorded beside some models and not beside others."""
+def penalty_notes(recipe: Recipe, inputs: Inputs) -> Iterator[Note]:
+    """Yield warnings if only some models have a recorded penalty, or if the penalties do not match the reduction."""
     pairs = list(zip(inputs.tuned, inputs.penalty, strict=False))
     lacking = [model.label for model, penalty in pairs if penalty is None]
     if lacking:
-        having = [model.label for model, penalty in pairs if penalty is not None]
+        recorded = [model.label for model, penalty in pairs if penalty is not None]
         yield Note(
-            f"a penalty is recorded beside {', '.join(having)}, and none beside {', '.join(lacking)}: the latter "
-            "counts as tuned under H_0. If that is wrong, set base.penalty for all models, or write a "
-            f'{PENALTY} beside the model: {{"format": "{PENALTY_FORMAT}", "penalty": "none"}} if it was tuned without '
-            "a penalty.",
+            f"{', '.join(recorded)} recorded the penalty of the training, and {', '.join(lacking)} did not: the latter "
+            "count as trained under H_0. If that is wrong, set base.penalty for all models, or write a "
+            f'{PENALTY} into the model\'s folder: {{"format": "{PENALTY_FORMAT}", "penalty": "none"}} for training '
+            "without a penalty.",
             Kind.PENALTIES,
             lacking=lacking,
         )
-
-
-def mismatched(recipe: Recipe, inputs: Inputs) -> Iterator[Note]:
-    """A warning where penalties of sums of losses meet curvature that is a mean."""
-    recorded = recipe.base is not None and recipe.base.penalty is None
-    some = any(one is not None and one.constant != 0 for one in inputs.penalty)
-    if recorded and some and recipe.reduction == "mean":
+    from_models = recipe.base is not None and recipe.base.penalty is None
+    nonzero = any(penalty is not None and penalty.constant != 0 for penalty in inputs.penalty)
+    if from_models and nonzero and recipe.reduction == "mean":
         yield Note(
-            "the penalties recorded beside the models go with the sum of the losses over all examples and are taken as "
-            "they are, but `reduction: mean` divides the curvature by the number of examples. Set `reduction: sum` (or "
+            "the recorded penalties belong to the sum of the losses over all examples and are used unchanged, but "
+            "`reduction: mean` divides the curvature by the number of examples. Set `reduction: sum` (or "
             "{mean_times: N} with the number of examples in training), or base.penalty for mean losses.",
             Kind.PENALTIES,
             lacking=[],
@@ -89,26 +85,26 @@ def mismatched(recipe: Recipe, inputs: Inputs) -> Iterator[Note]:
 
 
 def used(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """For the record: δ as a number, and where each model's P came from."""
+    """Return the damping and the penalty of every model, for the record."""
     inputs = plan.inputs
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     if "damping" in plan.rule.inputs:
-        found["damping"] = inputs.damping_of(plan.rule)
+        facts["damping"] = inputs.damping_of(plan.rule)
         if plan.layers and inputs.damps_layers and plan.rule.auto_damping != "mean-curvature":
-            found["damping_of_layers"] = f"{OF_MERGES:g} × the mean curvature of the layer"
+            facts["damping_of_layers"] = f"{OF_MERGES:g} × the mean curvature of the layer"
     if "penalty" in plan.rule.inputs:
-        found["penalty"] = [_used_penalty(recipe, inputs, place) for place in range(len(inputs.tuned))]
-    return found
+        penalties = inputs.penalty or [None] * len(inputs.tuned)
+        facts["penalty"] = [
+            {"model": model.label, **_used_penalty(recipe, penalty)}
+            for model, penalty in zip(inputs.tuned, penalties, strict=True)
+        ]
+    return facts
 
 
-def _used_penalty(recipe: Recipe, inputs: Inputs, place: int) -> dict[str, Any]:
-    source = inputs.penalty[place] if inputs.penalty else None
-    model = inputs.tuned[place].label
-    if source is None:
-        return {"model": model, "penalty": "H_0", "from": "default"}
+def _used_penalty(recipe: Recipe, penalty: CurvatureInput | None) -> dict[str, Any]:
+    if penalty is None:
+        return {"penalty": "H_0", "from": "default"}
     origin = "recipe" if recipe.base is not None and recipe.base.penalty is not None else "recorded"
-    if source.constant is not None:
-        value: Any = {"identity": source.constant} if source.constant else NONE
-    else:
-        value = source.label
-    return {"model": model, "penalty": value, "from": origin}
+    if penalty.constant is None:
+        return {"penalty": penalty.label, "from": origin}
+    return {"penalty": {"identity": penalty.constant} if penalty.constant else NONE, "from": origin}

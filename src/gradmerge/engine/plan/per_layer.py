@@ -1,4 +1,4 @@
-"""The weights and options of a merge, as a recipe gives them and as each tensor has them."""
+"""The weights and options of a merge, for each tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...text import count
 
 
 @dataclass(frozen=True)
-class Numbers:
+class TensorSettings:
     """The weights and options for one tensor."""
 
     weights: list[float]
@@ -21,78 +21,81 @@ class Numbers:
 
     @property
     def all_weights(self) -> list[float]:
-        """The models', and the base's where it has one."""
+        """The weights of the models, and of the base if it has one."""
         return self.weights if self.base_weight is None else [*self.weights, self.base_weight]
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Weights and options as a recipe gives them, for a stretch of layers."""
+    """The weights and options of a recipe for some consecutive layers; they may vary between these."""
 
     weights: Sequence[Varying]
     base_weight: Varying | None
     options: Mapping[str, Any]
-    """A list where models differ in an option, with a value for each."""
+    """A list where models have different values."""
 
     @property
     def values(self) -> list[Any]:
-        """Everything that may vary over the layers."""
+        """All values that may vary between tensors."""
         options = [one for value in self.options.values() for one in (value if isinstance(value, list) else [value])]
         return [*self.weights, *([] if self.base_weight is None else [self.base_weight]), *options]
 
     def names_of(self, name: str) -> list[str]:
-        """What filters are held against for a tensor of the result."""
+        """Return the names that filters are compared with, for a tensor of the result."""
         return [name]
 
-    def at(self, name: str, position: float) -> Numbers:
-        def own(value: Any) -> Any:
-            return [own(one) for one in value] if isinstance(value, list) else value_at(value, name, position)
+    def at(self, name: str, position: float) -> TensorSettings:
+        """Return the settings of a tensor at a position from 0 (first layer) to 1 (last layer)."""
 
-        base_weight = None if self.base_weight is None else own(self.base_weight)
-        return Numbers(list(map(own, self.weights)), base_weight, {key: own(v) for key, v in self.options.items()})
+        def resolve(value: Any) -> Any:
+            return [resolve(item) for item in value] if isinstance(value, list) else value_at(value, name, position)
+
+        base_weight = None if self.base_weight is None else resolve(self.base_weight)
+        options = {key: resolve(value) for key, value in self.options.items()}
+        return TensorSettings([resolve(weight) for weight in self.weights], base_weight, options)
 
 
 class LayerSettings:
-    """What the weights and options are for each tensor."""
+    """The weights and options of every tensor."""
 
     def __init__(self, stretches: Sequence[Stretch], place: Callable[[str], tuple[int, float]]) -> None:
         self._stretches = stretches
-        self._place = place
-        """The stretch that a tensor is in, and its position there from 0 (the first layer) to 1 (the last)."""
+        self._locate = place
+        """Tensor → (number of its stretch, position in it)."""
         self._varies = any(isinstance(value, tuple) for stretch in stretches for value in stretch.values)
-        self._known: dict[tuple[str, float] | int, Numbers] = {}
+        self._known: dict[tuple[str, float] | int, TensorSettings] = {}
 
     @classmethod
     def over(cls, names: Iterable[str], stretch: Stretch) -> LayerSettings:
-        """One stretch over all layers of a model with these tensors."""
+        """Return one stretch over all layers of a model with these tensors."""
         stacks = layer_stacks(names)
 
-        def place(name: str) -> tuple[int, float]:
-            found = place_of(name, stacks)
-            return 0, 0.0 if found is None else found[1] / max(1, stacks[found[0]] - 1)
+        def locate(name: str) -> tuple[int, float]:
+            layer = place_of(name, stacks)
+            return 0, 0.0 if layer is None else layer[1] / max(1, stacks[layer[0]] - 1)
 
-        return cls([stretch], place)
+        return cls([stretch], locate)
 
     def changed(self, weights: Sequence[Varying] | None, options: Mapping[str, Any]) -> LayerSettings:
-        """The same layers with other weights (None: these) and options."""
+        """Return settings of the same layers with other weights (None: the same) and options."""
         stretches = [replace(one, weights=weights or one.weights, options=options) for one in self._stretches]
-        return LayerSettings(stretches, self._place)
+        return LayerSettings(stretches, self._locate)
 
-    def of(self, name: str) -> Numbers:
-        """The weights and options for a tensor."""
-        stretch, position = self._place(name) if self._varies or len(self._stretches) > 1 else (0, 0.0)
+    def of(self, name: str) -> TensorSettings:
+        """Return the weights and options of a tensor."""
+        stretch, position = self._locate(name) if self._varies or len(self._stretches) > 1 else (0, 0.0)
         key = (name, position) if self._varies else stretch
         if key not in self._known:
             self._known[key] = self._stretches[stretch].at(name, position)
         return self._known[key]
 
-    def every(self, names: Iterable[str]) -> list[Numbers]:
-        """Those that differ, each once."""
-        found = {id(numbers): numbers for numbers in map(self.of, names)}.values()
-        return list({repr(numbers): numbers for numbers in found}.values())
+    def distinct(self, names: Iterable[str]) -> list[TensorSettings]:
+        """Return the different settings of some tensors."""
+        settings = {id(some): some for some in map(self.of, names)}.values()
+        return list({repr(some): some for some in settings}.values())
 
     def notes(self, names: Sequence[str]) -> list[str]:
-        """What a user may not expect of values that vary."""
+        """Return notes on filters that match nothing, and on tensors outside the layers."""
         notes = []
         values = [value for stretch in self._stretches for value in stretch.values]
         cases = [item for value in values if isinstance(value, tuple) for item in value if isinstance(item, Case)]
@@ -101,21 +104,21 @@ class LayerSettings:
         )
         for filter_ in dict.fromkeys(case.filter for case in cases):
             if not any(Case(filter=filter_, value=0.0).fits(name) for name in filtered):
-                notes.append(f"filter: {filter_!r} fits no tensor that is merged")
+                notes.append(f"filter: {filter_!r} matches no tensor that is merged")
         if any(map(spread_over_layers, values)):
             stacks = layer_stacks(names)
             outside = [name for name in names if place_of(name, stacks) is None]
             if outside:
                 some = f"{outside[0]} and {count(len(outside) - 1)} more" if len(outside) > 1 else outside[0]
-                notes.append(f"outside the layers, and given the first value of a list over the layers: {some}")
+                notes.append(f"a list over the layers: tensors outside the layers take its first value: {some}")
         return notes
 
 
 def varies(value: Any) -> bool:
-    """Whether an option differs between tensors."""
+    """Return whether an option differs between tensors."""
     return any(map(varies, value)) if isinstance(value, list) else isinstance(value, tuple)
 
 
 def smallest(values: Iterable[Any]) -> float:
-    """The smallest number in some that may vary."""
+    """Return the smallest number in values that may vary."""
     return float(min(leaf for value in values for leaf in leaves(value)))

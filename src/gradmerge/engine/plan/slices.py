@@ -14,7 +14,7 @@ from ...checkpoints.layers.stack import LayerRange, StackedCheckpoint, compare_p
 from ...errors import InputError
 from ...recipe import Base, Model, Recipe, value_at
 from ...recipe.slices import options_of_slices
-from .per_layer import LayerSettings, Numbers, Stretch, varies
+from .per_layer import LayerSettings, Stretch, TensorSettings, varies
 
 CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
 
@@ -98,7 +98,7 @@ class SliceStretch(Stretch):
     def _stored(self, name: str) -> Callable[[Checkpoint], str]:
         return lambda stack: stack.places.get(name, (stack, name))[1] if isinstance(stack, StackedCheckpoint) else name
 
-    def at(self, name: str, position: float) -> Numbers:
+    def at(self, name: str, position: float) -> TensorSettings:
         names = self.names_of(name)[1:]
 
         def each(values: Any) -> list[Any]:

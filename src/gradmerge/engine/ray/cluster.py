@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -18,13 +18,13 @@ from typing import Any
 from ...io.atomic_dir import AtomicDir
 from ...recipe import Recipe, reduction_factor
 from ..input_state import State
-from ..plan.plan import Plan, Unit
-from ..run.output import Target
-from ..run.reduce import Advance
-from ..run.spreading import Part, Run
-from ..run.statistics import Statistics, ThresholdSearches
+from ..plan.jobs import MergeOptions
+from ..plan.plan import Block, Plan
+from ..run.output import Output
+from ..run.reduce import Advance, BlockFunction, add_up, ignore
+from ..run.statistics import Statistics
 from .crew import Crew
-from .worker import Merging, Order
+from .worker import Order, Run
 
 #: Entries that a worker takes at a time, at most; and into how many shares for each worker the work is cut at least.
 SHARE, SHARES = 1 << 27, 16
@@ -82,38 +82,38 @@ class RayCluster:
         self.crew.open(asdict(order))
         self.seconds += time.perf_counter() - begun
 
-    def spread(self, plan: Plan, part: Part, runs: Sequence[Run], known: Any, advance: Advance) -> Iterator[Any]:
-        """Map over runs on the workers, as :data:`gradmerge.engine.run.spreading.Spread` says."""
+    def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
+        """Return the sum of ``function(plan, block, buffers)`` over blocks, computed by the workers."""
+        runs = [(block.job.name, block.start, block.stop) for block in blocks]
         total = sum(stop - start for _, start, stop in runs)
-        with closing(self.crew.run(self._cut(runs, total), part, known, plan.inputs.mean_curvature)) as answers:
-            for _, (found, read) in answers:
+        damping, parts = plan.inputs.mean_curvature, []
+        with closing(self.crew.run(self._cut(runs, total), function, None, damping)) as answers:
+            for _, (part, read) in answers:
                 advance(read)
-                yield found
+                parts.append(part)
+        return add_up(parts)
 
     def merge(
         self,
         plan: Plan,
-        target: Target,
-        units: Sequence[Unit],
         statistics: Statistics,
-        search: ThresholdSearches | None,
-        advance: Advance,
+        blocks: Sequence[Block],
+        output: Output,
+        options: MergeOptions,
+        advance: Advance = ignore,
     ) -> None:
-        """Have units merged and written into the target's files; ``search`` is told what was counted on the way."""
-        target.files.close()  # so that every machine sees them
-        numbers = {(unit.job.name, unit.start): unit.number for unit in units}
-        files = {unit.job.name: target.files.place(unit.job.name) for unit in units}
-        placed = sorted(units, key=lambda unit: (*files[unit.job.name], unit.start))
-        total = sum(unit.stop - unit.start for unit in units)
+        """Have the workers merge blocks and write them into the output's files."""
+        output.files.close()  # so that every machine sees them
+        numbers = {(block.job.name, block.start): block.number for block in blocks}
+        files = {block.job.name: output.files.place(block.job.name) for block in blocks}
+        placed = sorted(blocks, key=lambda block: (*files[block.job.name], block.start))
+        total = sum(block.stop - block.start for block in blocks)
         shares: list[list[Run]] = []
-        for _, own in groupby(placed, lambda unit: files[unit.job.name][0]):
-            shares += self._cut([(unit.job.name, unit.start, unit.stop) for unit in own], total)
-        known = Merging(statistics, None if search is None else search.looks_for)
-        with closing(self.crew.run(shares, None, known, plan.inputs.mean_curvature)) as answers:
-            for share, (counts, read) in answers:
-                target.done([numbers[name, start] for name, start, _ in share])
-                if search is not None:
-                    search.add(counts)
+        for _, own in groupby(placed, lambda block: files[block.job.name][0]):
+            shares += self._cut([(block.job.name, block.start, block.stop) for block in own], total)
+        with closing(self.crew.run(shares, None, statistics, plan.inputs.mean_curvature)) as answers:
+            for share, (_, read) in answers:
+                output.done([numbers[name, start] for name, start, _ in share])
                 advance(read)
 
     def _cut(self, runs: Sequence[Run], total: int) -> list[list[Run]]:

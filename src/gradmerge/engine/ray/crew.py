@@ -19,7 +19,8 @@ import torch
 from ..._version import __version__
 from ...errors import InputError, MachineError
 from ...text import one_line
-from ..run.spreading import Part, Run
+from ..run.reduce import BlockFunction
+from .worker import Run
 
 #: How often a share is tried that ends the worker that has it.
 TRIES = 3
@@ -183,7 +184,7 @@ class Crew:
     def run(
         self,
         shares: Sequence[Sequence[Run]],
-        part: Part | None,
+        part: BlockFunction | None,
         known: Any,
         damping: float | None,
         *,

@@ -15,13 +15,13 @@ from ...io.small_files import read_json
 from ...recipe import make_recipe
 from ..input_state import State, state_of
 from ..plan.build import open_plan
-from ..plan.plan import Plan, Unit
-from ..run.executor import run
+from ..plan.jobs import MergeOptions
+from ..plan.plan import Block
+from ..run.executor import merge_blocks
+from ..run.fingerprint import files_read, fingerprint_of
 from ..run.output import WeightFiles
-from ..run.reduce import Advance
-from ..run.spreading import Part, Run
-from ..run.statistics import Counting, LooksFor, Statistics
-from ..run.to_folder import files_read, fingerprint_of
+from ..run.reduce import BlockFunction, reduce_blocks
+from ..run.statistics import Statistics
 from ..thread_pool import allow_many_files
 
 #: Seconds within which a folder that the driver has just made is to be seen: file systems of networks take a moment.
@@ -53,13 +53,8 @@ class Order:
     """Stands in the mark of the staged folder as long as this driver is at work there."""
 
 
-@dataclass(frozen=True)
-class Merging:
-    """What is known when blocks are merged."""
-
-    statistics: Statistics
-    looks_for: LooksFor | None = None
-    """If the statistics are a guess: what is to be counted on the way."""
+Run = tuple[str, int, int]
+"""The name of a tensor, its first entry and one past the last."""
 
 
 class OpenOrder:
@@ -96,39 +91,42 @@ class OpenOrder:
             time.sleep(0.2)
 
     def do(
-        self, part: Part | None, runs: Sequence[Run], known: Any, damping: float | None, threads: int
+        self,
+        function: BlockFunction | None,
+        runs: Sequence[Run],
+        statistics: Statistics | None,
+        damping: float | None,
+        threads: int,
     ) -> tuple[Any, int]:
-        """What a part finds in some runs (without one: they are merged), and how many bytes were read for it."""
+        """Return the sum of a function over some blocks (without one, merge them), and how many bytes were read."""
         read: list[int] = []
-        self.plan.inputs.mean_curvature = damping
-        found = (part or self._merge)(self.plan, runs, known, threads, read.append)
-        return found, sum(read)
-
-    def _merge(self, plan: Plan, runs: Sequence[Run], known: Merging, threads: int, advance: Advance) -> Any:
-        """Merge and write some units, and return what was counted on the way."""
+        plan = self.plan
+        plan.inputs.mean_curvature = damping
         jobs = plan.by_name
-        units = [Unit(number, jobs[name], start, stop) for number, (name, start, stop) in enumerate(runs)]
+        blocks = [Block(number, jobs[name], start, stop) for number, (name, start, stop) in enumerate(runs)]
+        if function is not None:
+            return reduce_blocks(plan, function, blocks, threads, read.append), sum(read)
         # Files first, then the mark: whoever makes the folder anew sets his own mark before he makes any file.
         self._files.open(dict.fromkeys(name for name, _, _ in runs))
         if _mark(self._order.staged) != self._order.run:
             raise MachineError(f"{self._order.staged}: another merge has taken this folder over")
-        counting = None if known.looks_for is None else Counting(known.looks_for)
+        assert statistics is not None
         try:
-            run(
+            merge_blocks(
                 plan,
-                known.statistics,
+                statistics,
                 self._files.write,
-                units=units,
+                blocks=blocks,
                 threads=threads,
-                allow_nonfinite=self._order.allow_nonfinite,
-                precision_factor=self._order.precision_factor,
-                advance=advance,
-                watch=None if counting is None else counting.count,
+                options=MergeOptions(
+                    allow_nonfinite=self._order.allow_nonfinite, precision_factor=self._order.precision_factor
+                ),
+                advance=read.append,
             )
         finally:
             # A machine that fails takes what it has not yet sent to the disk with it.
             self._files.close(sync=self._sync)
-        return counting.counts if counting is not None else {}
+        return None, sum(read)
 
     def close(self) -> None:
         self.plan.inputs.close()
@@ -159,7 +157,7 @@ def opened(order: Order, here: bool) -> tuple[OpenOrder | None, int, str]:
     return made, status, message
 
 
-def done(order: OpenOrder, sent: tuple[Part | None, Any], *share: Any) -> tuple[Any, int, str]:
+def done(order: OpenOrder, sent: tuple[BlockFunction | None, Any], *share: Any) -> tuple[Any, int, str]:
     """What is found in a share of the work, or the status and message of why nothing is."""
     part, known = sent
     return _guarded(lambda: order.do(part, share[0], known, *share[1:]))

@@ -1,4 +1,4 @@
-"""What a merge has finished so far, kept beside its unfinished output so that a killed merge can go on."""
+"""The journal of an unfinished merge, from which a killed merge resumes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...errors import MachineError
-from ..plan.plan import Unit
 from .statistics import Statistics
 
 NAME = "gradmerge.journal"
@@ -21,33 +20,18 @@ NAME = "gradmerge.journal"
 
 @dataclass
 class Finished:
-    """What a journal says: the statistics, and the numbers of the finished units."""
+    """What a journal says: the statistics, and the numbers of the finished blocks."""
 
     statistics: Statistics | None = None
-    guess: Statistics | None = None
-    """What the units were made with before the statistics were known."""
-    units: set[int] = field(default_factory=set)
-
-    def know(self, statistics: Statistics, units: Iterable[Unit]) -> list[int]:
-        """Take the statistics, and do not count what was made with a wrong guess of them; returned are its numbers."""
-        guess, again = self.guess or statistics, []
-        for unit in units:
-            if unit.number in self.units and guess.of(unit.job.name) != statistics.of(unit.job.name):
-                self.units.remove(unit.number)
-                again.append(unit.number)
-        self.statistics, self.guess = statistics, None
-        return again
+    blocks: set[int] = field(default_factory=set)
 
 
 class Journal:
-    """An append-only file: a header line, a line of statistics, then a line for each finished unit.
+    """An append-only file: a header, a line of statistics, then a line for each finished block.
 
-    A guess of the statistics may come first; then the line of statistics follows where they are known, with the
-    numbers of the units that were made with a wrong guess.
-
-    A line is written after the unit's bytes are, so that a unit in the journal is a unit on disk. After a crash of the
-    whole machine that need not hold, so the header names the boot; a journal of another boot is not believed. Nor is
-    one with a line that has changed since: it could name a unit that is not there. So every line ends with a checksum.
+    The line of a block is written after its bytes, so that a block in the journal is a block on disk. After a crash of
+    the machine that need not hold. The header therefore names the boot, and a journal of another boot is not used.
+    Every line ends with a checksum: a damaged line could name a block that is not there.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
@@ -57,33 +41,25 @@ class Journal:
         self._lock = threading.Lock()
 
     def load(self) -> Finished | None:
-        """What an earlier run finished; None if there is no journal to believe."""
+        """Return what an earlier run finished; None without a valid journal of this merge."""
         try:
             lines = self.path.read_bytes().split(b"\n")[:-1]
         except OSError:
             return None
         with contextlib.suppress(ValueError, IndexError, KeyError, AttributeError, TypeError, RecursionError):
-            if json.loads(lines[0]) == self._header:
-                finished = Finished()
-                for line in lines[1:]:
-                    record = _checked(line)
-                    if isinstance(record, dict) and "guess" in record:
-                        finished.guess = Statistics.from_json(record["guess"])
-                    elif isinstance(record, dict):
-                        finished.statistics = Statistics.from_json(record["statistics"])
-                        wrong = finished.guess not in (None, finished.statistics)
-                        for number in record.get("again", [*finished.units] if wrong else ()):
-                            finished.units.remove(number)
-                        finished.guess = None
-                    elif isinstance(record, int):
-                        finished.units.add(record)
-                    else:
-                        return None
-                return finished
+            if json.loads(lines[0]) != self._header:
+                return None
+            finished = Finished()
+            for record in map(_checked, lines[1:]):
+                if isinstance(record, int):
+                    finished.blocks.add(record)
+                else:
+                    finished.statistics = Statistics.from_json(record["statistics"])
+            return finished
         return None
 
     def belongs_to_another_merge(self) -> bool:
-        """Whether there is a journal, and of other inputs or another recipe."""
+        """Return whether there is a journal of other inputs or another recipe."""
         try:
             header = json.loads(self.path.read_bytes().partition(b"\n")[0])
             return bool(header["fingerprint"] != self._header["fingerprint"])
@@ -91,23 +67,20 @@ class Journal:
             return False
 
     def open(self, fresh: bool) -> None:
+        """Open the journal for writing, empty if ``fresh``."""
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0), 0o666)
-            # A line that a killed process did not end would spoil the next.
+            # Cut off an incomplete last line of a killed process: it would damage the next line.
             os.ftruncate(self._fd, self.path.read_bytes().rfind(b"\n") + 1)
         except OSError as error:
             raise MachineError(f"{self.path}: {error.strerror}") from error
         if fresh:
             self._write(json.dumps(self._header).encode() + b"\n")
 
-    def guess(self, value: Statistics) -> None:
-        self._append({"guess": value.to_json()})
+    def statistics(self, value: Statistics) -> None:
+        self._append({"statistics": value.to_json()})
 
-    def statistics(self, value: Statistics, again: Sequence[int] | None = None) -> None:
-        """``again`` are the units that were made with a wrong guess, if not all or none."""
-        self._append({"statistics": value.to_json(), **({} if again is None else {"again": again})})
-
-    def units(self, numbers: Iterable[int]) -> None:
+    def blocks(self, numbers: Iterable[int]) -> None:
         self._append(*numbers)
 
     def _append(self, *records: Any) -> None:
@@ -135,7 +108,7 @@ class Journal:
 def _checked(line: bytes) -> Any:
     text, _, checksum = line.rpartition(b" ")
     if checksum != b"%08x" % zlib.crc32(text):
-        raise ValueError("a line that is not as it was written")
+        raise ValueError("damaged line")
     return json.loads(text)
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..plan.plan import Job, Plan, rule_arguments
+from ..plan.jobs import BlockJob, Job, rule_arguments
+from ..plan.plan import Plan
 
 #: What a rule may take for its result to be told from single numbers.
 INPUTS = {"base", "tuned", "weights", "base_weight"}
@@ -16,13 +17,11 @@ INPUTS = {"base", "tuned", "weights", "base_weight"}
 
 def linear_weights(plan: Plan, job: Job) -> list[float] | None:
     """c_t with base + Σ c_t (θ_t − base) for the result of a tensor, if the rule is such a sum there; else None."""
-    rule = job.rule
-    if rule is None or job.whole or job.inside or not plan.needs <= INPUTS:
+    if not isinstance(job, BlockJob) or job.granularity == "tensor" or not plan.needs <= INPUTS:
         return None
     models, numbers = len(plan.inputs.tuned), plan.inputs.settings.of(job.name)
 
     def merge(base: Tensor, tuned: list[Tensor]) -> Tensor:
-        assert job.rule is not None
         return job.rule(**rule_arguments(job.rule, plan, {"base": base, "tuned": tuned}, numbers))
 
     return _weights(merge, models)

@@ -9,17 +9,17 @@ from collections.abc import Iterable
 from ...io.atomic_dir import AtomicDir
 from ...io.upload import Upload
 from ...io.writer import ShardWriter
-from ..plan.plan import Plan, Unit
+from ..plan.plan import Block, Plan
 from .journal import Finished
 
 
 class Outgoing:
-    """Counts the missing units of each file. Uploads start once the statistics are final."""
+    """Counts the missing blocks of each file."""
 
     def __init__(self, plan: Plan, staging: AtomicDir, upload: Upload, writer: ShardWriter) -> None:
         self._plan, self._staging, self._upload, self._writer = plan, staging, upload, writer
         self._files: dict[int, set[str]] = {}
-        """Unit → the files that it is written to. Empty until the statistics are final."""
+        """Number of a block → the files that it is written to."""
         self._missing: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -32,18 +32,18 @@ class Outgoing:
         return finished
 
     def space(self, nbytes: int) -> int:
-        """Return the local disk space for a result of ``nbytes``: a few files, or all if they wait for statistics."""
+        """Return the local disk space for a result of ``nbytes``: a few files at a time."""
         few = 6 * max(self._writer.sizes.values(), default=0)
-        return nbytes if self._plan.statistics_read else nbytes - max(0, self._writer.nbytes - few)
+        return nbytes - max(0, self._writer.nbytes - few)
 
     def settle(self, finished: Finished) -> None:
         """Send each file that becomes complete from now on."""
-        self._files = {unit.number: self._files_of(unit) for unit in self._plan.units()}
-        missing = (files for number, files in self._files.items() if number not in finished.units)
+        self._files = {block.number: self._files_of(block) for block in self._plan.blocks()}
+        missing = (files for number, files in self._files.items() if number not in finished.blocks)
         self._missing = Counter(file for files in missing for file in files)
 
     def done(self, numbers: Iterable[int]) -> None:
-        """Note units that are written and in the journal. Send the files that they complete, in this thread."""
+        """Note blocks that are written and in the journal. Send the files that they complete, in this thread."""
         files = [file for number in numbers for file in self._files.get(number, ())]
         with self._lock:
             self._missing.subtract(files)
@@ -51,11 +51,9 @@ class Outgoing:
         for file in complete:
             self._send(file)
 
-    def _files_of(self, unit: Unit) -> set[str]:
-        """Return the files of a unit: a layer that is solved whole may have its bias in another file."""
-        bias = unit.job.layer.bias if unit.job.layer is not None else None
-        names = [unit.job.name, bias.name] if bias is not None else [unit.job.name]
-        return {self._writer.locate(name)[0] for name in names}
+    def _files_of(self, block: Block) -> set[str]:
+        """Return the files of a block: a layer may have its bias in another file than its weight."""
+        return {self._writer.locate(name)[0] for name in block.job.tensors}
 
     def _send(self, file: str) -> None:
         self._writer.release(file)

@@ -1,95 +1,106 @@
-"""What a rule measures on whole tensors before it merges them: sums over all entries, and entries of certain ranks."""
+"""Reductions over blocks: the one function that computes sums, norms and counts over whole tensors and models."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from ...checkpoints.checkpoint import Buffers
-from ...rules.measures import Ranked, Sums
-from ..plan.plan import Job, Plan, rule_arguments, step_of
-from .reading import read_block, shaped
-from .selection import Selection
+from ..plan.jobs import Job
+from ..plan.plan import Block, Plan
+from ..thread_pool import run_parallel
 
-#: Elements that are reduced at once. Fixed, so that sums do not depend on how the merge cuts its blocks.
 CHUNK = 1 << 19
+"""Entries of a block in reductions. It is fixed, so that sums do not depend on the block size of the merge."""
 
 Advance = Callable[[int], None]
-Blocks = Callable[[], Iterator[dict[str, Any]]]
-"""A pass over the blocks of a tensor, each as what its rule would be given but for what is measured."""
+"""Reports how many more bytes have been read."""
+BlockFunction = Callable[[Plan, Block, Buffers], Any]
+"""Computes the part of one block: a list, or something else with ``+=``. Ray pickles it."""
 
 
-def measure(
-    plan: Plan, job: Job, known: Mapping[str, Any], advance: Advance = lambda nbytes: None
-) -> dict[str, list[float]]:
-    """The measures of one tensor; ``known`` are its thresholds."""
-    assert job.rule is not None
-    rule, buffers, settings = job.rule, Buffers(), plan.inputs.settings.of(job.name)
-
-    def blocks() -> Iterator[dict[str, Any]]:
-        step = step_of(job, CHUNK)
-        for start in range(0, max(job.info.numel, 1), step):
-            stop = min(start + step, job.info.numel)
-            tensors = read_block(plan, job, start, stop, buffers)
-            yield rule_arguments(rule, plan, shaped(job, start, stop, {**tensors, **known}), settings)
-
-    numbers, measures = rule_arguments(rule, plan, known, settings), rule.measures_of(settings.options)
-    found = measured(measures, blocks, numbers, job.info.numel, job.compute)
-    advance(len(measures) * plan.bytes_read(job))
-    return found
+def ignore(nbytes: int) -> None:
+    """Report nothing."""
 
 
-def measured(
-    measures: Mapping[str, Sums | Ranked],
-    blocks: Blocks,
-    numbers: Mapping[str, Any],
-    entries: int,
-    dtype: torch.dtype,
-) -> dict[str, list[float]]:
-    """Every measure in turn; ``numbers`` are the arguments of the rule that belong to no block."""
-    found: dict[str, list[float]] = {}
-    for name, one in measures.items():
-        if isinstance(one, Sums):
-            parts = [[_total(terms) for terms in _call(one.of, block | found)] for block in blocks()]
-            found[name] = [exact_sum(column) for column in zip(*parts, strict=True)]
+class Reduce(Protocol):
+    """Reduces over blocks, on this machine or on a cluster."""
+
+    def __call__(
+        self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore
+    ) -> Any: ...
+
+
+def reduce_blocks(
+    plan: Plan,
+    function: BlockFunction,
+    blocks: Iterable[Block],
+    threads: int = 1,
+    advance: Advance = ignore,
+) -> Any:
+    """Return the sum of ``function(plan, block, buffers)`` over blocks; an empty list without any block.
+
+    The parts are added with ``+=`` in any order, so that a function returns a list, which is concatenated, or integers.
+    Then the result does not depend on the number of threads: sum floats of a list with :func:`exact_sum`.
+    """
+    sums: list[list[Any]] = []
+    lock = threading.Lock()
+
+    def make_worker() -> Callable[[Block], None]:
+        buffers, partial = Buffers(), list[Any]()
+        sums.append(partial)
+
+        def work(block: Block) -> None:
+            part = function(plan, block, buffers)
+            if partial:
+                partial[0] += part
+            else:
+                partial.append(part)
+            with lock:
+                advance(bytes_of_block(plan, block))
+
+        return work
+
+    run_parallel(blocks, make_worker, threads)
+    return add_up(partial[0] for partial in sums if partial)
+
+
+def add_up(parts: Iterable[Any]) -> Any:
+    """Return the sum of parts of a reduction."""
+    total: Any = None
+    for part in parts:
+        if total is None:
+            total = part
         else:
-            ranks = _call(one.ranks, {**numbers, **found, "entries": entries})
-            found[name] = _ranked(one, ranks, lambda: (block | found for block in blocks()), dtype)
-    return found
+            total += part
+    return [] if total is None else total
 
 
-def _ranked(one: Ranked, ranks: Iterable[int], blocks: Blocks, dtype: torch.dtype) -> list[float]:
-    searches = [Selection(k, dtype) for k in ranks]
-    while left := [search for search in searches if search.value is None]:
-        counts: list[Any] = [0] * len(left)
-        for block in blocks():
-            values = _call(one.of, block).reshape(-1)
-            counts = [count + search.count(values.clone()) for count, search in zip(counts, left, strict=True)]
-        for search, count in zip(left, counts, strict=True):
-            search.narrow(count)
-    return [search.value for search in searches if search.value is not None]
+def bytes_of_block(plan: Plan, block: Block) -> int:
+    """Return how many bytes are read for a block."""
+    return plan.bytes_read(block.job) * (block.stop - block.start) // max(1, block.job.info.numel)
 
 
-def _total(terms: Tensor | float) -> float:
-    return float(terms.sum(dtype=torch.float64)) if isinstance(terms, Tensor) else terms
+def whole_tensors(jobs: Iterable[Job]) -> list[Block]:
+    """Return a block for each whole tensor, the largest first, so that all threads end at about the same time."""
+    blocks = [Block(-1, job, 0, job.info.numel) for job in jobs]
+    return sorted(blocks, key=lambda block: -block.stop)
 
 
-def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    return function(**{name: arguments[name] for name in _names(function)})
-
-
-@functools.cache
-def _names(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+def chunks(plan: Plan) -> list[Block]:
+    """Return blocks of fixed size over all merged tensors; layers are not cut."""
+    blocks = [
+        Block(-1, job, start, min(start + CHUNK, job.info.numel))
+        for job in plan.block_jobs
+        for start in range(0, job.info.numel, CHUNK)
+    ]
+    return blocks + whole_tensors(plan.layers)
 
 
 def exact_sum(values: Iterable[float]) -> float:
+    """Return the sum of floats, rounded once, so that it does not depend on their order."""
     try:
         return math.fsum(values)
     except (ValueError, OverflowError):  # infinities of both signs, or a sum that is larger than any number

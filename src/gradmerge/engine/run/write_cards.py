@@ -47,7 +47,7 @@ def write_cards(
         adapter_facts: For an adapter, further facts for the record.
         adapter_text: For an adapter, further text for the card, in Markdown.
     """
-    inputs, merged = plan.inputs, len(plan.merged)
+    inputs = plan.inputs
     settings = used(recipe, plan)
     options = {} if recipe.slices else {"options": {name: plain(value) for name, value in inputs.options.items()}}
     facts: dict[str, Any] = {
@@ -63,7 +63,8 @@ def write_cards(
         facts["merges"] = {name: named.to_dict() for name, named in recipe.merges.items()}
     if recipe.slices:
         facts["layers"] = layer_table(recipe)
-    output = {"merged_tensors": merged, "copied_tensors": len(plan.jobs) - merged, **(adapter_facts or {})}
+    counts = {"merged_tensors": len(plan.merged_tensors), "copied_tensors": plan.copied_tensors}
+    output = counts | dict(adapter_facts or {})
     write_record(
         folder,
         facts,

@@ -1,0 +1,423 @@
+"""Jobs: for each tensor of the result, how it is cut into blocks, what is read for a block, and what is computed.
+
+There are three classes. A :class:`CopyJob` copies a tensor from the template. A :class:`BlockJob` merges a tensor block
+by block. A :class:`LayerJob` solves for the weight and bias of a linear layer together.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint
+from ...errors import InputError
+from ...io.reader import FLOATS, TensorInfo
+from ...rules import Rule
+from ...rules.kronecker_matching import OF_MERGES, KroneckerFactors, LayerHessian, mean_eigenvalue
+from ...rules.spec import Granularity, per_model
+from ...text import one_line
+from ..run.randomness import keep_mask, uniform
+from ..run.rounding import rounded
+from .inputs import CurvatureInput
+from .per_layer import TensorSettings
+
+if TYPE_CHECKING:
+    from ..run.statistics import Statistics
+    from .plan import Plan
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """How blocks are merged, whatever their job is."""
+
+    device: torch.device = CPU
+    allow_nonfinite: bool = False
+    precision_factor: float = 1.0
+    """Factor of the written curvature H̄."""
+
+
+@dataclass
+class MergedTensors:
+    """What a job computes for one block."""
+
+    values: dict[str, Tensor]
+    """Name → flat values in the type of the result. They may lie in a buffer that the next block overwrites."""
+    precision: Tensor | None = None
+    """H̄ of the same entries in float32, if the plan writes it."""
+
+
+@dataclass(frozen=True)
+class Job(ABC):
+    """What is done for one tensor of the result."""
+
+    name: str
+    info: TensorInfo
+    """Type and shape of the result."""
+    rule: Rule | None = field(default=None, kw_only=True)
+    """None for a copied tensor."""
+    compute: torch.dtype = field(default=torch.float32, kw_only=True)
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """The tensors of the result that this job writes."""
+        return {self.name: self.info}
+
+    def step(self, block: int) -> int:
+        """Return how many entries of the tensor form one block, about ``block``."""
+        return block
+
+    def bytes_read(self, plan: Plan) -> int:
+        """Return how many bytes one pass over the job's inputs reads."""
+        inputs, base = plan.inputs, [plan.inputs.base] if plan.inputs.base and "base" in plan.needs else []
+        total = 0
+        for name in self.tensors:
+            models = [*base, *inputs.tuned_of(name)]
+            total += sum(model.tensors[inputs.stored_name(model, name)].nbytes for model in models)
+            total += sum(source.nbytes(name) for source in inputs.curvatures)
+        return total
+
+    def memory(self, plan: Plan) -> int:
+        """Return the bytes of memory that a thread needs for a tensor that cannot be cut; 0 for others."""
+        return 0
+
+    @abstractmethod
+    def merge(
+        self, plan: Plan, start: int, stop: int, statistics: Statistics, buffers: Buffers, options: MergeOptions
+    ) -> MergedTensors:
+        """Return the result's entries ``start`` to ``stop``."""
+
+
+@dataclass(frozen=True)
+class CopyJob(Job):
+    """A tensor that is copied from the template."""
+
+    def bytes_read(self, plan: Plan) -> int:
+        return plan.inputs.template.tensors[self.name].nbytes
+
+    def merge(
+        self, plan: Plan, start: int, stop: int, statistics: Statistics, buffers: Buffers, options: MergeOptions
+    ) -> MergedTensors:
+        template = plan.inputs.template
+        values = template.read(self.name, start, stop, buffers)
+        if self.info.is_float and not options.allow_nonfinite and not all_finite(values):
+            raise not_finite(template.label, self.name)
+        # A view, such as an adapter on its base, may return a wider type than the stored one.
+        return MergedTensors({self.name: rounded(values, torch_type(self.info))})
+
+
+@dataclass(frozen=True)
+class BlockJob(Job):
+    """A tensor that goes through its rule block by block."""
+
+    rule: Rule = field(kw_only=True)
+    granularity: Granularity = field(default="entries", kw_only=True)
+    """How the rule allows the tensor to be cut."""
+
+    def step(self, block: int) -> int:
+        shape, numel = self.info.shape, self.info.numel
+        if self.granularity == "tensor" or (self.granularity == "rows" and (len(shape) < 2 or numel == 0)):
+            return max(numel, 1)
+        row = numel // shape[0] if self.granularity == "rows" else 1
+        return max(1, block // row) * row
+
+    def memory(self, plan: Plan) -> int:
+        models = 1 + len(plan.inputs.tuned) + len(plan.inputs.curvatures)
+        return self.info.numel * 8 * (models + self.rule.workspace) if self.granularity == "tensor" else 0
+
+    def read(self, plan: Plan, start: int, stop: int, buffers: Buffers) -> dict[str, Any]:
+        """Read the block of every input that the plan needs, flat."""
+        inputs = plan.inputs
+        base, tuned = self.read_models(plan, start, stop, buffers)
+        block: dict[str, Any] = {"base": base, "tuned": tuned}
+
+        def curvature(source: CurvatureInput, slot: str) -> Tensor:
+            return self.read_curvature(source, start, stop, buffers, slot)
+
+        if "prior" in plan.needs:
+            block["prior"] = None if inputs.prior is None else curvature(inputs.prior, "prior")
+        if "penalty" in plan.needs and inputs.penalty:
+            sources = dict.fromkeys(source for source in inputs.penalty if source is not None)
+            read = {source: curvature(source, f"penalty {i}") for i, source in enumerate(sources)}
+            block["penalty"] = [None if source is None else read[source] for source in inputs.penalty]
+        if "curvature" in plan.needs:
+            block["curvature"] = [curvature(source, f"curvature {i}") for i, source in enumerate(inputs.curvature)]
+        for name in plan.needs & {"kept", "uniform"}:
+            block[name] = random_inputs(plan, name, self.name, start, stop)
+        return block
+
+    def read_models(self, plan: Plan, start: int, stop: int, buffers: Buffers) -> tuple[Tensor | None, list[Tensor]]:
+        """Read the block of the base (None if the plan does not need it) and of every tuned model."""
+        return read_models(plan, self.name, self.compute, start, stop, buffers)
+
+    def read_curvature(
+        self,
+        source: CurvatureInput,
+        start: int,
+        stop: int,
+        buffers: Buffers,
+        slot: str,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Read the block of one curvature, reduced; 0 where the recipe allows it to be missing."""
+        name, dtype = source.stored_name(self.name, self.info.shape), dtype or self.compute
+        if name is None:
+            return torch.tensor(0.0, dtype=dtype)
+        return source.read(name, start, stop, buffers, slot, dtype)
+
+    def shaped(self, start: int, stop: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a block in the shape that the rule expects: flat, some rows, or the whole tensor."""
+        if self.granularity == "entries":
+            return dict(tensors)
+        shape = self.info.shape
+        if self.granularity == "rows" and len(shape) > 1 and self.info.numel:
+            shape = ((stop - start) * shape[0] // self.info.numel, *shape[1:])
+        return converted(tensors, lambda tensor: tensor.reshape(shape) if tensor.dim() else tensor)
+
+    def merge(
+        self, plan: Plan, start: int, stop: int, statistics: Statistics, buffers: Buffers, options: MergeOptions
+    ) -> MergedTensors:
+        settings = plan.inputs.settings.of(self.name)
+        tensors = self.shaped(start, stop, self.read(plan, start, stop, buffers) | statistics.inputs_of(self.name))
+        if options.device != CPU:
+            tensors = converted(tensors, lambda tensor: tensor.to(options.device))
+        arguments = rule_arguments(self.rule, plan, tensors, settings)
+        try:
+            merged = self.rule(**arguments)
+        except ValueError as error:
+            raise InputError(f"{self.name}: {self.rule.name}: {error}") from error
+        merged = (merged if merged.dim() == 1 else merged.reshape(-1)).to(CPU)
+        stored = rounded(merged, torch_type(self.info))
+        if not options.allow_nonfinite:
+            check_finite(plan, self, tensors, merged, stored)
+        precision = None
+        if plan.write_precision and self.rule.precision is not None:
+            precision = self.rule.precision(**arguments).to(CPU) * options.precision_factor
+            precision = storable_precision(precision, self.name)
+        return MergedTensors({self.name: stored}, precision)
+
+
+@dataclass(frozen=True)
+class LayerJob(Job):
+    """A linear layer whose matrix X = [W b] is solved for as a whole, from Kronecker factors or Gram matrices."""
+
+    rule: Rule = field(kw_only=True)
+    compute: torch.dtype = field(default=torch.float64, kw_only=True)
+    transposed: bool = field(default=False, kw_only=True)
+    """The weight is stored as (in, out), as in GPT-2's Conv1D."""
+    bias: tuple[str, TensorInfo] | None = field(default=None, kw_only=True)
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {self.name: self.info} | ({} if self.bias is None else {self.bias[0]: self.bias[1]})
+
+    @property
+    def numel(self) -> int:
+        """Return the number of entries of [W b]."""
+        return sum(info.numel for info in self.tensors.values())
+
+    def step(self, block: int) -> int:
+        return max(self.info.numel, 1)
+
+    def memory(self, plan: Plan) -> int:
+        """Return an upper estimate that counts all copies: eigenvectors, conjugate gradients, freed blocks."""
+        sources = plan.inputs.curvatures
+        models = 1 + len(plan.inputs.tuned) + len(sources)
+        if plan.inputs.grams:
+            return self.info.numel * 8 * (models + self.rule.workspace)
+        factors = [source.nbytes(self.name) for source in sources]  # stored in float32, used in float64
+        return self.info.numel * 8 * (models + 24) + 6 * sum(factors) + 12 * max(factors)
+
+    def join_bias(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return [W b] (out × in + 1) from the weight as it is stored and the bias."""
+        shape = self.info.shape
+        matrix = parts[0].reshape(shape).T if self.transposed else parts[0].reshape(shape[0], -1)
+        return torch.cat([matrix, parts[1].reshape(-1, 1)], 1) if len(parts) > 1 else matrix
+
+    def split_bias(self, matrix: Tensor) -> dict[str, Tensor]:
+        """Return the stored tensors of [W b], flat."""
+        weight = matrix if self.bias is None else matrix[:, :-1]
+        values = {self.name: (weight.T if self.transposed else weight).reshape(-1)}
+        return values if self.bias is None else values | {self.bias[0]: matrix[:, -1].contiguous()}
+
+    def read(self, plan: Plan) -> dict[str, Any]:
+        """Read the whole layer: matrices [W b] of all models, and its curvature."""
+        inputs = plan.inputs
+        read = [read_models(plan, n, self.compute, 0, i.numel, Buffers()) for n, i in self.tensors.items()]
+        bases = [base for base, _ in read if base is not None]
+        values: dict[str, Any] = {"base": self.join_bias(bases)} if bases else {}
+        values["tuned"] = [self.join_bias(parts) for parts in zip(*(tuned for _, tuned in read), strict=True)]
+        if inputs.grams:
+            return values | {"grams": [source.read_matrix(self.name) for source in inputs.grams]}
+        hessians = {source: self.read_hessian(source) for source in inputs.curvatures}
+        if inputs.prior is not None:
+            values["prior"] = hessians[inputs.prior]
+        if inputs.penalty:
+            values["penalty"] = [None if source is None else hessians[source] for source in inputs.penalty]
+        return values | {"curvature": [hessians[source] for source in inputs.curvature]}
+
+    def read_hessian(self, source: CurvatureInput) -> LayerHessian:
+        """Read the layer's curvature: Kronecker factors, one number per entry of X, or one number for all."""
+        if source.constant is not None:
+            return torch.tensor(source.constant, dtype=torch.float64)
+        if source.tokens is not None and self.name in source.tokens:
+            return source.read_factors(self.name)
+        parts = []
+        for tensor, info in self.tensors.items():
+            name = source.stored_name(tensor, info.shape)
+            if name is None:
+                parts.append(torch.zeros(info.numel, dtype=torch.float64))
+            else:
+                parts.append(source.read(name, 0, info.numel, Buffers(), "curvature", torch.float64))
+        return self.join_bias(parts)
+
+    def damping(self, plan: Plan, rule: Rule, tensors: Mapping[str, Any]) -> float | None:
+        """Return the layer's δ, if the recipe has `damping: auto` and the rule damps each layer for itself.
+
+        A base with curvature c · I is damped already.
+        """
+        if not plan.inputs.damps_layers or rule.auto_damping == "mean-curvature":
+            return None
+        weights = plan.inputs.settings.of(self.name).weights
+        return OF_MERGES * mean_eigenvalue(weights, tensors["curvature"], tensors["base"].numel())
+
+    def solve(self, plan: Plan, tensors: Mapping[str, Any]) -> Tensor:
+        """Return the rule's result for the whole layer."""
+        settings, rule = plan.inputs.settings.of(self.name), self.rule
+        if rule.layers is not None and tensors.get("damping") is None:
+            damping = self.damping(plan, rule, tensors)
+            tensors = tensors if damping is None else {**tensors, "damping": damping}
+        arguments = rule_arguments(rule, plan, tensors, settings)
+        try:
+            if rule.layers is None:
+                return rule(**arguments)
+            return rule.layers(**{name: arguments[name] for name in rule.inputs})
+        except ValueError as error:
+            raise InputError(f"{self.name}: {rule.name}: {error}") from error
+
+    def merge(
+        self, plan: Plan, start: int, stop: int, statistics: Statistics, buffers: Buffers, options: MergeOptions
+    ) -> MergedTensors:
+        device = CPU if plan.inputs.grams else options.device
+        tensors = converted(self.read(plan), lambda tensor: tensor.to(device))
+        merged = self.solve(plan, tensors).to(CPU)
+        infos = self.tensors
+        stored = {name: rounded(values, torch_type(infos[name])) for name, values in self.split_bias(merged).items()}
+        if not options.allow_nonfinite:
+            check_finite(plan, self, tensors, merged, torch.cat([values.double() for values in stored.values()]))
+        return MergedTensors(stored)
+
+
+def read_models(
+    plan: Plan, name: str, dtype: torch.dtype, start: int, stop: int, buffers: Buffers
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Read a block of the base (None if the plan does not need it) and of every tuned model."""
+    inputs = plan.inputs
+
+    def read(checkpoint: Checkpoint, slot: str) -> Tensor:
+        return checkpoint.read(inputs.stored_name(checkpoint, name), start, stop, buffers, slot).to(dtype)
+
+    base = read(inputs.base, "base") if inputs.base is not None and "base" in plan.needs else None
+    return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned_of(name))]
+
+
+def random_inputs(plan: Plan, kind: str, tensor: str, start: int, stop: int) -> list[Tensor]:
+    """Return the masks (``kept``) or random numbers (``uniform``) of a block, one for each tuned model."""
+    options, models = plan.inputs.settings.of(tensor).options, range(len(plan.inputs.tuned_of(tensor)))
+    if kind == "uniform":
+        return [uniform(options["seed"], i, tensor, start, stop) for i in models]
+    shares = enumerate(per_model(options["density"], models))
+    return [keep_mask(options["seed"], i, tensor, start, stop, share) for i, share in shares]
+
+
+def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any], settings: TensorSettings) -> dict[str, Any]:
+    """Return the arguments of a rule: the tensors of a block, with weights and options from the recipe.
+
+    The tensors are converted to float64 where the rule says that float32 is too narrow for the weights.
+    """
+    inputs = plan.inputs
+    if rule.needs_float64(settings.all_weights, settings.options):
+        tensors = converted(tensors, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    numbers: dict[str, Any] = {"weights": settings.weights, "base_weight": settings.base_weight}
+    if "damping" in rule.inputs:
+        numbers["damping"] = tensors["damping"] if "damping" in tensors else inputs.damping_of(rule)
+    read = plan.needs if rule is plan.rule else frozenset(rule.inputs)
+    arguments = {
+        name: numbers[name] if name in numbers else tensors.get(name) if name in read else None for name in rule.inputs
+    }
+    return arguments | {name: value for name, value in settings.options.items() if name in rule.option_names}
+
+
+def converted(inputs: Mapping[str, Any], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return inputs of a rule with every tensor converted, also those in lists and Kronecker factors."""
+
+    def convert_value(value: Any) -> Any:
+        if isinstance(value, list):
+            return [convert_value(item) for item in value]
+        if isinstance(value, KroneckerFactors):
+            return KroneckerFactors(*map(convert_value, value))
+        return convert(value) if isinstance(value, Tensor) else value
+
+    return {name: convert_value(value) for name, value in inputs.items()}
+
+
+def torch_type(info: TensorInfo) -> torch.dtype:
+    return TORCH_TYPES[info.dtype]
+
+
+def all_finite(values: Tensor) -> bool:
+    """Return whether no value is NaN or infinite. A finite sum is the fastest proof."""
+    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
+
+
+def not_finite(label: str, name: str) -> InputError:
+    return InputError(
+        f"{label}: {one_line(name)} has values that are NaN or infinite. The model is damaged; to merge it all the "
+        "same, set allow_nonfinite (--allow-nonfinite)."
+    )
+
+
+def check_finite(plan: Plan, job: Job, tensors: Mapping[str, Any], merged: Tensor, stored: Tensor) -> None:
+    """Raise if an input or the result has NaN or infinity.
+
+    With weights above 0, NaN or infinity in a model reaches the result of most rules. The models are then checked only
+    if the result is not finite. They are always checked where a weight, or the rule, may leave one of them out.
+    """
+    assert job.rule is not None
+    inputs, base = plan.inputs, tensors.get("base")
+    finite = all_finite(stored)
+    if finite and job.rule.propagates_nonfinite and min(inputs.settings.of(job.name).weights) > 0:
+        return
+    for checkpoint, tensor in ((inputs.base, base), *zip(inputs.tuned_of(job.name), tensors["tuned"], strict=True)):
+        if checkpoint is not None and tensor is not None and not all_finite(tensor):
+            raise not_finite(checkpoint.label, job.name)
+    if finite:
+        return
+    if all_finite(merged):
+        raise InputError(
+            f"the merge of {job.name} has values that are too large for {FLOATS[job.info.dtype]} (largest "
+            f"{float(merged.abs().max()):.6g}, limit {torch.finfo(torch_type(job.info)).max:.6g}). Set output.dtype "
+            "to a wider type."
+        )
+    raise InputError(
+        f"the merge of {job.name} has values that are NaN or infinite, although its inputs have none: a weight, "
+        "an option or the curvature is too extreme. To write them, set allow_nonfinite (--allow-nonfinite)."
+    )
+
+
+def storable_precision(precision: Tensor, name: str) -> Tensor:
+    """Return H̄ as it is written: nonnegative, in float32."""
+    stored = precision.clamp_(min=0).float()
+    if not all_finite(stored):
+        raise InputError(
+            f"output.curvature: H̄ of {name} is as large as {float(precision.max()):.3g}, which does not fit float32. "
+            "Scale the weights or the curvature of all models down alike."
+        )
+    return stored

@@ -1,0 +1,225 @@
+"""Matching curvature files with the tensors to merge: diagonals, Gram matrices, and Kronecker factors of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.compat.tied_weights import same_values, tied_to
+from ...curvature.format import INPUTS, OUTPUTS
+from ...io.reader import TensorInfo
+from ...recipe import NONE
+from ...rules import Rule
+from ...text import listed
+from .inputs import CurvatureInput, Inputs
+
+
+class Layer(NamedTuple):
+    """How the matrix of a layer is stored."""
+
+    transposed: bool
+    """The weight is stored as (in, out)."""
+    bias: str | None
+    """The bias that the curvature includes."""
+
+
+Layers = dict[str, Layer]
+"""Weight → its layer, for layers that are solved as a whole."""
+
+
+def match_curvature(
+    inputs: Inputs,
+    rule: Rule,
+    names: Sequence[str],
+    *,
+    missing: str,
+    penalty_is_recorded: bool,
+    any_rule: bool,
+) -> tuple[Layers, list[str]]:
+    """Return the layers that are solved as a whole, and all problems of the curvature.
+
+    With ``any_rule``, the curvature need not suit the recipe's rule. What a recorded penalty lacks counts as 0.
+    """
+    diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
+    _use_tied_curvature(diagonals, inputs.template, names)
+    layers, problems = _kronecker_layers(inputs, None if any_rule else rule, names)
+    for source in diagonals:
+        recorded = penalty_is_recorded and source in inputs.penalty
+        held = _held_by_factors(source, layers)
+        problems += _diagonal_problems(source, inputs, names, held, "zero" if recorded else missing)
+    gram_layers, gram_problems = _gram_layers(inputs, rule, names)
+    return layers | gram_layers, problems + gram_problems
+
+
+def layer_option_problems(
+    options: Mapping[str, Any], inputs: Inputs, layers: Layers, write_curvature: bool = False
+) -> list[str]:
+    """Return settings that do not work with Kronecker curvature."""
+    problems = []
+    if write_curvature:
+        problems.append(
+            "output.curvature: with Kronecker curvature H̄ is a sum of Kronecker products, which no file stores. "
+            "Remove it, and estimate the curvature of the merged model instead"
+        )
+    if options.get("base_saw_removed"):
+        problems.append(
+            "options.base_saw_removed: a Kronecker product minus others is not a curvature. Estimate that of the base "
+            "on the retain set, or use diagonals"
+        )
+    if options.get("cap", NONE) != NONE:
+        problems.append(
+            "options.cap: limits the step of single entries, which Kronecker curvature does not have. Use `damping`, "
+            "and remove cap"
+        )
+    of = inputs.settings.of
+    split = [weight for weight, layer in layers.items() if layer.bias is not None and of(weight) != of(layer.bias)]
+    if split:
+        problems.append(
+            f"weight: filters give {split[0]} and its bias different values, but Kronecker curvature holds them "
+            "together. Make the filters match both, or use diagonals"
+        )
+    return problems
+
+
+def _use_tied_curvature(diagonals: Sequence[CurvatureInput], template: Checkpoint, names: Sequence[str]) -> None:
+    """Use the curvature of an embedding for a tied head that a curvature file lacks.
+
+    The template stores both tensors, with the same values.
+    """
+    lacking = {n for source in diagonals if source.shapes is not None for n in names if n not in source.shapes}
+    pairs = ((name, tied_to(name, template)) for name in lacking)
+    ties = {name: tied for name, tied in pairs if tied is not None and same_values(template, name, tied)}
+    for source in diagonals:
+        source.aliases = ties
+
+
+def _diagonal_problems(
+    source: CurvatureInput, inputs: Inputs, names: Sequence[str], held: set[str], missing: str
+) -> list[str]:
+    """Return what is wrong with the diagonals of a source; tensors in ``held`` have Kronecker factors instead."""
+    shapes = source.shapes
+    if shapes is None:
+        return []
+    tensors = inputs.template.tensors
+    if source.file is not None and source.kind != "diagonal" and source.tokens is None:
+        return [f"{source.label}: holds {source.file.kind} matrices, where a diagonal is needed"]
+    problems = []
+    misfits = [n for n in names if n in shapes and shapes[n] != tensors[n].shape]
+    if misfits:
+        wrong = [f"{n}: {list(shapes[n])}, but the weight is {list(tensors[n].shape)}" for n in misfits]
+        problems.append(f"{source.label}: curvature of another model, its shapes do not match\n{listed(wrong)}")
+    absent = [n for n in names if n not in held and source.stored_name(n, tensors[n].shape) is None]
+    if absent and len(absent) == len(names):
+        problems.append(
+            f"{source.label}: curvature of another model: it has none of the tensors to merge\n{listed(absent, 3)}"
+        )
+    elif absent and missing != "zero":
+        problems.append(
+            f"{source.label}: no curvature for {len(absent)} of {len(names)} tensors\n{listed(absent)}\n"
+            "  Exclude them, or set `missing: zero` to use 0."
+        )
+    return problems
+
+
+def _gram_layers(inputs: Inputs, rule: Rule, names: Sequence[str]) -> tuple[Layers, list[str]]:
+    """Return the weights for which every model has a Gram matrix, and what is wrong with the others."""
+    layers: Layers = {}
+    problems = [
+        f"{source.label}: {rule.name} needs Gram matrices (XᵀX of the inputs of linear layers), not a diagonal"
+        for source in inputs.grams
+        if source.shapes is None or (source.file is not None and source.file.kind != "gram")
+    ]
+    if problems or not inputs.grams:
+        return layers, problems
+    file, shapes = inputs.grams[0].file, [source.shapes or {} for source in inputs.grams]
+    for name in names:
+        shape = inputs.template.tensors[name].shape
+        grams = [some[name] for some in shapes if name in some]
+        if not grams:
+            continue
+        size = grams[0][0] if grams[0] else 0
+        if len(grams) < len(shapes):
+            problems.append(f"{name}: some models have a Gram matrix for it and some do not")
+        elif len(shape) != 2 or size not in shape or any(gram != (size, size) for gram in grams):
+            problems.append(f"{name}: its Gram matrices {list(map(list, grams))} do not match the weight {list(shape)}")
+        else:
+            # The size of its Gram matrix tells how a weight is stored; if the weight is square, its file does.
+            square = shape[0] == shape[1]
+            stored_transposed = file is not None and name in file.transposed
+            layers[name] = Layer(stored_transposed if square else size == shape[0], None)
+    if not layers and not problems:
+        problems.append(f"{inputs.grams[0].label}: has no Gram matrix for any tensor to merge; is it of another model?")
+    return layers, problems
+
+
+def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -> tuple[Layers, list[str]]:
+    """Return the layers with Kronecker factors among the tensors to merge, and what is wrong with the factors."""
+    sources = [source for source in inputs.curvatures if source.tokens is not None]
+    if not sources:
+        return {}, []
+    problems = _mixed_kinds(inputs, rule, sources)
+    tensors, wanted = inputs.template.tensors, set(names)
+    layers: Layers = {}
+    for source in sources:
+        wrong: list[str] = []
+        assert source.tokens is not None and source.shapes is not None
+        for name in source.tokens:
+            bias, transposed = _bias_of(name), name in source.transposed
+            size, outputs = (source.shapes[name + part] for part in (INPUTS, OUTPUTS))
+            if name not in wanted:
+                if bias in wanted and bias not in source.shapes:
+                    problems.append(_separated(source, bias, name))
+                continue
+            rows, columns = _matrix_shape(tensors[name], transposed)
+            with_bias = size == (columns + 1, columns + 1)
+            layer = Layer(transposed, bias if with_bias else None)
+            if outputs != (rows, rows) or not (with_bias or size == (columns, columns)):
+                factors = f"factors {list(outputs)} and {list(size)}"
+                wrong.append(f"{name}: {factors}, but the weight is {list(tensors[name].shape)}")
+            elif with_bias and (bias not in tensors or tensors[bias].shape != (rows,)):
+                wrong.append(f"{name}: factors with a bias, but there is no {bias} of {rows} numbers")
+            elif with_bias and bias not in wanted:
+                problems.append(_separated(source, name, bias))
+            elif layers.setdefault(name, layer) != layer:
+                problems.append(f"{source.label}: {name} has factors of another shape than in the other files")
+        if wrong:
+            problems.append(f"{source.label}: curvature of another model, its factors do not match\n{listed(wrong)}")
+    return layers, problems
+
+
+def _mixed_kinds(inputs: Inputs, rule: Rule | None, sources: Sequence[CurvatureInput]) -> list[str]:
+    """Return what is wrong with the kinds of curvature, before any shape is compared."""
+    if rule is not None and rule.layers is None:
+        why = f"which {rule.name} does not support; gradient-matching and removal do. Estimate it with kind=diagonal"
+        return [f"{source.label}: holds Kronecker factors, {why}" for source in sources]
+    others = [source.label for source in inputs.curvature if source.kind not in ("kronecker", "constant")]
+    return [
+        f"{sources[0].label}: holds Kronecker factors, but {label} a diagonal; models of one recipe have curvature of "
+        "one kind. Estimate all of them with kind=kronecker, or all with kind=diagonal"
+        for label in others
+    ]
+
+
+def _separated(source: CurvatureInput, merged: str, excluded: str) -> str:
+    return (
+        f"{source.label}: {merged} is merged and {excluded} is not; Kronecker curvature holds the weight and bias of a "
+        "layer together: include both or exclude both"
+    )
+
+
+def _held_by_factors(source: CurvatureInput, layers: Layers) -> set[str]:
+    """Return the weights that a source has factors for, and the biases that these factors include."""
+    held = set(source.tokens or ())
+    return held | {_bias_of(name) for name in held if name not in layers or layers[name].bias is not None}
+
+
+def _bias_of(weight: str) -> str:
+    return weight.removesuffix("weight") + "bias"
+
+
+def _matrix_shape(info: TensorInfo, transposed: bool) -> tuple[int, int]:
+    """Return (out, in) of a layer's matrix; a convolution's kernel counts as inputs."""
+    shape = info.shape or (0,)
+    rows, columns = shape[0], info.numel // max(1, shape[0])
+    return (columns, rows) if transposed else (rows, columns)

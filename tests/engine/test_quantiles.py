@@ -1,0 +1,70 @@
+"""The k-th largest magnitude of many numbers, against sorting."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gradmerge.engine.run.quantiles import Bracket, Counts, Quantile, bracket_of
+
+GENERATOR = np.random.default_rng(0)
+KINDS = {
+    "normal": np.abs(GENERATOR.normal(size=20_000)).astype(np.float32),
+    "few values": GENERATOR.integers(0, 4, 20_000).astype(np.float32),
+    "equal": np.ones(20_000, np.float32),
+    "zeros": np.where(GENERATOR.random(20_000) < 0.9, 0.0, GENERATOR.random(20_000)).astype(np.float32),
+    "float64": np.exp(GENERATOR.normal(size=20_000) * 20),
+}
+
+
+def search(values: np.ndarray, k: int, bracket: Bracket | None = None) -> tuple[float, int]:
+    """The k-th largest, and how many passes it took."""
+    quantile = Quantile(k, torch.from_numpy(values).dtype, bracket)
+    passes = 0
+    while quantile.value is None:
+        total, *parts = (quantile.count(part) for part in np.array_split(values, 7))
+        for part in parts:
+            total += part
+        quantile.narrow(total)
+        passes += 1
+    return quantile.value, passes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 17, 3_000, 19_999, 20_000])
+@pytest.mark.parametrize("bracket", ["none", "sampled", "below", "above", "a single value"])
+def test_it_is_the_kth_largest(kind: str, k: int, bracket: str) -> None:
+    values = KINDS[kind]
+    sampled = bracket_of(k / len(values), np.array_split(values[::20], 10))
+    brackets = {"none": None, "sampled": sampled, "below": (0.0, 1e-30), "above": (1e30, math.inf)}
+    assert search(values, k, brackets.get(bracket, (1.0, 1.0)))[0] == float(np.sort(values)[len(values) - k])
+
+
+def test_a_sampled_bracket_of_many_values_needs_one_pass() -> None:
+    values = np.abs(GENERATOR.normal(size=1 << 21)).astype(np.float32)
+    sample = bracket_of(0.2, values.reshape(-1, 2048)[::8])
+    assert search(values, len(values) // 5, sample) == (float(np.sort(values)[-(len(values) // 5)]), 1)
+
+
+def test_nan_counts_as_the_largest() -> None:
+    values = KINDS["normal"].copy()
+    values[:100] = math.nan
+    values[100:110] = math.inf
+    for bracket in (None, bracket_of(0.25, [values[50::20]]), (5.0, 5.0)):
+        assert search(values, 5_000, bracket)[0] == float(np.sort(values)[len(values) - 5_000])
+        assert search(values, 50, bracket)[0] == math.inf
+
+
+def test_the_ranks_0_and_minus_1_are_infinity_and_0() -> None:
+    assert Quantile(0, torch.float32).value == math.inf and Quantile(-1, torch.float32).value == 0.0
+
+
+def test_counts_of_many_bins_are_added_up_before_they_take_much_memory() -> None:
+    total = Counts(0, np.array([1, 3]), np.array([1, 2]))
+    for _ in range(10):
+        total += Counts(1, np.arange(1 << 18), np.ones(1 << 18, np.int64))
+    bins, counts = total.in_bins()
+    assert total.above == 10 and len(bins) == 1 << 18 and counts[:4].tolist() == [10, 11, 10, 12]
