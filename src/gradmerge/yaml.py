@@ -1,12 +1,14 @@
-"""Parse YAML from untrusted files: no tags that run code, no duplicate keys, bounded size."""
+"""Read YAML from untrusted files (no tags that run code, no duplicate keys, bounded size), and write YAML."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from .errors import InputError
+from .text import printable
 
 MAX_NODES = 20_000
 """The most values that a text may have, with every alias expanded."""
@@ -103,3 +105,22 @@ def _lines(node: yaml.Node, path: tuple[str | int, ...], lines: Lines) -> Lines:
         for position, value in enumerate(node.value):
             _lines(value, (*path, position), lines)
     return lines
+
+
+def to_yaml(value: Mapping[str, Any]) -> str:
+    """Return YAML without aliases, and with lists of numbers on one line. Control characters are escaped."""
+    text = yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text if printable(text) == text else yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, _: Any) -> bool:
+        return True
+
+
+def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
+    numbers = bool(values) and all(isinstance(value, int | float) for value in values)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=numbers or None)
+
+
+_Dumper.add_representer(list, _represent_list)

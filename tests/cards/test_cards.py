@@ -20,9 +20,9 @@ from huggingface_hub import ModelCard, ModelCardData
 import gradmerge as gm
 from gradmerge.api.publishing import MeasuredCard
 from gradmerge.cards.card import merge_text, recipe_text, render_card
+from gradmerge.cards.markdown import as_block, as_text
 from gradmerge.cards.metadata import license_notes, read_all_metadata
 from gradmerge.cards.usage import pipeline_tag, usage
-from gradmerge.markdown import as_block, as_text
 from gradmerge.recipe import make_recipe
 from gradmerge.text import printable
 

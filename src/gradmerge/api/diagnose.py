@@ -18,7 +18,6 @@ from ..compare.sweeps import Sweeps, parse_sweeps, with_changes
 from ..compare.weight_ranges import parse_weights
 from ..engine.input_state import model_paths, recipe_paths
 from ..io.atomic_dir import AtomicDir
-from ..markdown import to_yaml
 from ..progress import Progress, shown
 from ..recipe import Recipe
 from ..report.diagnosis_page import diagnosis_page
@@ -27,6 +26,7 @@ from ..report.page import made, write_report
 from ..tasks import LoadOptions, complete, tokenizer_of
 from ..tasks.data_sources import data_paths
 from ..text import to_json
+from ..yaml import to_yaml
 from .calibrate_command import calibrate_command
 from .merge import default_threads, merged_first, recipe_of_models
 

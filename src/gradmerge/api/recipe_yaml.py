@@ -9,9 +9,9 @@ from typing import Any
 
 from ..cards.card import recipe_as_written
 from ..io.reader import local_path
-from ..markdown import to_yaml
 from ..recipe import NONE, Identity, Recipe
 from ..urls import is_url, url_of
+from ..yaml import to_yaml
 
 
 def recipe_documents(recipe: Recipe, folder: Path) -> str:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
 from ..checkpoints.sidecars import library_of
-from ..markdown import as_block, as_code, as_text, to_yaml
 from ..recipe import Recipe
 from ..urls import is_url
+from ..yaml import to_yaml
 from .eval_results import PLACEHOLDER
+from .markdown import as_block, as_code, as_text
 from .metadata import CARD, ModelMetadata, license_notes, name_of, short_names
 from .usage import adapter_usage, pipeline_tag, usage
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ..errors import InputError
-from ..markdown import as_code
 from ..text import first_line, one_line
+from .markdown import as_code
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult

@@ -22,8 +22,8 @@ from ..checkpoints.views import View, beneath
 from ..errors import InputError
 from ..io.reader import local_path
 from ..io.small_files import lies_within, read_bounded, readable_json
-from ..yaml import parse_yaml
 from ..text import one_line
+from ..yaml import parse_yaml
 
 CARD, RECORD = "README.md", "gradmerge.json"
 MAX_CARD = 5_000_000

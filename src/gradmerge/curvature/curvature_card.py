@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..cards.card import render_card
-from ..markdown import as_block, as_code, as_text, markdown_table
+from ..cards.markdown import as_block, as_code, as_text, markdown_table
 from ..text import size
 from .format import STEM, CurvatureFile, open_curvature
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...cards.markdown import as_code, markdown_table
 from ...checkpoints.adapter_config import read_adapter_config
 from ...errors import InputError
-from ...markdown import as_code, markdown_table
 from ...notes import Note
 from ...urls import redact
 from .build import Changes

@@ -1,14 +1,11 @@
-"""Markdown and YAML in which names from untrusted sources stay text."""
+"""Markdown in which names from untrusted sources stay text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import yaml
-
-from .text import one_line, printable
+from ..text import one_line
 
 
 def as_code(text: str) -> str:
@@ -36,24 +33,5 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str
     return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
 
 
-def to_yaml(value: Mapping[str, Any]) -> str:
-    """Return YAML without aliases, and with lists of numbers on one line. Control characters are escaped."""
-    text = yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return text if printable(text) == text else yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False)
-
-
 def _longest_run(text: str) -> int:
     return max(map(len, re.findall("`+", text)), default=0)
-
-
-class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, _: Any) -> bool:
-        return True
-
-
-def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
-    numbers = bool(values) and all(isinstance(value, int | float) for value in values)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=numbers or None)
-
-
-_Dumper.add_representer(list, _represent_list)
