@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
+import gradmerge
 from gradmerge.errors import GradmergeError, InputError, MachineError
 
 from .mutate import Draw
@@ -310,6 +311,8 @@ def outside_of(root: Path, paths: list[str]) -> list[str]:
     known = (str(here), str(here.with_name("out")), "/proc/", "/sys/")
     far = [path for path in paths if not path.isdigit() and not os.path.realpath(here / path).startswith(known)]
     far = [path for path in far if path not in sys.path]  # which are listed when something is imported
+    ours = str(Path(gradmerge.__file__).parent)
+    far = [path for path in far if not path.startswith(ours)]
     return [path for path in far if not path.endswith((".py", ".pyc", ".so")) and "/lib/python" not in path]
 
 

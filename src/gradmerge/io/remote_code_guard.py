@@ -46,6 +46,6 @@ def check_implementation(kind: str, value: Any, where: str) -> None:
             check_implementation(kind, part, where)
     elif value is not None and value not in IMPLEMENTATIONS[kind]:
         raise InputError(
-            f"{where}: {str(value)[:80]!r} is not one of {', '.join(IMPLEMENTATIONS[kind])}. gradmerge does not run code "
-            "from the Hub."
+            f"{where}: {str(value)[:80]!r} is not one of {', '.join(IMPLEMENTATIONS[kind])}. gradmerge does not run "
+            "code from the Hub."
         )

@@ -111,6 +111,6 @@ def require_within(path: Path, folder: Path) -> None:
     """Raise if a file is a link to a file outside its model folder."""
     if not lies_within(path, folder):
         raise InputError(
-            f"{path}: is a link to {os.path.realpath(path)}, outside the model's folder. Copy the file into the folder, "
-            "or pass the folder that contains it."
+            f"{path}: is a link to {os.path.realpath(path)}, outside the model's folder. Copy the file into the "
+            "folder, or pass the folder that contains it."
         )
