@@ -92,7 +92,7 @@ def test_help_is_enough(name: str) -> None:
     if inspect.isfunction(thing) and inspect.signature(thing).return_annotation != "None":
         assert re.search(r"^Returns:$", text, re.MULTILINE), "Returns"
     words = set(re.findall(r"\w+", described[1]))
-    own = [name for name in inspect.signature(thing).parameters if name not in ("self", "trainer_args", "trainer_kwargs")]
-    assert not [name for name in own if name not in words], "every argument is named"
+    unnamed = inspect.signature(thing).parameters.keys() - words - {"self", "trainer_args", "trainer_kwargs"}
+    assert not unnamed, "every argument is named"
     if inspect.isfunction(thing) or inspect.ismethod(thing):
         assert ">>> " in text, "an example"

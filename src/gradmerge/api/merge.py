@@ -1,69 +1,37 @@
-"""Merging from disk to disk."""
+"""Merge checkpoints from disk to disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..arguments import checked
+from ..arguments import check_known, checked
 from ..engine.adapter.to_adapter import merge_to_adapter
+from ..engine.input_state import recipe_paths
 from ..engine.plan.build import open_plan
 from ..engine.plan.plan import BLOCK, Plan
 from ..engine.run.merge import MergeResult, merge_to_folder
 from ..engine.thread_pool import allow_many_files
 from ..errors import InputError
+from ..io.atomic_dir import AtomicDir
+from ..io.reader import local_path
+from ..notes import Note
 from ..progress import Progress, shown
 from ..recipe import Recipe, load_recipe, make_recipe
-from ..text import nearest
 from ..urls import output_path
-from .named_merges import with_named_merges, with_stand_ins
 
 if TYPE_CHECKING:
     from ..engine.ray.cluster import RayCluster
 
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def default_threads() -> int:
-    return min(cores(), 4)  # more wait for one another at the interpreter's lock
-
-
-def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any], allow_code: bool = False) -> Recipe:
-    """A recipe from a file, a mapping, or itself."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if isinstance(recipe, Mapping):
-        return make_recipe(recipe, allow_code=allow_code)
-    return load_recipe(recipe, allow_code=allow_code)
-
-
-def recipe_of_models(recipe: str | Path | Recipe | Mapping[str, Any], who: str, allow_code: bool = False) -> Recipe:
-    """The same, for those who look at merges of whole models."""
-    found = as_recipe(recipe, allow_code)
-    if found.slices:
-        advice = "Merge it, and look at the result with `gradmerge evaluate`"
-        raise InputError(f"slices: {who} looks at merges of whole models, not at stacked layers. {advice}.")
-    return found
-
-
-@contextlib.contextmanager
-def planned(recipe: str | Path | Recipe | Mapping[str, Any], **allowed: Any) -> Iterator[Plan]:
-    """The plan of a recipe, with its inputs open. Named recipes whose results are not there are only looked at.
-
-    ``allowed`` is as of :func:`gradmerge.engine.plan.build.open_plan`.
-    """
-    plan = open_plan(with_stand_ins(as_recipe(recipe)), **allowed)
-    with contextlib.closing(plan.inputs):
-        yield plan
+RecipeLike = str | Path | Recipe | Mapping[str, Any]
+"""A recipe file, a mapping with the keys of a recipe, or a :class:`Recipe`."""
 
 
 @checked()
@@ -87,37 +55,37 @@ def merge(
     progress: bool | Progress = True,
     block: int = BLOCK,
 ) -> MergeResult:
-    """Merge checkpoints as a recipe says and write the result to the folder ``out``.
+    """Merge the checkpoints of a recipe and write the result to the folder ``out``.
 
-    Everything is streamed: memory depends on the number of models and threads, not on their size. The bytes of the
-    weights depend on the inputs and the recipe alone.
+    The merge streams: its memory depends on the number of models and threads, not on the size of the models. The bytes
+    of the weights depend only on the inputs and the recipe.
 
     Args:
-        recipe: A recipe file, of ours or of mergekit's, a mapping with its keys, or a :class:`Recipe`.
-        out: A new folder. It appears when it is complete; until then the work is in ``OUT.gradmerge-partial``. Or a
-            URL of fsspec, such as s3://bucket/name: it is complete when its gradmerge.json is there.
-        threads: By default one per core, at most 4. On Ray, of each worker.
-        device: Where the arithmetic is done: cpu, cuda, cuda:1, …
-        force: Replace ``out`` if gradmerge wrote it, or it is empty.
-        resume: Go on with a merge that was killed.
-        allow_pickle: Also read .bin and .pt checkpoints, of which only the tensors are taken.
-        allow_config: Keys in which configs may differ although they make another function of the weights.
-        dequantize: Read quantised models (fp8 with scales, bitsandbytes) as the numbers that their codes stand for.
+        recipe: A recipe file (of gradmerge or mergekit), a mapping with its keys, or a :class:`Recipe`.
+        out: A new folder, or an fsspec URL such as s3://bucket/name. The folder appears when it is complete; until then
+            files are in ``OUT.gradmerge-partial``. A result at a URL is complete when its gradmerge.json exists.
+        threads: Threads, by default one per core and at most 4. With Ray, threads per worker.
+        device: Device of the arithmetic: cpu, cuda, cuda:1, …
+        force: Replace ``out`` if gradmerge wrote it, or if it is empty.
+        resume: Resume a merge that was killed.
+        allow_pickle: Also read .bin and .pt checkpoints (tensors only).
+        allow_config: Config keys that may differ between models although they change the function of the weights.
+        dequantize: Dequantize weights on load (fp8 with scales, bitsandbytes).
         allow_code: Run the Python file that the recipe names as its method (``method: ./my_rule.py``).
-        allow_nonfinite: Go on when weights are NaN or infinite.
-        accept_untrusted: Write a removal although its step is too long to be trusted.
-        engine: ``local``, or ``ray`` to have workers of a Ray cluster share the work, with the same bytes in the end.
-            Inputs and ``out`` are then on file systems that all machines of the cluster have under the same paths.
-        workers: On Ray, how many; by default as many as the cluster has room for.
-        ray_address: HOST:PORT of a Ray cluster, or ``auto`` for one that runs on this machine. By default what the
-            environment says (RAY_ADDRESS), and else a cluster of its own is started here for as long as the merge runs.
-            One that this process is connected to already is used as it is.
-        progress: A bar on long work, on a terminal or in a notebook; False for none; or what is told how far the merge
-            is, in bytes: an object with ``begin(what, total, done)`` and ``advance(amount)``.
-        block: Elements that go through the rule at once; the weights do not depend on it.
+        allow_nonfinite: Continue if weights are NaN or infinite.
+        accept_untrusted: Write a removal even if its step is too long to be trusted.
+        engine: Execution backend: ``local``, or ``ray`` for the workers of a Ray cluster, with the same bytes. All
+            machines of the cluster must have the inputs and ``out`` under the same paths.
+        workers: With Ray, the number of workers; by default as many as the cluster has room for.
+        ray_address: HOST:PORT of a Ray cluster, or ``auto`` for the one on this machine. Default: the environment
+            variable RAY_ADDRESS, else a cluster that is started here and stopped after the merge. A cluster that this
+            process is connected to is used as it is.
+        progress: Show a progress bar on a terminal or in a notebook; False for none; or an object with
+            ``begin(what, total, done)`` and ``advance(amount)``, which gets the progress in bytes.
+        block: Elements per call of the rule; the weights do not depend on it.
 
     Returns:
-        What was done, with notes on what should be known of it.
+        Counts, sizes and times of the merge, and its notes.
 
     >>> merge({"method": "ties", "base": "./base", "models": ["./a", "./b"]}, "./merged").merged  # doctest: +SKIP
     148
@@ -126,71 +94,155 @@ def merge(
     out = output_path(out)
     if out.suffix == ".safetensors":
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
-    cluster = _cluster(recipe, engine, workers, ray_address, threads, device)
+    reading: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
+    cluster = _cluster(recipe, engine, workers, ray_address, threads, device, reading)
     check_device(device)
     allow_many_files()
-    settings: dict[str, Any] = {
-        "threads": threads or default_threads(),
-        "device": device,
-        "resume": resume,
-        "allow_nonfinite": allow_nonfinite,
-        "accept_untrusted": accept_untrusted,
-    }
-    allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     with contextlib.ExitStack() as stack:
-        told = stack.enter_context(shown(progress))
+        settings: dict[str, Any] = {
+            "threads": threads or default_threads(),
+            "device": device,
+            "resume": resume,
+            "allow_nonfinite": allow_nonfinite,
+            "accept_untrusted": accept_untrusted,
+            "progress": stack.enter_context(shown(progress)),
+        }
         if cluster is not None:
-            cluster.allowed = allowed
             settings["cluster"] = stack.enter_context(cluster)
 
         def run(recipe: Recipe, out: Path, force: bool = False) -> MergeResult:
-            with planned(recipe, **allowed) as plan:
+            with planned(recipe, **reading) as plan:
                 plan.block = block
                 write = merge_to_adapter if recipe.output.format == "adapter" else merge_to_folder
-                return write(recipe, plan, out, force=force, progress=told, **settings)
+                return write(recipe, plan, out, force=force, **settings)
 
-        ready = stack.enter_context(with_named_merges(recipe, out, run, resume=resume))
+        ready = stack.enter_context(_with_named_merges(recipe, out, run, resume=resume))
         return run(ready, out, force)
 
 
-def _cluster(
-    recipe: Recipe, engine: str, workers: int | None, address: str | None, threads: int | None, device: str
-) -> RayCluster | None:
-    """The cluster that a merge runs on, not yet started; None for this process alone."""
-    if engine == "local":
-        if workers is not None or address is not None:
-            raise InputError(f"{'--ray-address' if workers is None else '--workers'} goes with --engine ray")
-        return None
-    if engine != "ray":
-        raise InputError(f"engine {engine!r}: known are local and ray{nearest(engine, ('local', 'ray'))}")
-    if workers is not None and workers < 1:
-        raise InputError(f"workers {workers}: at least one is needed")
-    if device != "cpu":
-        raise InputError(f"device {device!r}: workers on Ray compute on the cpu; with a GPU, merge with --engine local")
-    if "adapter" in {one.output.format for one in (recipe, *recipe.merges.values())}:
-        raise InputError("output.format: an adapter is written by --engine local alone; it is small")
-    from ..engine.ray.cluster import RayCluster
+def as_recipe(recipe: RecipeLike, allow_code: bool = False) -> Recipe:
+    """Return the recipe of a file or a mapping, or the recipe itself."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, Mapping):
+        return make_recipe(recipe, allow_code=allow_code)
+    return load_recipe(recipe, allow_code=allow_code)
 
-    return RayCluster(workers, threads, address)
+
+def recipe_of_models(recipe: RecipeLike, command: str, allow_code: bool = False) -> Recipe:
+    """Return the recipe; raise if it has slices, which ``command`` does not support."""
+    loaded = as_recipe(recipe, allow_code)
+    if loaded.slices:
+        raise InputError(f"slices: {command} does not support them. Merge the recipe and evaluate the result")
+    return loaded
+
+
+@contextlib.contextmanager
+def planned(recipe: RecipeLike, **reading: Any) -> Iterator[Plan]:
+    """The plan of a recipe, with its inputs open. Named recipes that are not merged yet are represented by a model.
+
+    ``reading`` are the keywords of :func:`gradmerge.engine.plan.build.open_plan`.
+    """
+    plan = open_plan(_with_placeholders(as_recipe(recipe)), **reading)
+    with contextlib.closing(plan.inputs):
+        yield plan
 
 
 def merged_first(
-    recipe: Recipe, out: str | Path | None, threads: int | None, allowed: Mapping[str, Any]
+    recipe: Recipe, out: str | Path | None, threads: int | None, reading: Mapping[str, Any]
 ) -> AbstractContextManager[Recipe]:
-    """A recipe whose named recipes have been merged, for those who look at merges and write OUT."""
+    """A recipe whose named recipes are merged, for reports on a merge; ``out`` is the folder of the report."""
 
-    def make(one: Recipe, folder: Path) -> MergeResult:
-        return merge(one, folder, progress=False, threads=threads, **allowed)
+    def run(named: Recipe, folder: Path) -> MergeResult:
+        return merge(named, folder, progress=False, threads=threads, **reading)
 
-    return with_named_merges(recipe, None if out is None else output_path(out), make)
+    return _with_named_merges(recipe, None if out is None else output_path(out), run)
+
+
+@contextlib.contextmanager
+def _with_named_merges(
+    recipe: Recipe, out: Path | None, run: Callable[[Recipe, Path], MergeResult], *, resume: bool = False
+) -> Iterator[Recipe]:
+    """A recipe whose named recipes are merged with ``run``, into a temporary folder beside OUT.
+
+    With ``resume`` it resumes what an earlier process left there, and an error keeps the folder.
+    """
+    if not recipe.merges or recipe.made:
+        yield recipe
+        return
+    with contextlib.ExitStack() as stack:
+        if out is None:
+            out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradmerge-"))) / "out"
+        reads = [path for named in recipe.merges.values() for path in recipe_paths(named)]
+        staging = AtomicDir(out.with_name(f"{out.name}.named"), "named merges", resume=resume, reads=reads)
+        stack.enter_context(staging)
+        staging.keep, staging.temporary = resume, True
+        made: dict[str, Path] = {}
+        notes = list(recipe.notes)
+        for number, (name, named) in enumerate(recipe.merges.items(), 1):
+            folder = staging.folder / f"{number}"
+            notes += run(named.with_made(made), folder).notes
+            made[name] = folder
+        yield recipe.with_made(made, notes)
+
+
+def _with_placeholders(recipe: Recipe) -> Recipe:
+    """A recipe that can be planned before its named recipes are merged: each is replaced by its first model."""
+    if not recipe.merges or recipe.made:
+        return recipe
+    placeholders: dict[str, Path] = {}
+    notes = list(recipe.notes)
+    for name, named in recipe.merges.items():
+        if named.slices or named.tokenizer is not None:
+            raise InputError(
+                f"{name}: changes the shapes of tensors, so recipes that use it are planned after its merge"
+            )
+        first = named.references[0]
+        placeholders[name] = placeholders.get(first) or local_path(first, named.folder)
+        notes.append(Note(f"{name}: is merged first; in this plan {first} takes its place"))
+    return recipe.with_made(placeholders, notes)
+
+
+def _cluster(
+    recipe: Recipe,
+    engine: str,
+    workers: int | None,
+    address: str | None,
+    threads: int | None,
+    device: str,
+    reading: dict[str, Any],
+) -> RayCluster | None:
+    """The cluster of a merge, not started yet; None for the local engine."""
+    check_known(f"engine {engine!r}", engine, ("local", "ray"))
+    if engine == "local":
+        for name, value in (("workers", workers), ("ray_address", address)):
+            if value is not None:
+                raise InputError(f"{name}: applies only with engine 'ray'")
+        return None
+    if workers is not None and workers < 1:
+        raise InputError(f"workers {workers}: must be at least 1")
+    if device != "cpu":
+        raise InputError(f"device {device!r}: Ray workers compute on the cpu; use engine 'local' for a GPU")
+    if "adapter" in {each.output.format for each in (recipe, *recipe.merges.values())}:
+        raise InputError("output.format: only engine 'local' writes adapters")
+    from ..engine.ray.cluster import RayCluster
+
+    return RayCluster(workers, threads, address, reading)
 
 
 def check_device(device: str) -> None:
+    """Raise InputError unless a merge can run on this device."""
     try:
-        kind = torch.device(device).type
+        kind, index = torch.device(device).type, torch.device(device).index or 0
     except RuntimeError:
-        raise InputError(f"device {device!r}: not a device such as cpu, cuda or cuda:1") from None
-    if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
-        raise InputError(f"device {device!r}: this machine has no such CUDA device that PyTorch can use; take cpu")
+        raise InputError(f"device {device!r}: is not a device such as cpu, cuda or cuda:1") from None
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise InputError(f"device {device!r}: PyTorch finds no such CUDA device on this machine; use cpu")
     if kind not in ("cpu", "cuda"):
         raise InputError(f"device {device!r}: merges run on cpu or cuda")
+
+
+def default_threads() -> int:
+    """One thread per core, at most 4: more would wait for the interpreter's lock."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 4)

@@ -1,4 +1,4 @@
-"""Recipes as YAML, with paths relative to the folder that the file goes to."""
+"""Write recipes as YAML, with paths relative to the folder of the file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..yaml import to_yaml
 
 def recipe_documents(recipe: Recipe, folder: Path) -> str:
     """Return a recipe as YAML for a file in ``folder``; the named recipes that it uses come first."""
-    every = [*recipe.merges.values(), recipe]
-    return "---\n".join(to_yaml(_moved(one, folder, recipe.merges)) for one in every)
+    documents = [*recipe.merges.values(), recipe]
+    return "---\n".join(to_yaml(_moved(document, folder, recipe.merges)) for document in documents)
 
 
 def _moved(recipe: Recipe, folder: Path, names: dict[str, Recipe]) -> dict[str, Any]:
-    """The recipe as it reads from another folder: paths that are relative start from there."""
+    """The keys of a recipe for another folder: relative paths start there."""
 
     def moved(reference: str) -> str:
         if is_url(reference) or reference in names:
@@ -57,5 +57,5 @@ def _moved(recipe: Recipe, folder: Path, names: dict[str, Recipe]) -> dict[str, 
 
 
 def _moved_word(text: str, moved: Callable[[str], str]) -> str:
-    """A word such as `union`, or a place."""
+    """Return a word such as `union` unchanged, and move a reference."""
     return text if text in ("auto", "base", "common", "union", "zero") else moved(text)

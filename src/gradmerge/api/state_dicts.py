@@ -1,4 +1,4 @@
-"""Merging state dicts in memory, by the same rules, checks and arithmetic as on disk."""
+"""Merge state dicts in memory, with the same rules, checks and arithmetic as on disk."""
 
 from __future__ import annotations
 
@@ -50,34 +50,33 @@ def merge_state_dicts(
     allow_code: bool = False,
     allow_nonfinite: bool = False,
 ) -> dict[str, Tensor]:
-    """Merge state dicts in memory, by the same rules, checks and arithmetic as on disk.
+    """Merge state dicts in memory, with the same rules, checks and arithmetic as on disk.
 
     Curvature is a :class:`Curvature` or :class:`KroneckerCurvature`, a mapping from names to tensors, or a number c
     for c · I.
 
     Args:
-        base: The model that all were tuned from; None for methods that do without.
-        tuned: One state dict per tuned model.
-        method: A name (see `gradmerge methods`), a function with ``@rule``, or the path of a Python file that defines
-            one.
-        prior: The base's curvature.
-        curvature: That of each tuned model; for ``regmean``, Gram matrices.
-        penalty: P, the matrix of the penalty that the models were tuned under, for ``gradient-matching`` and
-            ``removal``; "none" if there was none. By default P = H_0, the prior plus damping.
-        weights: One per tuned model, 1 by default.
-        base_weight: The base's own, for ``weighted-average``.
-        damping: δ, added to the prior, or where the method has none to the curvature of every model. "auto" is the
-            mean over all entries of Σ F_t for ``removal``, and 1e-10 elsewhere; in layers with Kronecker curvature a
-            fifth of their mean.
-        reduction: Whether :class:`Curvature` counts as the sum over its examples, as in a recipe, as their "mean", or
-            as {"mean_times": N}. Tensors and numbers are taken as they are.
+        base: The base model; None for methods that need none.
+        tuned: One state dict per fine-tuned model.
+        method: A name (see `gradmerge methods`), a function with ``@rule``, or the path of a Python file with one.
+        prior: The curvature of the base.
+        curvature: The curvature of each fine-tuned model; for ``regmean``, Gram matrices.
+        penalty: P, the penalty matrix used in training, for ``gradient-matching`` and ``removal``; "none" for training
+            without a penalty. Default: P = H_0, the prior plus damping.
+        weights: One weight per fine-tuned model, by default 1.
+        base_weight: The weight of the base, for ``weighted-average``.
+        damping: δ, added to the prior, or for methods without a prior to the curvature of every model. "auto": the mean
+            over all entries of Σ F_t for ``removal``, and 1e-10 for other methods; in layers with Kronecker curvature a
+            fifth of the layer's mean.
+        reduction: How to read a :class:`Curvature`: the "sum" over its examples, the "mean", or {"mean_times": N}.
+            Tensors and numbers are used unchanged.
         include, exclude: Glob patterns of tensors to merge; others are copied from the base.
-        missing: "error", or "zero" where curvature lacks a tensor.
-        options: The method's own.
-        threads: By default one per core, at most 4.
-        device: Where the arithmetic is done: cpu, cuda, cuda:1, …
+        missing: "error", or "zero": a tensor that the curvature lacks is an error, or has curvature 0.
+        options: Options of the method.
+        threads: Threads, by default one per core and at most 4.
+        device: Device of the arithmetic: cpu, cuda, cuda:1, …
         allow_code: Run the Python file that ``method`` names.
-        allow_nonfinite: Go on when weights are NaN or infinite.
+        allow_nonfinite: Continue if weights are NaN or infinite.
 
     Returns:
         The merged model, with the names, types and devices of the base (or of the first model).
@@ -86,19 +85,14 @@ def merge_state_dicts(
     >>> merge_state_dicts(base, [a, b], "task-arithmetic", weights=[0.5, 1.0])
     {'w': tensor([2.5000])}
     """
-    if isinstance(method, Rule):
-        method = (METHODS.add(method) if METHODS.get(method.name) is not method else method).name
-    elif is_rule_file(method):
-        method = load_rule(method, Path(), allow_code=allow_code).name
-    elif method not in METHODS:
-        raise InputError(f"method: there is no rule {method!r}; known are {', '.join(METHODS)}")
+    method = _method_name(method, allow_code)
     _check_state_dicts(base, tuned)
     check_device(device)
     if isinstance(damping, str) and damping != "auto":
-        raise InputError(f"damping is {damping!r}, but must be a number, or auto")
+        raise InputError(f"damping must be a number or 'auto', not {damping!r}")
     weights = [1.0] * len(tuned) if weights is None else weights
     if len(weights) != len(tuned):
-        raise InputError(f"weights: {len(weights)} for {len(tuned)} tuned models")
+        raise InputError(f"weights: has {len(weights)} numbers for {len(tuned)} fine-tuned models")
     description: dict[str, Any] = {
         "method": method,
         "models": [{"model": f"tuned[{i}]", "weight": w} for i, w in enumerate(weights)],
@@ -111,11 +105,11 @@ def merge_state_dicts(
     }
     if base is not None:
         if isinstance(penalty, str) and penalty != NONE:
-            raise InputError(f"penalty: {penalty!r} is no curvature; the only word that it may be is {NONE!r}")
-        named = penalty if penalty is None or isinstance(penalty, str) else "penalty"
-        description["base"] = {"model": "base", "weight": base_weight, "penalty": named}
+            raise InputError(f"penalty: {penalty!r} is not a curvature; the only valid word is {NONE!r}")
+        source = penalty if penalty is None or isinstance(penalty, str) else "penalty"
+        description["base"] = {"model": "base", "weight": base_weight, "penalty": source}
     elif base_weight is not None:
-        raise InputError("base_weight: there is no base that it could belong to")
+        raise InputError("base_weight: applies only with a base")
     recipe = make_recipe(description, where="merge_state_dicts")
     opened = [Checkpoint(f"tuned[{i}]", memory=_contiguous(state)) for i, state in enumerate(tuned)]
     inputs = inputs_of(recipe, Checkpoint("base", memory=_contiguous(base)) if base is not None else None, opened)
@@ -123,11 +117,11 @@ def merge_state_dicts(
     if "prior" in needs:
         inputs.prior = _in_memory(prior, "prior", recipe, method)
     if penalty is not None:
-        found = _in_memory(0.0 if isinstance(penalty, str) else penalty, "penalty", recipe, method)
-        inputs.penalty = [found] * len(tuned)
+        matrix = _in_memory(0.0 if isinstance(penalty, str) else penalty, "penalty", recipe, method)
+        inputs.penalty = [matrix] * len(tuned)
     if needs & {"curvature", "grams"}:
         if curvature is None or isinstance(curvature, Mapping) or len(curvature) != len(tuned):
-            raise InputError(f"curvature: {method} needs one for each of the {len(tuned)} tuned models")
+            raise InputError(f"curvature: {method} needs one for each of the {len(tuned)} fine-tuned models")
         every = [_in_memory(c, f"curvature[{i}]", recipe, method) for i, c in enumerate(curvature)]
         inputs.curvature, inputs.grams = ([], every) if "grams" in needs else (every, [])
     plan = make_plan(recipe, inputs)
@@ -147,14 +141,30 @@ def merge_state_dicts(
     return {name: value.to(template[name].device) for name, value in result.items()}
 
 
+def _method_name(method: str | Rule, allow_code: bool) -> str:
+    """The name of a method, which may be a function with @rule or a Python file."""
+    if isinstance(method, Rule):
+        try:
+            return method.name if METHODS.get(method.name) is method else METHODS.add(method).name
+        except (TypeError, ValueError) as error:
+            raise InputError(f"method: {error}") from error
+    if is_rule_file(method):
+        return load_rule(method, Path(), allow_code=allow_code).name
+    if method not in METHODS:
+        raise InputError(f"method: there is no method {method!r}; known are {', '.join(METHODS)}")
+    return method
+
+
 def _check_state_dicts(base: Any, tuned: Any) -> None:
     if isinstance(tuned, Mapping) or not isinstance(tuned, Sequence) or not tuned:
-        raise InputError("tuned: give a list of state dicts, one for each tuned model")
+        raise InputError("tuned: give a list of state dicts, one per fine-tuned model")
     for label, state in [("base", base), *((f"tuned[{i}]", state) for i, state in enumerate(tuned))]:
         if state is None and label == "base":
             continue
         if not isinstance(state, Mapping):
-            raise InputError(f"{label}: {type(state).__name__} is no state dict; give a mapping from names to tensors")
+            raise InputError(
+                f"{label}: {type(state).__name__} is not a state dict; give a mapping from names to tensors"
+            )
         for name, value in state.items():
             if not isinstance(value, Tensor) or value.dtype not in STORED_TYPES:
                 kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -179,5 +189,5 @@ def _in_memory(value: CurvatureLike | None, label: str, recipe: Recipe, method: 
             return CurvatureInput(label, memory=value, factor=reduction_factor(recipe.reduction, value.examples))
         return CurvatureInput(label, memory=value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise InputError(f"{label}: {value} is no curvature; it must be a finite number that is not negative")
+        raise InputError(f"{label}: {value} is not a curvature; give a finite number that is not negative")
     return CurvatureInput(label, constant=float(value))

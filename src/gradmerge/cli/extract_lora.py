@@ -87,7 +87,7 @@ def extract_lora(
     if printing.quiet:
         return
     if found.already_done:
-        say(f"{out} is complete already")
+        say(f"{out} is already complete")
         return
     worst = sorted(found.lost, key=lambda name: -found.lost[name])[:SHOWN]
     share, lost = found.lost_share or 0.0, "nothing of the change lost"

@@ -24,50 +24,50 @@ MERGE_EXAMPLE = (
     "sed s/ties/dare/ recipe.yml | gradmerge merge - -o merged"
 )
 
-Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Folder to write; it must not exist.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="New folder or URL for the result.")]
 CurvatureOption = Annotated[
     list[str] | None,
     typer.Option(
         "--curvature",
         metavar="[NAME=]PATH",
-        help="Curvature of the base (base=PATH) or of a model (MODEL=PATH; or plain paths in order, the base first); "
-        "identity:1.0 for a constant. Default: the curvature/ folder inside a model.",
+        help="Curvature of the base (base=PATH) or a model (MODEL=PATH), or plain paths in order, the base first; "
+        "identity:1.0 for a constant. Default: the curvature/ folder in a model.",
     ),
 ]
 
 
 @dataclass(frozen=True)
 class MergeOptions(ReadOptions):
-    """How a merge is run: the options of :func:`gradmerge.merge`."""
+    """The keywords of :func:`gradmerge.merge`."""
 
     force: Force = False
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a merge that was killed; same bytes in the end.")
+        bool, typer.Option("--resume", help="Resume a merge that was killed; the result has the same bytes.")
     ] = False
     allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Go on when weights are NaN or infinite.")
+        bool, typer.Option("--allow-nonfinite", help="Continue if weights are NaN or infinite.")
     ] = False
     accept_untrusted: Annotated[
-        bool, typer.Option("--accept-untrusted", help="Write a removal whose step is too long to be trusted.")
+        bool, typer.Option("--accept-untrusted", help="Write a removal even if its step is too long to be trusted.")
     ] = False
     engine: Annotated[
         str,
         typer.Option(
             metavar="E",
-            help="Who does the work: local, or ray: workers of a Ray cluster.",
+            help="Execution backend: local, or ray (workers of a Ray cluster).",
             autocompletion=words_of("engine"),
         ),
     ] = "local"
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="With --engine ray: how many; default: all there is room for."),
+        typer.Option(metavar="N", min=1, help="With --engine ray: number of workers. Default: as many as fit."),
     ] = None
     ray_address: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="With --engine ray: the cluster's head, or auto for one that runs here. Default: RAY_ADDRESS, else "
-            "a cluster of its own on this machine.",
+            help="With --engine ray: the cluster's head, or auto for a cluster on this machine. Default: RAY_ADDRESS, "
+            "else a new cluster on this machine.",
         ),
     ] = None
 
@@ -77,7 +77,7 @@ Device = Annotated[
     typer.Option(
         "--device",
         metavar="D",
-        help="Where the arithmetic is done: cpu, cuda, cuda:1, …",
+        help="Device of the arithmetic: cpu, cuda, cuda:1, …",
         envvar=VARIABLES["device"],
         autocompletion=words_of("device"),
     ),
@@ -97,7 +97,7 @@ def merge(
     ] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="The base model.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL[=WEIGHT]", help="A tuned model and its weight; once for each.")
+        list[str] | None, typer.Option(metavar="MODEL[=WEIGHT]", help="A fine-tuned model and its weight. Repeatable.")
     ] = None,
     curvature: CurvatureOption = None,
     set_: Settings = None,
@@ -107,7 +107,7 @@ def merge(
     options: MergeOptions,
     printing: Printing,
 ) -> None:
-    """Merge checkpoints on disk, as a recipe says or as the options say.
+    """Merge checkpoints as described by a recipe file or by options.
 
     A model is a Hugging Face folder, a .safetensors file, a Hub id (org/name@revision), a PEFT LoRA adapter folder,
     or the URL of one of these (s3://, hf://, …).
@@ -115,31 +115,26 @@ def merge(
     with heavy_imports():
         from .recipe_args import build_recipe, from_options
 
-    given = None
     if recipe is None:
         if method is None or not model:
-            raise InputError("give a recipe file, or --method, --base and one --model or more")
-        given = from_options(method, base, model, curvature or [])
+            raise InputError("give a recipe file, or --method, --base and at least one --model")
+        built = build_recipe(from_options(method, base, model, curvature or []), set_ or [], allow_code=allow_code)
     elif base is not None or model or curvature:
-        raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
-    made = build_recipe(recipe, given, set_ or [], method if recipe is not None else None, allow_code)
-    run_recipe(made, out, device, options, dry_run, printing)
+        raise InputError("--base, --model and --curvature cannot change a recipe file; use --set")
+    else:
+        built = build_recipe(recipe, set_ or [], method, allow_code)
+    run_recipe(built, out, device, options, dry_run, printing)
 
 
 def run_recipe(
-    recipe: Recipe,
-    out: Path | None,
-    device: str,
-    options: MergeOptions,
-    dry_run: bool,
-    printing: Printing,
+    recipe: Recipe, out: Path | None, device: str, options: MergeOptions, dry_run: bool, printing: Printing
 ) -> None:
-    """Merge, or print the plan."""
+    """Merge and print the result, or print the plan."""
     with heavy_imports():
         from ..api import merge as merging
 
     if device == "auto" or (device == "mps" and from_environment("device", device)):
-        device = "cpu"  # a default for running models; a merge waits for the disk, and runs on cpu or cuda
+        device = "cpu"  # a default for running models; merges run on cpu or cuda
     settings = options.as_keywords()
     if dry_run:
         from ..api.dry_run import dry_run_merge
@@ -149,7 +144,7 @@ def run_recipe(
         print_merge(*dry_run_merge(recipe, out, **read), printing.json)
         return
     if out is None:
-        raise InputError("say where to write the result: -o OUT")
+        raise InputError("give a folder for the result: -o OUT")
     with progress(printing.silent) as shown:
         result = merging.merge(recipe, out, device=device, progress=shown, **settings)
     if printing.json:
@@ -173,7 +168,7 @@ def run_recipe(
     if printing.quiet:
         return
     if result.already_done:
-        say(f"{out} is complete already")
+        say(f"{out} is already complete")
     else:
         rate = (result.bytes_read + result.bytes_written) / max(result.seconds, 1e-9)
         say(

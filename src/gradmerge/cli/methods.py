@@ -28,7 +28,7 @@ def methods(
     ] = False,
     printing: Printing,
 ) -> None:
-    """List the merge methods, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""
+    """List the merge methods as special cases (α, H_0, H_t) of one equation, or explain one with its options."""
     from ..rules import METHODS
 
     if name is not None and name.endswith(".py"):
@@ -43,13 +43,13 @@ def methods(
     if name is None:
         print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.matching_form] for r in METHODS.values()])
         if not printing.quiet:
-            say("\nEach is a row of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
+            say("\nEach is a special case of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
             say("gradmerge methods NAME explains one, with its options.")
         return
     rule = METHODS[name]
     say(f"{rule.name}\n")
     say(rule.explanation)
-    say(f"\nrow:        α_t = {rule.matching_form[0]};  H_0 = {rule.matching_form[1]};  H_t = {rule.matching_form[2]}")
+    say(f"\nform:       α_t = {rule.matching_form[0]};  H_0 = {rule.matching_form[1]};  H_t = {rule.matching_form[2]}")
     say(f"reference:  {rule.reference}")
     say(f"needs:      {rule.needs_in_words}")
     if rule.memory_in_words:

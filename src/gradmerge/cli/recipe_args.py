@@ -1,4 +1,4 @@
-"""From command-line words to a recipe."""
+"""Build recipes from command-line arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..yaml import parse_yaml
 
 
 def split_weight(text: str) -> tuple[str, float]:
-    """`path=0.3` into path and weight, 1 by default; a text that exists as a path is a path, even with = in it."""
+    """Split `path=0.3` into path and weight (default 1). A text that exists as a path is a path, even with = in it."""
     path, equals, number = text.rpartition("=")
     if equals and not Path(text).exists():
         with contextlib.suppress(ValueError):
@@ -27,7 +27,7 @@ def split_weight(text: str) -> tuple[str, float]:
 
 
 def from_options(method: str, base: str | None, models: Sequence[str], curvature: Sequence[str]) -> dict[str, Any]:
-    """A recipe as a mapping, from --method, --base, --model and --curvature."""
+    """Return a recipe as a mapping, from --method, --base, --model and --curvature."""
     tuned = [{"model": path, "weight": weight} for path, weight in map(split_weight, models)]
     recipe: dict[str, Any] = {"method": method, "models": tuned}
     if base is not None:
@@ -37,7 +37,7 @@ def from_options(method: str, base: str | None, models: Sequence[str], curvature
 
 
 def _assign_curvature(recipe: dict[str, Any], values: Sequence[str]) -> None:
-    """`base=PATH` and `MODEL=PATH` by name; plain paths in order: the base first if there is one more than models."""
+    """Assign `base=PATH` and `MODEL=PATH` by name, and plain paths in order, the base first if there are enough."""
     models: list[dict[str, Any]] = recipe["models"]
     by_name = {m["model"]: m for m in models} | ({"base": recipe["base"]} if "base" in recipe else {})
     plain: list[str] = []
@@ -49,29 +49,29 @@ def _assign_curvature(recipe: dict[str, Any], values: Sequence[str]) -> None:
             plain.append(value)
     if not plain:
         return
-    places = [m for m in models if "curvature" not in m]
-    if "base" in recipe and len(plain) == len(places) + 1:
-        places = [recipe["base"], *places]
-    if len(plain) != len(places):
+    targets = [m for m in models if "curvature" not in m]
+    if "base" in recipe and len(plain) == len(targets) + 1:
+        targets = [recipe["base"], *targets]
+    if len(plain) != len(targets):
         raise InputError(
-            f"--curvature: {len(plain)} given for {len(models)} models. Give one for the base and one for each --model "
+            f"--curvature: {len(plain)} for {len(models)} models. Give one for the base and one for each --model "
             "in order, or name them: --curvature base=PATH --curvature MODEL=PATH"
         )
-    for place, path in zip(places, plain, strict=True):
-        place["curvature"] = _source(path)
+    for target, path in zip(targets, plain, strict=True):
+        target["curvature"] = _source(path)
 
 
 def _source(text: str) -> Any:
-    """A path, or `identity:1.0` for a constant."""
+    """Return a path, or the mapping that `identity:1.0` stands for."""
     match = re.fullmatch(r"identity[:=](.+)", text)
     return {"identity": parse_yaml(match[1], "--curvature")} if match else text
 
 
 def read_recipe(path: str | Path, allow_code: bool = False) -> Recipe:
-    """The recipe of a file; where the path is `-`, of standard input, with paths that start from the working folder."""
+    """Load a recipe file, or for `-` standard input, whose relative paths start in the working folder."""
     if str(path) != "-":
         return load_recipe(path, allow_code=allow_code)
-    stream = getattr(sys.stdin, "buffer", None)  # none where standard input is closed
+    stream = getattr(sys.stdin, "buffer", None)  # None if standard input is closed
     try:
         raw = b"" if stream is None else stream.read(MAX_BYTES + 1)
     except OSError as error:
@@ -80,20 +80,15 @@ def read_recipe(path: str | Path, allow_code: bool = False) -> Recipe:
 
 
 def build_recipe(
-    path: Path | None,
-    given: dict[str, Any] | None,
-    settings: Sequence[str],
-    method: str | None,
-    allow_code: bool = False,
+    source: Path | dict[str, Any], settings: Sequence[str], method: str | None = None, allow_code: bool = False
 ) -> Recipe:
-    """The recipe of a command: from a file with changes, or from options."""
-    if path is None:
-        assert given is not None
-        if is_rule_file(given["method"]):
-            given["method"] = load_rule(given["method"], Path(), allow_code=allow_code).name
-        apply_settings(given, settings)
-        return make_recipe(given, where="command line")
-    loaded = read_recipe(path, allow_code)
+    """Return the recipe of a command: a file with changes from options, or a mapping made of options."""
+    if isinstance(source, dict):
+        if is_rule_file(source["method"]):
+            source["method"] = load_rule(source["method"], Path(), allow_code=allow_code).name
+        apply_settings(source, settings)
+        return make_recipe(source, where="command line")
+    loaded = read_recipe(source, allow_code)
     if not settings and method is None:
         return loaded
     raw = loaded.model_dump(mode="json", exclude_unset=True)
@@ -102,6 +97,6 @@ def build_recipe(
     elif method is not None:
         raw["method"] = method
     apply_settings(raw, settings)
-    where = "standard input" if loaded.file is None else path
-    recipe = make_recipe(raw, folder=path.parent, where=f"{where} with changes from the command line")
+    where = "standard input" if loaded.file is None else source
+    recipe = make_recipe(raw, folder=source.parent, where=f"{where} with changes from the command line")
     return recipe.with_origin(loaded)

@@ -142,7 +142,7 @@ def remove(
     given = from_options(rule, base, model, curvature or [] if rule == "removal" else [])
     for entry in given["models"]:
         entry["weight"] *= strength if rule == "removal" else -strength
-    run_recipe(build_recipe(None, given, set_ or [], None), out, loading.device, options, dry_run, printing)
+    run_recipe(build_recipe(given, set_ or []), out, loading.device, options, dry_run, printing)
 
 
 def _given(group: Any, kind: Any, but: tuple[str, ...]) -> dict[str, Any]:
