@@ -18,8 +18,8 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 import gradmerge as gm
-from gradmerge.api.publishing import MeasuredCard
 from gradmerge.cards.card import merge_text, recipe_text, render_card
+from gradmerge.cards.eval_results import evaluation, with_evaluations
 from gradmerge.cards.markdown import as_block, as_text
 from gradmerge.cards.metadata import license_notes, read_all_metadata
 from gradmerge.cards.usage import pipeline_tag, usage
@@ -255,11 +255,10 @@ def test_the_task_and_the_code_follow_from_the_files(
 def test_evaluations_are_in_the_card_with_standard_errors_and_rows(tmp_path: Path) -> None:
     tiny_bert_checkpoint(tmp_path / "a", seed=0)
     average(tmp_path, "a")
-    out = tmp_path / "out"
-    rows = [{"text": text, "label": index % 2} for index, text in enumerate(sentences(12))]
-    data = write_jsonl(tmp_path / "dir/some data.jsonl", rows)
-    numbers = gm.evaluate(out, data, card=True, device="cpu")
-    card: Any = ModelCard.load(out / "README.md")
+    path, rows = tmp_path / "out/README.md", [{"text": text, "label": i % 2} for i, text in enumerate(sentences(12))]
+    first = write_jsonl(tmp_path / "dir/some data.jsonl", rows)
+    numbers = gm.evaluate(path.parent, first, card=True, device="cpu")
+    card: Any = ModelCard.load(path)
     results = {result.metric_name: result for result in card.data.eval_results}
     assert results.keys() == numbers.keys() - {"task", "examples", "standard_errors"}
     for name, result in results.items():
@@ -267,32 +266,27 @@ def test_evaluations_are_in_the_card_with_standard_errors_and_rows(tmp_path: Pat
         assert (result.task_type, result.dataset_name) == ("text-classification", "some data.jsonl")
         assert re.fullmatch(r"[\w.-]+", result.dataset_type)
         assert f"`{name}` | {numbers[name]:.5g} |" in card.text
-    assert results["macro_f1"].metric_type == "f1" and card.data.model_name == "out"
-    assert [x["rows"] for x in json.loads((out / "gradmerge.json").read_text())["evaluations"]] == [12]
+    assert [x["rows"] for x in json.loads((tmp_path / "out/gradmerge.json").read_text())["evaluations"]] == [12]
     # The same data replace their results. Other data, and what the user wrote, stay.
-    (out / "README.md").write_text((out / "README.md").read_text().replace("# out", "# My model"))
-    for source in (data, write_jsonl(tmp_path / "more.jsonl", rows[:6]), f"file://{data}"):
-        gm.evaluate(out, source, card=True, device="cpu")
-    gm.evaluate(out, write_jsonl(tmp_path / "other/more.jsonl", rows[:4]), card=True, device="cpu")
-    card = ModelCard.load(out / "README.md")
+    path.write_text(path.read_text().replace("# out", "# My model"))
+    more = [write_jsonl(tmp_path / name, rows[:6]) for name in ("more.jsonl", "other/more.jsonl")]
+    for source in (*more, f"file://{first}"):
+        gm.evaluate(path.parent, source, card=True, device="cpu")
+    card = ModelCard.load(path)
     assert len(card.data.eval_results) == 3 * len(results) and "# My model" in card.text
     assert {x.dataset_name for x in card.data.eval_results} == {"some data.jsonl", "more.jsonl", "other/more.jsonl"}
     assert card.text.count("## Evaluation") == 1 and card.text.index("## Evaluation") < card.text.index("## Recipe")
-    with pytest.raises(gm.InputError):
-        gm.evaluate(tmp_path / "a", data, card=True)
 
 
-def test_results_of_the_harness_are_added_to_cards_of_users(tmp_path: Path) -> None:
-    tiny_bert_checkpoint(tmp_path / "a", seed=0)
-    average(tmp_path, "a")
-    path = tmp_path / "out/README.md"
-    numbers = {"lm_eval": {"arc": {"acc": 0.5, "examples": 8, "standard_errors": {"acc": 0.25}}}}
-    path.write_text("---\nmodel-index: 5\n---\n# M\n")
+def test_results_are_added_to_a_card_without_metadata_and_not_to_a_broken_one() -> None:
+    item = evaluation(
+        "arc", {"type": "arc", "name": "arc"}, {"acc": 0.5, "examples": 8, "standard_errors": {"acc": 0.25}}
+    )
+    card: Any = ModelCard(with_evaluations("# Only text\n", "out", [item]))
+    assert "# Only text\n" in card.text and "| `arc` | 8 | `acc` | 0.5 | 0.25 |" in card.text
+    assert [(x.metric_name, x.metric_value) for x in card.data.eval_results] == [("acc", 0.5)]
     with pytest.raises(gm.InputError, match=r"README\.md"):
-        MeasuredCard(tmp_path / "out").add(None, numbers)
-    path.write_text("# Only text\n")
-    MeasuredCard(tmp_path / "out").add(None, numbers)
-    assert "# Only text\n" in path.read_text() and "| `arc` | 8 | `acc` | 0.5 | 0.25 |" in path.read_text()
+        with_evaluations("---\nmodel-index: 5\n---\n# M\n", "out", [item])
 
 
 def test_the_hub_library_is_imported_only_to_write_a_card() -> None:
