@@ -23,7 +23,6 @@ from transformers import (
 
 import gradmerge as gm
 from gradmerge.checkpoints import Checkpoint
-from gradmerge.checkpoints.compat.config_diff import comparable, differences
 from gradmerge.checkpoints.compat.rename import RenamedCheckpoint
 from gradmerge.errors import InputError
 from tests.checkpoints.families import moved, randomise
@@ -226,13 +225,3 @@ def test_a_tower_and_a_language_model_of_another_function_or_vocabulary_are_refu
     entries = [{"model": str(llm), "rename": {"model.": prefix}} for llm in llms]
     with pytest.raises(InputError, match=field):
         gm.merge(recipe_of(vlm, *entries, include=[f"{prefix}*"]), tmp_path / "out")
-
-
-def test_an_older_config_without_a_part_for_text_is_compared_with_a_language_models() -> None:
-    text = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 1e6}
-    text["rms_norm_eps"] = 1e-6
-    flat = {"model_type": "qwen2_vl", **text, "vision_config": {"depth": 1}}
-    flat["rope_scaling"] = {"type": "mrope", "mrope_section": [1, 1, 2]}
-    alone = {"model_type": "qwen2", **text}
-    assert differences(*comparable(flat, alone))[0] == {}
-    assert "rope_theta" in differences(*comparable(flat, alone | {"rope_theta": 1e4}))[0]

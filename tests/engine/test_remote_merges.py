@@ -353,7 +353,7 @@ def test_a_hub_model_is_read_by_ranges_and_each_byte_once(
     monkeypatch.setattr(ranges, "HEAD", 700)
     monkeypatch.setattr(ranges, "PIECE", 600)
     # Of models as small as these, a sample would be all.
-    monkeypatch.setattr("gradmerge.checkpoints.compat.lineage.RUN", 1)
+    monkeypatch.setattr("gradmerge.checkpoints.compat.lineage.SAMPLE", 1)
     monkeypatch.setattr("gradmerge.engine.run.merge.coefficient_notes", lambda *_: [])
     monkeypatch.setattr(ranges, "SAMPLE", 4)
     monkeypatch.setattr(ranges, "JUMP", 0)

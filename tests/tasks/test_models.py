@@ -334,6 +334,6 @@ def test_a_quantised_model_is_run_with_the_numbers_that_its_codes_stand_for(tmp_
     model, info = load_model(str(folder), device="cpu")
     got = dict(model.named_parameters())[name]
     torch.testing.assert_close(got.detach(), codes.float() * 0.01)
-    assert any("1 tensor is dequantised (fp8)" in note for note in info.notes)
+    assert any("1 tensor dequantized (fp8)" in note for note in info.notes)
     again = model_with(model, {n: v.float() for n, v in state.items()})
     torch.testing.assert_close(dict(again.named_parameters())[name].detach(), state[name].float())

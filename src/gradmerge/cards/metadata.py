@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.checkpoint import Checkpoint, View, unwrap_chain
 from ..checkpoints.layers.stack import StackedCheckpoint
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.open import HUB_ID
-from ..checkpoints.views import View, beneath
 from ..errors import InputError
 from ..io.reader import local_path
 from ..io.small_files import lies_within, read_bounded, readable_json
@@ -76,7 +75,7 @@ def read_all_metadata(checkpoints: Iterable[Checkpoint]) -> list[ModelMetadata]:
 
 
 def _models(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    for inner in beneath(checkpoint):
+    for inner in unwrap_chain(checkpoint):
         if isinstance(inner, StackedCheckpoint):
             for part in inner.parts:
                 yield from _models(part)

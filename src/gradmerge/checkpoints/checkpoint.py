@@ -1,8 +1,8 @@
-"""A checkpoint: named tensors that can be read a range of elements at a time."""
+"""Checkpoints: named tensors that are read a range of elements at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ STORED_TYPES = {v: k for k, v in TORCH_TYPES.items()}
 
 
 class Buffers:
-    """One thread's read buffers, by slot, each as large as the largest block that went through it."""
+    """The read buffers of one thread, by slot. A buffer grows to the largest block that was read into it."""
 
     def __init__(self) -> None:
         self._slots: dict[str, tuple[Tensor, memoryview]] = {}
@@ -33,7 +33,7 @@ class Buffers:
         return self.take_both(slot, nbytes)[0]
 
     def take_both(self, slot: str, nbytes: int) -> tuple[Tensor, memoryview]:
-        """A slot's memory, as a tensor of bytes and as what files are read into."""
+        """Return the memory of a slot, as a tensor of bytes and as a memoryview for reading files into it."""
         tensor, memory = self._slots.get(slot, (None, memoryview(b"")))
         if tensor is None or len(memory) < nbytes:
             tensor = torch.empty(nbytes, dtype=torch.uint8)
@@ -61,21 +61,24 @@ class Checkpoint(OneLine):
         self.label = label
         """The model as the user wrote it."""
         self.folder = folder
-        """Where config, tokenizer and a default curvature lie; None for a lone file or a state dict."""
+        """The folder with config, tokenizer and default curvature; None for a single file or a state dict."""
         self.config = config or {}
         self.hub_id = hub_id
         self.modules = modules
-        """Folders of sentence-transformers' further modules, or of diffusers' parts; names there begin with FOLDER/."""
+        """Subfolders with weights, of sentence-transformers modules or parts of a diffusers pipeline.
+
+        Their tensors are named FOLDER/NAME.
+        """
         self.notes: list[str] = []
         self.absent: frozenset[str] = frozenset()
-        """Tensors of other models that are merged without this one."""
+        """Tensors of other models that are merged without this model."""
         self._files = list(files or [])
         self._memory: dict[str, Tensor] = dict(memory or {})
         for file in self._files:
             self._memory |= file.memory
-        self._places = {name: (file, entry) for file in self._files for name, entry in file.entries.items()}
+        self._entries = {name: (file, entry) for file in self._files for name, entry in file.entries.items()}
         self.tensors: dict[str, TensorInfo] = {
-            name: TensorInfo(entry.dtype, entry.shape) for name, (_, entry) in self._places.items()
+            name: TensorInfo(entry.dtype, entry.shape) for name, (_, entry) in self._entries.items()
         }
         for name, tensor in self._memory.items():
             self.tensors[name] = TensorInfo(STORED_TYPES[tensor.dtype], tuple(tensor.shape))
@@ -84,13 +87,14 @@ class Checkpoint(OneLine):
         return [self.label, self.kind, f"{len(self.tensors)} tensors", f"{count(self.parameters)} parameters"]
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened tensor, in its stored type.
+        """Return elements ``start`` to ``stop`` of the flattened tensor, in its stored type.
 
-        The result may lie in the slot's buffer: it is valid until the slot is read into again, and not to be changed.
+        The result can be a view of the slot's buffer. Do not change it, and do not use it after the next read into the
+        same slot.
         """
         if name in self._memory:
             return self._memory[name].detach().reshape(-1)[start:stop].cpu()
-        file, entry = self._places[name]
+        file, entry = self._entries[name]
         size = ITEM_SIZE[entry.dtype]
         buffer, memory = buffers.take_both(slot, (stop - start) * size)
         if stop > start:
@@ -98,9 +102,9 @@ class Checkpoint(OneLine):
         return buffer.view(TORCH_TYPES[entry.dtype])
 
     def will_need(self, name: str) -> None:
-        """Ask the operating system to start reading a tensor."""
-        if name in self._places:
-            file, entry = self._places[name]
+        """Ask the operating system to read a tensor ahead."""
+        if name in self._entries:
+            file, entry = self._entries[name]
             file.will_need(entry.start, entry.nbytes)
 
     def files(self) -> list[Path]:
@@ -123,3 +127,54 @@ class Checkpoint(OneLine):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class View(Checkpoint):
+    """Another checkpoint under other names. Subclasses change ``tensors`` and ``read`` for other shapes or values."""
+
+    def __init__(self, inner: Checkpoint, inner_names: Mapping[str, str] | None = None) -> None:
+        """``inner_names`` maps each tensor to its name in ``inner``. The default is all tensors, unchanged."""
+        super().__init__(
+            inner.label, folder=inner.folder, config=inner.config, hub_id=inner.hub_id, modules=inner.modules
+        )
+        self.inner = inner
+        self.kind = inner.kind
+        self.notes = inner.notes
+        self.inner_names = {name: name for name in inner.tensors} if inner_names is None else dict(inner_names)
+        self.tensors = {name: inner.tensors[inner_name] for name, inner_name in self.inner_names.items()}
+
+    def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
+        return self.inner.read(self.inner_names[name], start, stop, buffers, slot)
+
+    def will_need(self, name: str) -> None:
+        if name in self.inner_names:
+            self.inner.will_need(self.inner_names[name])
+
+    def files(self) -> list[Path]:
+        return self.inner.files()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def unwrap_chain(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    """Yield a checkpoint, the checkpoint it is a view of or an adapter on, and so on to the innermost."""
+    inner: Checkpoint | None = checkpoint
+    while inner is not None:
+        yield inner
+        inner = getattr(inner, "inner", None) or getattr(inner, "base", None)
+
+
+def innermost(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the last checkpoint of the chain, whose folder has the config and tokenizer."""
+    return list(unwrap_chain(checkpoint))[-1]
+
+
+def is_same(one: Checkpoint, other: Checkpoint) -> bool:
+    """Return whether two checkpoints are the same files, seen in the same way."""
+    return one is other or (type(one) is type(other) and bool(one.files()) and one.files() == other.files())
+
+
+def folders_of(checkpoint: Checkpoint) -> list[Path]:
+    """Return the folders of all checkpoints in the chain."""
+    return [inner.folder for inner in unwrap_chain(checkpoint) if inner.folder is not None]

@@ -1,4 +1,4 @@
-"""Which way round a weight is stored: (out, in) as of a linear layer, or (in, out) as of GPT-2's Conv1D."""
+"""Tell weights stored as (out, in), as in linear layers, from (in, out), as in GPT-2's Conv1D."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from ..io.reader import TensorInfo
 def stores_inputs_first(
     tensors: Mapping[str, TensorInfo], target: str, sizes: tuple[int, int], embedding: bool, config: Mapping[str, Any]
 ) -> bool:
-    """Whether the target of LoRA's factors stores (in, out), by its shape or, where that is square, its neighbours.
+    """Return whether the target of LoRA factors is stored as (in, out).
 
-    ``sizes`` are the outputs and inputs of the factors. Where nothing else tells, the adapter's config does.
+    The shape decides; for a square weight the neighboring layers, and otherwise the adapter's config. ``sizes`` are the
+    numbers of outputs and inputs of the factors.
     """
     outputs, inputs = sizes
-    stated = embedding or bool(config.get("fan_in_fan_out"))
+    configured = embedding or bool(config.get("fan_in_fan_out"))
     shape = tensors[target].shape
     if len(shape) != 2:
-        return stated
-    if inputs == outputs:
-        neighbours = None if embedding else _neighbours_say(tensors, target)
-        return stated if neighbours is None else neighbours
-    return shape == (inputs, outputs)
+        return configured
+    if inputs != outputs:
+        return shape == (inputs, outputs)
+    neighbors = None if embedding else _neighbors_store_inputs_first(tensors, target)
+    return configured if neighbors is None else neighbors
 
 
-def _neighbours_say(tensors: Mapping[str, TensorInfo], target: str) -> bool | None:
-    """Whether weights beside the target, in its module or the next larger one, store (in, out), by their biases.
+def _neighbors_store_inputs_first(tensors: Mapping[str, TensorInfo], target: str) -> bool | None:
+    """Compare weights in the module of the target, or in the enclosing one, with the sizes of their biases.
 
-    PEFT corrects fan_in_fan_out module by module and saves what the last of them had.
+    The config alone is not reliable: PEFT corrects fan_in_fan_out module by module and saves the last value.
     """
     parts = target.split(".")
     for parent in (parts[:-2], parts[:-3]):

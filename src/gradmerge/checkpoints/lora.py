@@ -27,7 +27,7 @@ from .checkpoint import Buffers, Checkpoint
 from .compat.tied_weights import TIED, equal, has_head, in_layer, is_head, same_values, tied_to, ties_of_class
 from .conv1d import stores_inputs_first
 from .hf_key_conversion import empty_model_of, stored_by_class
-from .quantization import refuse_quantised
+from .quantization import refuse_quantized
 from .regex_timeout import Patterns
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
@@ -71,7 +71,7 @@ class AdapterCheckpoint(Checkpoint):
         hub_id: str | None = None,
     ) -> None:
         super().__init__(label, folder=folder, config=base.config, hub_id=hub_id, modules=base.modules)
-        refuse_quantised(base, adapter=label)
+        refuse_quantized(base, adapter=label)
         self.adapter = Checkpoint(label, files=files)
         self.base = base
         self._owns_base = owns_base

@@ -1,4 +1,4 @@
-"""PyTorch's own checkpoint files (`.bin`, `.pt`), opened only on request and only with ``weights_only``."""
+"""Checkpoint files of `torch.save` (`.bin`, `.pt`), opened only on request and only with ``weights_only``."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ..urls import count_local_copies
 from .checkpoint import STORED_TYPES
 
 SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
-#: Keys under which training programs store a state dict beside the state of an optimizer and the like.
+#: Keys under which training programs store a state dict beside other state, such as the optimizer's.
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "params")
-#: Bytes read from all maps before one is made anew: until then pages that were read count as memory of this process.
+#: Bytes to read from all maps before a map is replaced. Until then, the pages read count as memory of the process.
 REMAPPED_AFTER = 1 << 27
-#: Characters of a global's name. The time that torch takes to word its refusal of one grows with the square of this.
+#: Maximum length of the name of a global. torch takes quadratic time in this length to refuse one.
 MAX_GLOBAL = 1000
-#: A read of fewer bytes than this counts as a huge page, which the operating system may map for it.
+#: A read below SMALL bytes counts as HUGE_PAGE bytes, because the operating system may map a huge page for it.
 SMALL, HUGE_PAGE = 1 << 17, 1 << 21
 
 
 class PickleFile(PositionalFile):
-    """A ``torch.save`` file, mapped and not loaded; positions count through its mapped tensors, one after the other."""
+    """A memory-mapped ``torch.save`` file. Positions count through its tensors as if they were concatenated."""
 
     _read: ClassVar[dict[PickleFile, int]] = {}
-    """Bytes that were read from the map of each open file; the file that was read last is last."""
+    """Bytes read from the map of each open file, least recently read file first."""
     _lock: ClassVar = threading.Lock()
 
     def __init__(self, path: Path) -> None:
@@ -48,27 +48,27 @@ class PickleFile(PositionalFile):
         self.entries: dict[str, Entry] = {}
         self._opened = os.fstat(self._fd)
         try:
-            sizes = _stored_sizes(path)
+            sizes = _record_sizes(path)
             _check_globals(path)
             tensors = _load(path, mapped=bool(sizes))
             for name, tensor in tensors.items():
                 _check(path, name, tensor, sizes)
-            self._place(tensors, mapped=bool(sizes))
+            self._add_entries(tensors, mapped=bool(sizes))
         except Exception as error:
             self.close()
             if isinstance(error, InputError | MemoryError):
                 raise
-            # torch has an error for every way in which a tensor may be strange
-            raise _unreadable(path, error) from error
+            raise _unreadable(path, error) from error  # torch raises many types of errors for damaged tensors
 
-    def _place(self, tensors: dict[str, Tensor], mapped: bool) -> None:
+    def _add_entries(self, tensors: dict[str, Tensor], mapped: bool) -> None:
+        """Keep contiguous tensors mapped, and load the others into memory."""
         self._names = [
             n for n, t in tensors.items() if mapped and t.is_contiguous() and not t.is_conj() and not t.is_neg()
         ]
-        scattered = tensors.keys() - set(self._names)
-        # With strides of 0, a tensor may repeat one number any number of times.
-        require_unpackable(self.path, sum(tensors[name].numel() * tensors[name].element_size() for name in scattered))
-        self.memory = {n: t.resolve_conj().resolve_neg().contiguous() for n, t in tensors.items() if n in scattered}
+        loaded = tensors.keys() - set(self._names)
+        # A tensor with strides of 0 can repeat one number any number of times.
+        require_unpackable(self.path, sum(tensors[name].numel() * tensors[name].element_size() for name in loaded))
+        self.memory = {n: t.resolve_conj().resolve_neg().contiguous() for n, t in tensors.items() if n in loaded}
         end = 0
         for name in self._names:
             self.entries[name] = Entry(STORED_TYPES[tensors[name].dtype], tuple(tensors[name].shape), end)
@@ -81,21 +81,21 @@ class PickleFile(PositionalFile):
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         size = os.fstat(self._fd).st_size
-        if size < self._opened.st_size:  # reading behind the end of a mapped file would end the process
+        if size < self._opened.st_size:  # reading past the end of a mapped file would kill the process
             raise MachineError(f"{self.path}: ends at byte {size}; it was longer when the merge began")
         with self._lock:
             self._read[self] = self._read.pop(self, 0) + (HUGE_PAGE if len(buffer) < SMALL else len(buffer))
-            idle, due = next(iter(self._read)), sum(self._read.values()) > REMAPPED_AFTER
-            if due:
-                del self._read[idle]
-        if due and idle._is_as_opened():
-            idle._map(_load(idle.path, mapped=True))
-        place = bisect.bisect_right(self._starts, offset) - 1
-        begin = offset - self._starts[place]
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(self._mapped[place][begin : begin + len(buffer)])
+            oldest, is_due = next(iter(self._read)), sum(self._read.values()) > REMAPPED_AFTER
+            if is_due:
+                del self._read[oldest]
+        if is_due and oldest._is_unchanged():
+            oldest._map(_load(oldest.path, mapped=True))
+        index = bisect.bisect_right(self._starts, offset) - 1
+        begin = offset - self._starts[index]
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(self._mapped[index][begin : begin + len(buffer)])
 
-    def _is_as_opened(self) -> bool:
-        """Whether the path still leads to the file that was opened; another one is not mapped in its place."""
+    def _is_unchanged(self) -> bool:
+        """Return whether the path still names the file that was opened. Another file must not be mapped instead."""
         try:
             now = self.path.stat()
         except OSError:
@@ -103,7 +103,7 @@ class PickleFile(PositionalFile):
         return os.path.samestat(now, self._opened) and now.st_mtime_ns == self._opened.st_mtime_ns
 
     def will_need(self, offset: int, nbytes: int) -> None:
-        """The operating system reads ahead in maps by itself."""
+        """Do nothing: the operating system reads ahead in maps."""
 
     def close(self) -> None:
         super().close()
@@ -112,18 +112,8 @@ class PickleFile(PositionalFile):
         self._mapped = []
 
 
-def _check(path: Path, name: str, tensor: Tensor, sizes: set[int]) -> None:
-    """Refuse a tensor that cannot be merged, or whose storage has none of the ``sizes`` that the file holds."""
-    if tensor.dtype not in STORED_TYPES:
-        raise InputError(f"{path}: tensor {name!r} has the type {tensor.dtype}, which cannot be merged")
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
-        raise InputError(f"{path}: tensor {name!r} is sparse, nested, or has no data; it cannot be merged")
-    if sizes and tensor.numel() and tensor.untyped_storage().nbytes() not in sizes:
-        raise InputError(f"{path}: tensor {name!r} does not have the size of its data; the file is damaged")
-
-
-def _stored_sizes(path: Path) -> set[int]:
-    """The sizes of an archive's records; empty if it is no archive or is compressed, and so cannot be mapped."""
+def _record_sizes(path: Path) -> set[int]:
+    """Return the sizes of an archive's records; empty if the file is not an archive or is compressed (not mappable)."""
     if not zipfile.is_zipfile(path):
         return set()
     with zipfile.ZipFile(path) as archive:
@@ -137,23 +127,19 @@ def _check_globals(path: Path) -> None:
     """Refuse a pickle with a global whose name is longer than any real one."""
     with contextlib.ExitStack() as stack:
         file: IO[bytes] = stack.enter_context(path.open("rb"))
+        pickles: list[IO[bytes]] = [file]
         if zipfile.is_zipfile(path):
             archive = stack.enter_context(zipfile.ZipFile(path))
-            names = [name for name in archive.namelist() if name.endswith("data.pkl")]
-        else:
-            names = [""]
-        for name in names:
-            pickled = io.BytesIO(archive.read(name)) if name else file
-            # In the older form, four or five pickles come before the data.
+            pickles = [io.BytesIO(archive.read(name)) for name in archive.namelist() if name.endswith("data.pkl")]
+        for pickled in pickles:
             with contextlib.suppress(ValueError):
-                for _ in range(5):
+                for _ in range(5):  # the legacy format stores four or five pickles before the data
                     for opcode, argument, _position in pickletools.genops(pickled):
                         if opcode.name == "GLOBAL" and len(str(argument)) > MAX_GLOBAL:
                             raise InputError(f"{path}: cannot be read as a PyTorch checkpoint (a name is too long)")
 
 
 def _load(path: Path, *, mapped: bool) -> dict[str, Tensor]:
-    """The state dict of a file."""
     try:
         loaded = torch.load(path, weights_only=True, mmap=mapped, map_location="cpu")
     except Exception as error:
@@ -161,23 +147,33 @@ def _load(path: Path, *, mapped: bool) -> dict[str, Tensor]:
     return _state_dict(path, loaded)
 
 
-def _unreadable(path: Path, error: Exception) -> InputError:
-    reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-    return InputError(
-        f"{path}: cannot be read as a PyTorch checkpoint ({reason}). Only tensors are accepted (weights_only); "
-        "convert the model to safetensors if you trust it."
-    )
-
-
 def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
     inner = [loaded.get(key) for key in WRAPPERS] if isinstance(loaded, dict) else []
     for candidate in (loaded, *inner):
         if isinstance(candidate, dict) and candidate and all(isinstance(v, Tensor) for v in candidate.values()):
-            names = {str(key): value for key, value in candidate.items() if isinstance(key, str | int)}
-            if len(names) != len(candidate):
-                raise InputError(f"{path}: holds tensors whose names are no words, or two of one name")
-            for name in names:
+            tensors = {str(key): value for key, value in candidate.items() if isinstance(key, str | int)}
+            if len(tensors) != len(candidate):
+                raise InputError(f"{path}: has tensors whose names are not text, or two with the same name")
+            for name in tensors:
                 if not is_text(name):
-                    raise InputError(f"{path}: the tensor name {name[:100]!r} is no valid Unicode")
-            return names
-    raise InputError(f"{path}: holds no state dict (a mapping from names to tensors)")
+                    raise InputError(f"{path}: the tensor name {name[:100]!r} is not valid Unicode")
+            return tensors
+    raise InputError(f"{path}: has no state dict (a mapping from names to tensors)")
+
+
+def _check(path: Path, name: str, tensor: Tensor, sizes: set[int]) -> None:
+    """Refuse a tensor that cannot be merged, or whose storage does not have the size of a record of the file."""
+    if tensor.dtype not in STORED_TYPES:
+        raise InputError(f"{path}: tensor {name!r} has the type {tensor.dtype}, which cannot be merged")
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
+        raise InputError(f"{path}: tensor {name!r} is sparse, nested, or has no data; it cannot be merged")
+    if sizes and tensor.numel() and tensor.untyped_storage().nbytes() not in sizes:
+        raise InputError(f"{path}: tensor {name!r} does not have the size of its data; the file is damaged")
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    return InputError(
+        f"{path}: cannot be read as a PyTorch checkpoint ({reason}). Only tensors are accepted (weights_only); convert "
+        "the model to safetensors if you trust it."
+    )

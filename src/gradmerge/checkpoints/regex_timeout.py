@@ -1,4 +1,4 @@
-"""Regular expressions from elsewhere, such as an adapter's config, matched within a limit of time."""
+"""Match regular expressions from model files, such as an adapter's config, within a time limit."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from ..errors import InputError
 
-#: Seconds for all patterns of a config together; they take milliseconds unless they were made not to end.
+#: Time for all matches of one config. Ordinary patterns take milliseconds.
 SECONDS = 10.0
-LONGEST_PATTERN = 10_000
+MAX_LENGTH = 10_000
 
 
 class Patterns:
-    """Matches names against the patterns of one file, with ``regex``: Python's own ``re`` cannot be stopped."""
+    """Matches names against the patterns of one file. It uses ``regex``, because Python's ``re`` has no time limit."""
 
     def __init__(self, where: object) -> None:
         self._where = where
@@ -21,7 +21,7 @@ class Patterns:
         self._compiled: dict[str, Any] = {}
 
     def fits(self, pattern: str, name: str) -> bool:
-        """Whether the pattern matches the whole name, as ``re.fullmatch`` does."""
+        """Return whether the pattern matches the whole name, as ``re.fullmatch`` does."""
         began = time.perf_counter()
         try:
             if self._left <= 0:
@@ -31,27 +31,26 @@ class Patterns:
             return self._compiled[pattern].fullmatch(name, timeout=self._left) is not None
         except TimeoutError:
             raise InputError(
-                f"{self._where}: its regular expressions take longer than {SECONDS:g} seconds to match, the last of "
-                f"them {_shown(pattern)}. Put names in their place."
+                f"{self._where}: its regular expressions take longer than {SECONDS:g} seconds to match (the last is "
+                f"{_abbreviated(pattern)}). Replace them by names."
             ) from None
         finally:
-            taken = time.perf_counter() - began
-            if taken > 1e-4:  # an honest match takes microseconds, and there may be millions of them
-                self._left -= taken
+            elapsed = time.perf_counter() - began
+            if elapsed > 1e-4:  # ordinary matches take microseconds, and there can be millions of them
+                self._left -= elapsed
 
     def _compile(self, pattern: str) -> Any:
         import regex  # type: ignore[import-untyped]
 
-        length = len(pattern)
-        if length > LONGEST_PATTERN:
+        if len(pattern) > MAX_LENGTH:
             raise InputError(
-                f"{self._where}: a regular expression of {length} characters; {LONGEST_PATTERN} is the limit"
+                f"{self._where}: a regular expression has {len(pattern)} characters; the limit is {MAX_LENGTH}"
             )
         try:
             return regex.compile(pattern)
         except (regex.error, RecursionError, OverflowError, ValueError) as error:
-            raise InputError(f"{self._where}: {_shown(pattern)} is no regular expression: {error}") from error
+            raise InputError(f"{self._where}: {_abbreviated(pattern)} is not a regular expression: {error}") from error
 
 
-def _shown(pattern: str) -> str:
+def _abbreviated(pattern: str) -> str:
     return repr(pattern if len(pattern) <= 80 else pattern[:79] + "…")

@@ -1,4 +1,4 @@
-"""The small files of a model that go with its weights: config, tokenizer, templates, licence, and nothing else."""
+"""The small files of a model that a merged model needs: config, tokenizer, templates, license."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from pathlib import Path
 
 from ..io.small_files import lies_within, read_json
 from ..text import some
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, innermost, unwrap_chain
 from .compat.compare import matches
-from .dequantize import DequantisedCheckpoint
 from .open import PIPELINE, stem_of
-from .quantization import without_quantisation
-from .views import beneath
+from .quantization import DequantizedCheckpoint, without_quantization
 
 MAX_BYTES = 100_000_000
-#: Names that a model needs beside its weights. Its folder may also hold keys, data, logs and code, which stay there.
-NEEDED = (
+#: Files that are copied. A folder can also hold keys, data, logs and code, which are not.
+COPIED = (
     "config.json generation_config.json *tokenizer*.json special_tokens_map.json added_tokens.json tekken.json "
     "*vocab*.json *vocab*.txt vocab.bpe merges.txt bpe.codes dict.txt normalizer.json *.spm *.tiktoken spiece.model "
     "spm.model *tokenizer*.model sentencepiece*.model *preprocessor_config.json processor_config.json "
@@ -27,9 +25,9 @@ NEEDED = (
     "LICENSE* LICENCE* COPYING* NOTICE* USE_POLICY* "
     "modules.json config_sentence_transformers.json sentence_*_config.json model_index.json"
 )
-#: Of a module of sentence-transformers, or a part of a diffusers pipeline, in a folder of its own.
-NEEDED_OF_MODULES = f"{NEEDED} *_config.json"
-#: Left out without a word: weights in any format, what is written anew, reports, and what belongs to a training run.
+#: Also copied from a subfolder of a sentence-transformers model or a diffusers pipeline.
+COPIED_FROM_MODULES = f"{COPIED} *_config.json"
+#: Left out without a note: weights, files that are written anew, reports, and files of a training run.
 EXPECTED = (
     "*.safetensors *.bin *.pt *.pth *.ckpt *.h5 *.msgpack *.onnx *.gguf *.ot *.npz *.lock *.index.json .* README.md "
     "gradmerge.json gradmerge_penalty.json adapter_config.json trainer_state.json *_results.json curvature penalty "
@@ -40,7 +38,7 @@ NEVER = "*.py *.pkl *.pickle *.sh"
 
 @dataclass(frozen=True)
 class Sidecars:
-    """The files of a model's folder that a merged model needs as well, by their names there, and what else it holds."""
+    """The files of a model's folder that are copied, by relative path, and the names of those that are not."""
 
     copied: dict[str, Path]
     left_out: list[str]
@@ -50,14 +48,13 @@ class Sidecars:
         return sum(path.stat().st_size for path in self.copied.values())
 
     def note(self, label: str) -> list[str]:
-        """Says what stays behind."""
-        left = some(self.left_out, 8)
-        return [f"{label}: only what a model needs is copied to the result; not copied: {left}"] if left else []
+        names = some(self.left_out, 8)
+        return [f"{label}: the result gets only the files that a model needs; not copied: {names}"] if names else []
 
 
 def sidecars(checkpoint: Checkpoint) -> Sidecars:
-    """What is copied from a model's folder (of an adapter: its base's), and what is not."""
-    checkpoint = bottom(checkpoint)
+    """Return which files of a model's folder to copy. For an adapter it is the folder of its base."""
+    checkpoint = innermost(checkpoint)
     folder = checkpoint.folder
     if folder is None:
         return Sidecars({}, [])
@@ -65,11 +62,11 @@ def sidecars(checkpoint: Checkpoint) -> Sidecars:
     left_out: list[str] = []
     for module, path in _candidates(folder, checkpoint.modules):
         name = path.relative_to(folder).as_posix()
-        patterns = NEEDED_OF_MODULES if module else NEEDED
+        patterns = COPIED_FROM_MODULES if module else COPIED
         needed = matches(path.relative_to(folder / module).as_posix(), patterns.split())
-        # A regular file of this model, also behind a link, and not too large to be a side file.
-        can_be_copied = path.is_file() and lies_within(path, folder) and path.stat().st_size <= MAX_BYTES
-        if needed and can_be_copied and not matches(name.lower(), NEVER.split()):
+        # Links may lead only to files of the same model.
+        safe = path.is_file() and lies_within(path, folder) and path.stat().st_size <= MAX_BYTES
+        if needed and safe and not matches(name.lower(), NEVER.split()):
             copied[name] = path
         elif not matches(name, EXPECTED.split()):
             left_out.append(name + ("/" if path.is_dir() else ""))
@@ -77,7 +74,7 @@ def sidecars(checkpoint: Checkpoint) -> Sidecars:
 
 
 def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
-    """The files of a model's folder, its chat templates and its modules, each with its module."""
+    """Yield (subfolder, path) for the files of a model's folder, its chat templates and its subfolders."""
     templates = folder / "additional_chat_templates"
     for path in sorted(folder.iterdir()):
         if path.name not in modules:
@@ -89,44 +86,43 @@ def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, P
             yield module, path
 
 
-def bottom(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint at the bottom, whose folder holds the files that a result needs."""
-    return list(beneath(checkpoint))[-1]
-
-
 def stems(checkpoint: Checkpoint) -> dict[str, str]:
-    """Module → what its files of weights are called, "" being the model's own."""
-    folder = bottom(checkpoint).folder
+    """Return subfolder → the first part of the names of its weight files. The model's own folder is ""."""
+    folder = innermost(checkpoint).folder
     return {module: "model" if folder is None else stem_of(folder / module) for module in ("", *checkpoint.modules)}
 
 
 def library_of(folder: Path) -> str | None:
-    """The library that loads a model's folder, as model cards name it."""
+    """Return the library that loads a model's folder, by its name in model cards."""
     if (folder / PIPELINE).is_file() or stem_of(folder) != "model":
         return "diffusers"
     if (folder / "modules.json").is_file():
         return "sentence-transformers"
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
-    if config is None:
+    if not (folder / "config.json").is_file():
         return None
+    config = read_json(folder / "config.json")
     return "timm" if "architecture" in config and "model_type" not in config else "transformers"
 
 
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
-    """Copy the side files; what a view says otherwise than its model's config, and the dtype, go into config.json."""
+    """Copy the small files, and write the changes that views made to the config and ``dtype`` into config.json."""
     for module in checkpoint.modules:
         (folder / module).mkdir(exist_ok=True)
     for name, path in sidecars(checkpoint).copied.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
-    plain = any(isinstance(below, DequantisedCheckpoint) for below in beneath(checkpoint))
-    for config_path in (folder / module / "config.json" for module in ("", *checkpoint.modules)):
-        if not config_path.is_file():
+    is_dequantized = any(isinstance(inner, DequantizedCheckpoint) for inner in unwrap_chain(checkpoint))
+    for module in ("", *checkpoint.modules):
+        path = folder / module / "config.json"
+        if not path.is_file():
             continue
-        stated, own = read_json(config_path), config_path.parent == folder
-        config = dict(checkpoint.config if own and checkpoint.config != bottom(checkpoint).config else stated)
-        config = without_quantisation(config) if plain else config
-        if dtype != "auto" and own:
+        copied = read_json(path)
+        config = dict(copied)
+        if module == "" and checkpoint.config != innermost(checkpoint).config:
+            config = dict(checkpoint.config)
+        if is_dequantized:
+            config = without_quantization(config)
+        if module == "" and dtype != "auto":
             config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-        if config != stated:
-            config_path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        if config != copied:
+            path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -76,7 +76,7 @@ def _facts(checkpoint: Checkpoint, list_tensors: bool) -> dict[str, Any]:
     """What is known about a model, for `--json`."""
     from ..checkpoints.compat.compare import is_buffer
     from ..checkpoints.lora import AdapterCheckpoint
-    from ..checkpoints.quantization import quantisation
+    from ..checkpoints.quantization import detect_quantization
     from ..curvature.format import default_curvature
 
     config, tensors, folder = checkpoint.config, checkpoint.tensors, checkpoint.folder
@@ -85,7 +85,7 @@ def _facts(checkpoint: Checkpoint, list_tensors: bool) -> dict[str, Any]:
         types[info.dtype] += info.numel
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
-    quantized = quantisation(checkpoint)
+    quantized = detect_quantization(checkpoint)
     facts: dict[str, Any] = {
         "model": checkpoint.label,
         "kind": checkpoint.kind,

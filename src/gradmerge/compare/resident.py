@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoints.checkpoint import Buffers, Checkpoint
-from ..checkpoints.views import View
+from ..checkpoints.checkpoint import Buffers, Checkpoint, View
 from ..engine.plan.inputs import CurvatureInput, Inputs
 
 

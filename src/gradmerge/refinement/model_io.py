@@ -27,7 +27,7 @@ from ..cards.provenance import write_record
 from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.checkpoint import TORCH_TYPES, Checkpoint
 from ..checkpoints.compat.tied_weights import same_values, tied_to
-from ..checkpoints.quantization import quantisation
+from ..checkpoints.quantization import detect_quantization
 from ..checkpoints.sidecars import copy_sidecars, sidecars
 from ..curvature.checkpoint_names import adapter_names, stored_shapes, stored_sources, stored_tensors
 from ..engine.run.rounding import rounded
@@ -101,7 +101,7 @@ def open_model(reference: str, options: LoadOptions) -> Iterator[LoadedModel]:
             stack.callback(file.close)
         config = folder / "config.json"
         stored = Checkpoint(reference, files=files, folder=folder, config=read_json(config) if config.is_file() else {})
-        if found := quantisation(stored):
+        if found := detect_quantization(stored):
             raise InputError(
                 f"{reference}: {found}. Quantized weights cannot take small steps. Use the original model."
             )

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ..checkpoints import Checkpoint
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
 from ..checkpoints.open import open_checkpoint
-from ..checkpoints.quantization import quantisation
+from ..checkpoints.quantization import detect_quantization
 from ..curvature.checkpoint_names import names_of_parameters, stored_sources
 from ..errors import InputError
 from ..quiet import quiet_transformers
@@ -58,7 +58,7 @@ def open_model_files(reference: str, task: str = "auto", attn_implementation: st
         prefix = "" if place == "." else f"{place}/"
     checkpoint = open_checkpoint(info.folder, dequantize=True)
     try:
-        if adapter is None and (found := quantisation(checkpoint)):
+        if adapter is None and (found := detect_quantization(checkpoint)):
             raise InputError(f"{reference}: {found}. Give the unquantized model.")
         module = module_without_weights(reference, info.task, config, attn_implementation)
         names, missing = _tensor_names(module, checkpoint, prefix)

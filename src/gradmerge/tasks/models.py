@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
 from ..checkpoints.open import open_checkpoint
-from ..checkpoints.quantization import quantisation
+from ..checkpoints.quantization import detect_quantization
 from ..curvature.offload import elsewhere
 from ..errors import InputError
 from ..io.reader import close_files, open_files
@@ -187,7 +187,7 @@ def _is_quantized(reference: str, args: ModelArgs, config: Any, adapter: bool, g
     if args.bits is not None:
         quantized = args.bits > 0
     else:
-        quantized = gradients and adapter and _states_quantisation(config) and _is_bits(config)
+        quantized = gradients and adapter and _states_quantization(config) and _is_bits(config)
     if quantized and gradients and not adapter:
         raise InputError(
             f"{reference}: model_args: load_in_{args.bits}bit: quantized weights have no gradients. Give the folder of "
@@ -322,7 +322,7 @@ def _loaded(
             info.notes.append(NARROW)
     _refuse_inflated(reference, folder, kind, config)
     place: Path | None = folder
-    if not quantized and (state := _dequantised_state(folder, config, info)) is not None:
+    if not quantized and (state := _dequantized_state(folder, config, info)) is not None:
         if "device_map" in given:
             raise InputError(
                 f"{reference}: the model is stored quantized and dequantized in memory, without device_map"
@@ -382,16 +382,16 @@ def recompute(model: Any) -> bool:
     return True
 
 
-def _dequantised_state(folder: Path, config: Any, info: LoadingInfo) -> dict[str, Tensor] | None:
+def _dequantized_state(folder: Path, config: Any, info: LoadingInfo) -> dict[str, Tensor] | None:
     """The weights that the codes of a quantised model stand for, where they can be read; None for any other model.
 
     What computes with them needs gradients, which codes do not have.
     """
-    stating: list[Any] = [part for part in (config, getattr(config, "text_config", None)) if _states_quantisation(part)]
+    stating: list[Any] = [part for part in (config, getattr(config, "text_config", None)) if _states_quantization(part)]
     if not stating:
         return None
     with open_checkpoint(folder) as stored:
-        found = quantisation(stored)
+        found = detect_quantization(stored)
     if found is None or not found.readable:
         return None
     with open_checkpoint(folder, dequantize=True) as plain:
@@ -405,7 +405,7 @@ def _dequantised_state(folder: Path, config: Any, info: LoadingInfo) -> dict[str
     return state
 
 
-def _states_quantisation(config: Any) -> bool:
+def _states_quantization(config: Any) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
 

@@ -1,10 +1,10 @@
-"""Whether checkpoints can be merged, found out before any work: every difference in one message."""
+"""Compare checkpoints before a merge: every incompatibility, in one message."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,19 +13,18 @@ from ...errors import InputError
 from ...io.reader import TensorInfo
 from ...notes import Kind, Note
 from ...text import counted, listed, nearest, some
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, is_same, unwrap_chain
 from ..generation_notes import generation_notes
-from ..quantization import quantisation
-from ..tokenizer.embedding_rows import VOCABULARY, stored
+from ..quantization import detect_quantization
+from ..tokenizer.embedding_rows import VOCABULARY, unwrap
 from ..tokenizer.vocabulary import MATCH, token_difference
-from ..views import beneath, is_same
-from .config_diff import allows, comparable, differences, labels, shown
-from .lineage import kinship, kinship_note
+from .config_diff import allows, differences, labels, shown
+from .lineage import lineage, lineage_note
 from .rename import rename_hint
 from .tied_weights import KEY as TYING, equal, in_layer, same_values, tied_to, tying_differences
 
-#: Constants that older versions of transformers saved with the weights and newer ones do not. Those in ``MASKS`` share
-#: their name with a bias, and are told from it by their four dimensions.
+#: Constants that older versions of transformers saved with the weights. Those in ``MASKS`` have the name of a bias, and
+#: differ from it by their four dimensions.
 BUFFERS = re.compile(
     r".*(position_ids|relative_position_index|token_type_ids)|.*\.(rotary_emb\.inv_freq|num_batches_tracked)|"
     r".*\.(attn|attention)\.masked_bias"
@@ -35,17 +34,17 @@ MASKS = (".attn.bias", ".attention.bias")
 
 @dataclass
 class Comparison:
-    """What a merge of some checkpoints would do with each tensor of the first, and what stands in its way."""
+    """What a merge does with each tensor of the first checkpoint, and why the checkpoints cannot be merged, if so."""
 
     merged: list[str] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
     aliases: list[dict[str, str]] = field(default_factory=list)
-    """One per checkpoint: tensor → the one it is tied to there, if only that is stored."""
+    """For each other checkpoint: tensor → the tensor that it is tied to there, if only that one is stored."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def refuse(self, lines: Sequence[str], what: str, advice: str = "", limit: int = 8) -> None:
-        """A problem, if there are lines that show it."""
+        """Add a problem, unless there are no lines."""
         if lines:
             self.problems.append(f"{what}\n{listed(lines, limit)}" + (f"\n  {advice}" if advice else ""))
 
@@ -55,7 +54,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def is_buffer(name: str, info: TensorInfo) -> bool:
-    """Whether a tensor is one of the constants that some checkpoints hold beside the weights."""
+    """Return whether a tensor is a constant that some checkpoints store beside the weights."""
     return BUFFERS.fullmatch(name) is not None or (len(info.shape) == 4 and name.endswith(MASKS))
 
 
@@ -67,12 +66,18 @@ def compare(
     *,
     allow_config: Sequence[str] = (),
     first_is_base: bool = True,
-    settled: Sequence[str] = (),
+    resolved_keys: Sequence[str] = (),
 ) -> Comparison:
-    """Compare every checkpoint with the first: names, shapes, types, vocabulary, tied heads, buffers, configs, origin.
+    """Compare every checkpoint with the first: names, shapes, types, vocabulary, ties, buffers, configs and lineage.
 
-    Differences between configs in the keys ``allow_config`` are noted instead of refused. Those that keys of the recipe
-    have ``settled``, `tokenizer` or `chat_template`, are none.
+    Args:
+        first: The base, or the first model if there is no base.
+        others: The models to compare with it.
+        include: Patterns of the tensors to merge.
+        exclude: Patterns of tensors to copy from ``first``.
+        allow_config: Config keys that may differ. The differences become notes.
+        first_is_base: Whether the other models should be fine-tuned from ``first``.
+        resolved_keys: Keys of the recipe, `tokenizer` or `chat_template`, that resolve differences of that kind.
     """
     allow_config = [allow_config] if isinstance(allow_config, str) else allow_config
     result = Comparison()
@@ -80,129 +85,152 @@ def compare(
     def chosen(name: str) -> bool:
         return matches(name, include) and not matches(name, exclude)
 
-    selected = [name for name in first.tensors if chosen(name)]
     for pattern in include:
         if not any(matches(name, [pattern]) for name in first.tensors):
             raise InputError(f"include: {pattern!r} matches no tensor{nearest(pattern, first.tensors)}")
-    idle = [pattern for pattern in exclude if not any(matches(name, [pattern]) for name in first.tensors)]
-    result.notes = [f"exclude: {pattern!r} matches no tensor of the base" for pattern in idle]
-    wanted = {n for n in selected if first.tensors[n].is_float and not is_buffer(n, first.tensors[n])}
-    result.merged = [n for n in first.tensors if n in wanted]
-    result.copied = [n for n in first.tensors if n not in wanted]
-    quantised = {id(c): found.problem(c.label) for c in (first, *others) if (found := quantisation(c, chosen))}
-    result.problems += quantised.values()
-    odd = [n for n in selected if first.tensors[n].dtype.startswith(("F8", "C64"))]
-    if odd and id(first) not in quantised:
-        more = f" (and {len(odd) - 1} more are of such types)" if len(odd) > 1 else ""
-        result.problems.append(
-            f"{first.label}: {odd[0]} has the type {first.tensors[odd[0]].dtype}{more}; only float64, float32, float16 "
-            "and bfloat16 can be merged. Exclude it, or convert the model."
-        )
-    used: set[str] = set()
+    unused = [pattern for pattern in exclude if not any(matches(name, [pattern]) for name in first.tensors)]
+    result.notes = [f"exclude: {pattern!r} matches no tensor of the base" for pattern in unused]
+    selected = [name for name in first.tensors if chosen(name)]
+    weights = {n for n in selected if first.tensors[n].is_float and not is_buffer(n, first.tensors[n])}
+    result.merged = [n for n in first.tensors if n in weights]
+    result.copied = [n for n in first.tensors if n not in weights]
+
+    quantized = {id(c): found.problem(c.label) for c in (first, *others) if (found := detect_quantization(c, chosen))}
+    result.problems += quantized.values()
+    unsupported = [n for n in selected if first.tensors[n].dtype.startswith(("F8", "C64"))]
+    if unsupported and id(first) not in quantized:
+        lines = [f"{name}: {first.tensors[name]}" for name in unsupported]
+        advice = "Exclude these tensors, or convert the model."
+        result.refuse(lines, f"{first.label}: only float64, float32, float16 and bfloat16 can be merged", advice)
+
+    needed_keys: set[str] = set()
     for other in others:
         aliases: dict[str, str] = {}
-        if not quantised.keys() & {id(first), id(other)}:
-            aliases = _compare_one(first, other, result, chosen)
-            _compare_integers(first, other, result, set(selected) - set(odd))
-            _note_ancestry(first, other, result, aliases, first_is_base)
+        if not quantized.keys() & {id(first), id(other)}:
+            aliases = _compare_tensors(first, other, result, chosen)
+            _compare_integers(first, other, result, set(selected) - set(unsupported))
+            _note_lineage(first, other, result, aliases, first_is_base)
         result.aliases.append(aliases)
-        used |= _compare_configs(first, other, result, chosen, allow_config)
-        if "tokenizer" not in settled:
+        needed_keys |= _compare_configs(first, other, result, chosen, allow_config)
+        if "tokenizer" not in resolved_keys:
             _note_tokens(first, other, result)
-        result.notes += generation_notes(first, other, settled)
-    idle = [key for key in allow_config if key not in used]
-    result.notes += [f"--allow-config {key}: the configs do not differ in it" for key in idle]
+        result.notes += generation_notes(first, other, resolved_keys)
+
+    result.notes += [
+        f"allow_config: the configs do not differ in {key}" for key in allow_config if key not in needed_keys
+    ]
     averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]
     if averaged:
         result.notes.append(
             f"{counted(averaged, 'tensor')} of batch-norm statistics ({some(averaged, 2)}) are merged like weights and "
-            "need not fit the merged model: estimate them again on data, or exclude '*running_mean' and '*running_var'"
+            "may not fit the merged model. Estimate them again on data, or exclude '*running_mean' and '*running_var'"
         )
     if not result.merged and not result.problems:
-        result.problems.append("nothing is left to merge: no float tensor is included and not excluded")
+        result.problems.append("nothing to merge: include and exclude leave no floating-point tensor")
     return result
 
 
-def _compare_one(
+def _compare_tensors(
     first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool]
 ) -> dict[str, str]:
-    """Compare names, shapes and types; returns tensor → the one it is tied to, where ``other`` stores it only there."""
+    """Compare names, shapes and types. Return tensor → the stored tensor that it is tied to in ``other``."""
     aliases: dict[str, str] = {}
     missing: list[str] = []
     shapes: list[str] = []
     vocabulary: list[str] = []
     types: list[str] = []
-    for name in (name for name in result.merged if name not in other.absent):
+    for name in result.merged:
+        if name in other.absent:
+            continue
         stored = name if name in other.tensors else tied_to(name, other)
         if stored is None:
             missing.append(name)
             continue
         if stored != name:
             aliases[name] = stored
-        here, there = first.tensors[name], other.tensors[stored]
-        if there.shape != here.shape:
-            is_vocabulary = VOCABULARY.fullmatch(name) and there.shape[1:] == here.shape[1:]
-            line = f"{name}: {list(here.shape)} in {first.label}, {list(there.shape)} in {other.label}"
+        ours, theirs = first.tensors[name], other.tensors[stored]
+        if theirs.shape != ours.shape:
+            is_vocabulary = VOCABULARY.fullmatch(name) and theirs.shape[1:] == ours.shape[1:]
+            line = f"{name}: {list(ours.shape)} in {first.label}, {list(theirs.shape)} in {other.label}"
             (vocabulary if is_vocabulary else shapes).append(line)
-        elif not there.is_float:
-            types.append(f"{name}: {here} in {first.label}, {there} in {other.label}")
-    extra = [n for n in other.tensors if n not in first.tensors and chosen(n) and not is_buffer(n, other.tensors[n])]
-    extra = [n for n in extra if not _is_copy_of_tied(n, first, other, result)]
-    what = f"another vocabulary than {first.label}; rows of the embeddings would not mean the same tokens"
-    advice = f"{MATCH}, resize one of them, or exclude these tensors."
-    differ = token_difference(first, other) if vocabulary else None
-    result.refuse([*vocabulary, *(differ.lines if differ else [])], f"{other.label}: {what}", advice)
+        elif not theirs.is_float:
+            types.append(f"{name}: {ours} in {first.label}, {theirs} in {other.label}")
+
+    if vocabulary:
+        difference = token_difference(first, other)
+        vocabulary += difference.lines if difference else []
+    what = f"{other.label}: its vocabulary differs from that of {first.label}; rows of the embeddings are other tokens"
+    result.refuse(vocabulary, what, f"{MATCH}, resize one of them, or exclude these tensors.")
     hint = rename_hint(first, other, missing) if missing else ""
     result.refuse(missing, f"{other.label}: {counted(missing, 'tensor')} of {first.label} missing", hint)
-    advice = "" if missing else "If they are heads that should stay out of the merge, exclude them."
+    advice = "" if missing else "If these are heads that should not be merged, exclude them."
+    extra = _extra_tensors(first, other, result, chosen)
     result.refuse(extra, f"{other.label}: {counted(extra, 'tensor')} that {first.label} does not have", advice)
-    result.refuse(shapes, f"{other.label}: other shapes than {first.label}")
-    result.refuse(types, f"{other.label}: weights that are no floating-point numbers")
+    result.refuse(shapes, f"{other.label}: shapes differ from {first.label}")
+    result.refuse(types, f"{other.label}: weights are not floating-point")
     if aliases:
-        pairs = ", ".join(f"{name} = {tied}" for name, tied in aliases.items())
+        pairs = ", ".join(f"{name} = {source}" for name, source in aliases.items())
         result.notes.append(f"{other.label}: tied weights are stored once: {pairs}")
-    ours, theirs = (
-        ", ".join(sorted({c.tensors[n].dtype for n in result.merged if n in c.tensors})) for c in (first, other)
-    )
-    if ours != theirs:
-        result.notes.append(f"{other.label} is stored as {theirs}, {first.label} as {ours}")
+    dtypes = [", ".join(sorted({c.tensors[n].dtype for n in result.merged if n in c.tensors})) for c in (first, other)]
+    if dtypes[0] != dtypes[1]:
+        result.notes.append(f"{other.label} is stored as {dtypes[1]}, {first.label} as {dtypes[0]}")
     return aliases
 
 
+def _extra_tensors(
+    first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool]
+) -> list[str]:
+    """Return tensors that only ``other`` has, except buffers and copies of weights that ``first`` ties."""
+    extra = []
+    for name, info in other.tensors.items():
+        if name in first.tensors or not chosen(name) or is_buffer(name, info):
+            continue
+        source = tied_to(name, first)
+        if source is not None and source in other.tensors and same_values(other, name, source):
+            result.notes.append(
+                f"{other.label}: {name} is a copy of {source}, which {first.label} stores once; left out"
+            )
+        else:
+            extra.append(name)
+    return extra
+
+
 def _note_tokens(first: Checkpoint, other: Checkpoint, result: Comparison) -> None:
-    """Tokenizers that differ: a warning if a token has different rows, and rows are merged."""
-    found = token_difference(first, other)
-    if found is None:
+    """Note tokenizers that differ. It is a warning if tokens have other rows and the rows are merged."""
+    difference = token_difference(first, other)
+    if difference is None:
         return
     shapes = [first.tensors[name].shape for name in result.merged if not in_layer(name)]
-    if found.moved and any(len(shape) > 1 and shape[0] >= min(found.sizes) for shape in shapes):
-        text = f"WARNING: {other.label}: its tokenizer maps words to other rows than that of {first.label}; unless you "
-        text += f"know why, the merged embeddings will be garbage: {'; '.join(found.lines)}. {MATCH}"
-        result.notes.append(Note(text, Kind.TOKENS, moved=len(found.moved)))
+    if difference.moved and any(len(shape) > 1 and shape[0] >= min(difference.sizes) for shape in shapes):
+        text = (
+            f"WARNING: {other.label}: its tokenizer maps tokens to other rows than that of {first.label}, so the merge "
+            f"mixes embeddings of different tokens: {'; '.join(difference.lines)}. {MATCH}"
+        )
+        result.notes.append(Note(text, Kind.TOKENS, moved=len(difference.moved)))
     else:
-        text = f"{other.label}: its tokenizer is not that of {first.label}, which the result has"
-        result.notes.append(f"{text}: {'; '.join(found.lines)}. {MATCH}")
+        text = f"{other.label}: its tokenizer differs from that of {first.label}, which the result gets"
+        result.notes.append(f"{text}: {'; '.join(difference.lines)}. {MATCH}")
 
 
 def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, names: set[str]) -> None:
-    """Integers are not merged but copied from the first: where they are more than buffers, they have to be the same."""
+    """Compare integers, which are copied from the first model. Only small ones may differ."""
     refused: list[str] = []
     noted: list[str] = []
     for name in (n for n in result.copied if n in names):
-        here, there = first.tensors[name], other.tensors.get(name)
-        if here.is_float or is_buffer(name, here):
+        ours, theirs = first.tensors[name], other.tensors.get(name)
+        if ours.is_float or is_buffer(name, ours):
             continue
-        if there is None:
+        if theirs is None:
             noted.append(f"{name} (which it does not have)")
-        elif there.is_float or there.shape != here.shape:
-            refused.append(f"{name}: {here} in {first.label}, {there} in {other.label}")
+        elif theirs.is_float or theirs.shape != ours.shape:
+            refused.append(f"{name}: {ours} in {first.label}, {theirs} in {other.label}")
         elif equal((first, name), (other, name), lambda block: block.to(torch.int64)):
             continue
-        elif len(here.shape) > 1:
-            refused.append(f"{name}: {here}, with other values")
+        elif len(ours.shape) > 1:
+            refused.append(f"{name}: {ours}, with other values")
         else:
             noted.append(name)
-    what = f"{other.label}: integers, which are not merged, differ from those of {first.label}"
+    what = f"{other.label}: integer tensors, which cannot be merged, differ from those of {first.label}"
     advice = f"Convert the model, or exclude these tensors to keep those of {first.label}."
     result.refuse(refused, what, advice)
     if noted:
@@ -212,73 +240,70 @@ def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, 
 def _compare_configs(
     first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool], allowed: Sequence[str]
 ) -> set[str]:
-    """Refuse configs that make another function of the same weights; returns the ``allowed`` keys that were needed."""
+    """Refuse configs that compute something else from the same weights. Return the ``allowed`` keys that it needs."""
     try:
-        found, unknown = differences(*comparable(first.config, other.config))
+        found, unknown = differences(first.config, other.config)
         lines = [
-            (key, f"{key}: {shown(here)} in {first.label}, {shown(there)} in {other.label}")
-            for key, (here, there) in found.items()
+            (key, f"{key}: {shown(ours)} in {first.label}, {shown(theirs)} in {other.label}")
+            for key, (ours, theirs) in found.items()
         ]
     except RecursionError:
         raise InputError(f"{other.label}: its config.json, or that of {first.label}, is nested too deeply") from None
-    tying, notes = tying_differences(stored(first), stored(other), chosen)
+    tying, notes = tying_differences(unwrap(first), unwrap(other), chosen)
     lines += [(TYING, line) for line in tying]
-    lines += _other_labels(first, other, result)
-    result.notes += notes
-    allowing = {key: by for key, _ in lines if (by := allows(allowed, key))}
-    refused = [line for key, line in lines if key not in allowing]
-    what = f"{other.label}: its config makes another function of the weights than that of {first.label}"
-    advice = "Take models that agree; if a difference is meant, pass --allow-config KEY for each key."
-    result.refuse(refused, what, advice, limit=20)
-    if allowing:
+    moved, label_notes = _compare_labels(first, other, result.merged)
+    lines += [("id2label", line) for line in moved]
+    result.notes += notes + label_notes
+
+    needed = {key: by for key, _ in lines if (by := allows(allowed, key))}
+    result.refuse(
+        [line for key, line in lines if key not in needed],
+        f"{other.label}: with its config the same weights compute something else than with that of {first.label}",
+        "Use models that agree. If a difference is intended, list its key in allow_config (--allow-config KEY).",
+        limit=20,
+    )
+    if needed:
+        allowed_lines = "; ".join(line for key, line in lines if key in needed)
         result.notes.append(
-            f"{other.label}: merged with another config, as --allow-config says; the result has that of {first.label}. "
-            + "; ".join(line for key, line in lines if key in allowing)
+            f"{other.label}: allow_config accepts that its config differs; the result gets that of {first.label}. "
+            + allowed_lines
+        )
+    if unknown:
+        result.notes.append(
+            f"{other.label}: its config or that of {first.label} leaves out {some(unknown)}, and the default is unknown"
         )
     ours, theirs = (checkpoint.config.get("problem_type") for checkpoint in (first, other))
     if ours and theirs and ours != theirs:
         result.notes.append(f"{other.label}: its problem_type is {shown(theirs)}, that of {first.label} {shown(ours)}")
-    if unknown:
-        result.notes.append(
-            f"{other.label}: its config or that of {first.label} leaves out {some(unknown)}; "
-            "whether they agree is not known"
-        )
-    return set(allowing.values())
+    return set(needed.values())
 
 
-def _other_labels(first: Checkpoint, other: Checkpoint, result: Comparison) -> Iterator[tuple[str, str]]:
-    """Classes whose number differs between the models, if their head is merged; a note if only the names differ."""
+def _compare_labels(first: Checkpoint, other: Checkpoint, merged: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return lines about classes whose index differs, and a note if only their names differ.
+
+    Labels matter only if a head of that size is merged.
+    """
     ours, theirs = labels(first.config), labels(other.config)
-    heads = [n for n in result.merged if "embed" not in n and first.tensors[n].shape[:1] == (len(ours),)]
+    heads = [n for n in merged if "embed" not in n and first.tensors[n].shape[:1] == (len(ours),)]
     if not ours or not theirs or ours == theirs or not heads:
-        return
+        return [], []
     moved = [f"{n!r} is {ours[n]} and {theirs[n]}" for n in ours if n in theirs and ours[n] != theirs[n]]
     if moved:
-        yield "id2label", f"id2label: classes in another order in {first.label} and {other.label}: {some(moved)}"
-    else:
-        result.notes.append(
-            f"{other.label}: its classes have other names (id2label) than those of {first.label}, which the result "
-            f"has; exclude {heads[0]} if they are other classes"
-        )
+        return [f"id2label: classes in another order in {first.label} and {other.label}: {some(moved)}"], []
+    return [], [
+        f"{other.label}: its classes have other names (id2label) than those of {first.label}, which the result gets; "
+        f"exclude {heads[0]} if they are other classes"
+    ]
 
 
-def _note_ancestry(
+def _note_lineage(
     first: Checkpoint, other: Checkpoint, result: Comparison, aliases: Mapping[str, str], first_is_base: bool
 ) -> None:
-    ours, theirs = (list(beneath(stored(one))) for one in (first, other))
-    bases = [below.base for below in theirs if hasattr(below, "base")]
-    if any(is_same(base, below) for base in bases for below in ours):
-        return  # an adapter of the first model, or of its base, stems from it, however far it moves
-    there = {name: other.tensors.get(name) for name in result.merged if name not in aliases}
-    shared = [n for n, info in there.items() if info and info.is_float and info.shape == first.tensors[n].shape]
-    text = kinship_note(first, other, kinship(first, other, shared), first_is_base)
+    ours, theirs = (list(unwrap_chain(unwrap(checkpoint))) for checkpoint in (first, other))
+    bases = [inner.base for inner in theirs if hasattr(inner, "base")]
+    if any(is_same(base, inner) for base in bases for inner in ours):
+        return  # an adapter on the first model, or on the base of the first model
+    stored = {name: other.tensors.get(name) for name in result.merged if name not in aliases}
+    shared = [n for n, info in stored.items() if info and info.is_float and info.shape == first.tensors[n].shape]
+    text = lineage_note(first, other, lineage(first, other, shared), first_is_base)
     result.notes += [text] if text else []
-
-
-def _is_copy_of_tied(name: str, first: Checkpoint, other: Checkpoint, result: Comparison) -> bool:
-    """Whether an extra tensor is only a copy of one that it is tied to, and that the first checkpoint stores once."""
-    source = tied_to(name, first)
-    if source is None or source not in other.tensors or not same_values(other, name, source):
-        return False
-    result.notes.append(f"{other.label}: {name} is a copy of {source}, which {first.label} stores once; left out")
-    return True

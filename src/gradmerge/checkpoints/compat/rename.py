@@ -1,4 +1,4 @@
-"""Models whose tensors have other names than the base's: `rename:` of a recipe, and what to write there."""
+"""Models whose tensors have other prefixes than the base's: `rename:` of a recipe, and a hint what to write there."""
 
 from __future__ import annotations
 
@@ -8,74 +8,65 @@ from collections.abc import Mapping, Sequence
 
 from ...errors import InputError
 from ...text import listed, nearest
-from ..checkpoint import Checkpoint
-from ..views import View
+from ..checkpoint import Checkpoint, View
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:
-    """The name with the first prefix that fits replaced."""
-    found = next((prefix for prefix in rename if name.startswith(prefix)), None)
-    return name if found is None else rename[found] + name[len(found) :]
+    """Replace the first prefix that matches."""
+    prefix = next((prefix for prefix in rename if name.startswith(prefix)), None)
+    return name if prefix is None else rename[prefix] + name[len(prefix) :]
 
 
 class RenamedCheckpoint(View):
-    """A checkpoint whose tensors have other prefixes to their names."""
+    """A checkpoint whose tensors get other prefixes."""
 
     def __init__(self, inner: Checkpoint, rename: Mapping[str, str], where: str = "rename") -> None:
         self._rename = dict(rename)
         for prefix in rename:
             if not any(name.startswith(prefix) for name in inner.tensors):
+                prefixes = {beginning for name in inner.tensors for beginning, _ in _splits(name)}
                 raise InputError(
-                    f"{where}: no tensor of {inner.label} begins with {prefix!r}{nearest(prefix, _beginnings(inner))}"
+                    f"{where}: no tensor of {inner.label} begins with {prefix!r}{nearest(prefix, prefixes)}"
                 )
-        stored = {renamed(name, rename): name for name in inner.tensors}
-        if len(stored) < len(inner.tensors):
-            counts = Counter(renamed(name, rename) for name in inner.tensors)
-            twice = [name for name, count in counts.items() if count > 1]
-            raise InputError(f"{where}: tensors of {inner.label} would have one name:\n{listed(twice)}")
-        super().__init__(inner, stored)
-        for part in {new for new in rename.values() if new.endswith("/")}:  # a part of a model that lies in folders
-            self.config = {f"{part.removesuffix('/')}_config": inner.config}
+        counts = Counter(renamed(name, rename) for name in inner.tensors)
+        twice = [name for name, number in counts.items() if number > 1]
+        if twice:
+            raise InputError(f"{where}: several tensors of {inner.label} would get the same name:\n{listed(twice)}")
+        super().__init__(inner, {renamed(name, rename): name for name in inner.tensors})
+        for folder in {new for new in rename.values() if new.endswith("/")}:  # the model is a part of a pipeline
+            self.config = {f"{folder.removesuffix('/')}_config": inner.config}
 
     def new_name(self, name: str) -> str:
-        """The name here of a tensor, or of what belongs to it, that has another in the files."""
+        """Return the new name of a tensor, or of something that belongs to it."""
         return renamed(name, self._rename)
 
 
 def rename_hint(first: Checkpoint, other: Checkpoint, missing: Sequence[str]) -> str:
-    """What to write into the recipe where names differ by a leading part alone, as of a model and of a tower."""
-    by_end: dict[str, list[str]] = defaultdict(list)
-    for name in other.tensors:
-        if name not in first.tensors:
-            for end in _ends(name):
-                by_end[end].append(name)
+    """Return advice if the names differ only by a prefix, such as those of a language model and of a VLM's part."""
+    unknown = [name for name in other.tensors if name not in first.tensors]
+    by_ending: dict[str, list[str]] = defaultdict(list)
+    for name in unknown:
+        for _, ending in [("", name), *_splits(name)]:
+            by_ending[ending].append(name)
     votes: Counter[tuple[str, str]] = Counter()
     for name in missing:
-        end = next((end for end in _ends(name) if end in by_end), "")
-        candidates = [c for c in by_end.get(end, []) if other.tensors[c].shape == first.tensors[name].shape]
+        ending = next((ending for _, ending in [("", name), *_splits(name)] if ending in by_ending), "")
+        candidates = [c for c in by_ending.get(ending, []) if other.tensors[c].shape == first.tensors[name].shape]
         if len(candidates) == 1:
-            votes[candidates[0].removesuffix(end), name.removesuffix(end)] += 1
+            votes[candidates[0].removesuffix(ending), name.removesuffix(ending)] += 1
     if not votes:
         return ""
-    (theirs, ours), count = votes.most_common(1)[0]
-    unknown = [name for name in other.tensors if name not in first.tensors]
-    if count <= min(len(missing), len(unknown)) // 2:
+    (theirs, ours), number = votes.most_common(1)[0]
+    if number <= min(len(missing), len(unknown)) // 2:
         return ""
     rename = {theirs: ours}
-    there = {renamed(name, rename) for name in other.tensors}
-    hint = (
-        f"The names differ by a leading part. Write in the recipe, under this model:\n    rename: {json.dumps(rename)}"
-    )
-    if ours and any(name not in there for name in missing):
+    hint = f"The names differ by a prefix. Write in the recipe, under this model:\n    rename: {json.dumps(rename)}"
+    new_names = {renamed(name, rename) for name in other.tensors}
+    if ours and any(name not in new_names for name in missing):
         hint += f"\n  and, to merge only that part, at the top level:\n    include: {json.dumps([f'{ours}*'])}"
     return hint
 
 
-def _beginnings(checkpoint: Checkpoint) -> set[str]:
-    """What names begin with, up to each dot or slash."""
-    return {name[: place + 1] for name in checkpoint.tensors for place, letter in enumerate(name) if letter in "./"}
-
-
-def _ends(name: str) -> list[str]:
-    """The name, and what is left of it after each dot or slash, the longest first."""
-    return [name] + [name[place + 1 :] for place, letter in enumerate(name) if letter in "./"]
+def _splits(name: str) -> list[tuple[str, str]]:
+    """Return every way to split a name after a dot or a slash, the shortest beginning first."""
+    return [(name[: i + 1], name[i + 1 :]) for i, letter in enumerate(name) if letter in "./"]

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...notes import Kind, Note
-from ..checkpoint import Buffers, Checkpoint
+from ..checkpoint import Buffers, Checkpoint, View
 from ..compat.compare import Comparison, compare, is_buffer
 from ..compat.tied_weights import same_values, tied_to
-from ..views import View
 from .config import config_of_layers, main_stack, per_layer
 from .names import is_before_layers, layer_of
 
@@ -191,13 +190,15 @@ def compare_parts(
     stacked: Sequence[StackedCheckpoint],
     exclude: Sequence[str],
     allow_config: Sequence[str],
-    settled: Sequence[str] = (),
+    resolved_keys: Sequence[str] = (),
 ) -> Comparison:
     """Whether the models that layers are taken from fit together, all but the number of their layers."""
     front = stacked[0].front
     parts = [part for part in dict.fromkeys(p for one in stacked for p in one.parts) if part is not front]
     outlines = [_outline(part) for part in parts]
-    compared = compare(_outline(front), outlines, exclude=exclude, allow_config=allow_config, settled=settled)
+    compared = compare(
+        _outline(front), outlines, exclude=exclude, allow_config=allow_config, resolved_keys=resolved_keys
+    )
     # What merges the layers, and how far they are from one another, is seen when the stacks are compared.
     strange = [n for n in compared.notes if isinstance(n, Note) and n.kind is Kind.STRANGERS]
     compared.notes = [n for n in compared.notes if not n.startswith("exclude:") and n not in strange]

@@ -11,8 +11,7 @@ from ...errors import InputError
 from ...io.reader import is_plain_name
 from ...io.small_files import MAX_CONFIG, lies_within, read_bounded, read_json, readable_json
 from ...text import to_json
-from ..checkpoint import Checkpoint
-from ..views import folders_of
+from ..checkpoint import Checkpoint, folders_of
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"

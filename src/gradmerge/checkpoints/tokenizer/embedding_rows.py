@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...io.reader import TensorInfo
-from ..checkpoint import Buffers, Checkpoint
+from ..checkpoint import Buffers, Checkpoint, View
 from ..compat.tied_weights import in_layer, tied_to
-from ..views import View
 
 #: Tensors with one row per token: input embeddings, output heads and their biases.
 VOCABULARY = re.compile(
@@ -133,12 +132,12 @@ class VocabularyCheckpoint(View):
         super().__init__(inner)
         self.rows = rows
         self.donors = donors
-        self.stored |= heads
+        self.inner_names |= heads
         self.moved = rows.names | heads.keys()
         self._padding: dict[str, Tensor] = {}
         self._lock = threading.Lock()
         for name in self.moved:
-            info = inner.tensors[self.stored[name]]
+            info = inner.tensors[self.inner_names[name]]
             self.tensors[name] = TensorInfo(info.dtype, rows.shape(info.shape))
         self._names = {(donor, name): _name_in(donor, name) for donor, _ in donors for name in self.moved}
 
@@ -150,7 +149,7 @@ class VocabularyCheckpoint(View):
         own = self.rows.own[first:last]
         if own[0] >= 0 and (np.diff(own) == 1).all():  # the rows are neighbors in the model, too
             offset = (int(own[0]) - first) * columns
-            return self.inner.read(self.stored[name], start + offset, stop + offset, buffers, slot)
+            return self.inner.read(self.inner_names[name], start + offset, stop + offset, buffers, slot)
         rows = self._read(name, np.arange(first, last), buffers, slot)
         return rows.view(-1)[start - first * columns : stop - first * columns]
 
@@ -158,10 +157,10 @@ class VocabularyCheckpoint(View):
         """Return whole rows of the result."""
         own = self.rows.own[wanted]
         if (own >= 0).all():
-            return self._read_from(self.inner, self.stored[name], own, buffers, slot)
+            return self._read_from(self.inner, self.inner_names[name], own, buffers, slot)
         out = torch.zeros(len(wanted), self._columns(name), dtype=self._dtype(name))
         if (here := np.flatnonzero(own >= 0)).size:
-            out[here] = self._read_from(self.inner, self.stored[name], own[here], buffers, slot).to(out.dtype)
+            out[here] = self._read_from(self.inner, self.inner_names[name], own[here], buffers, slot).to(out.dtype)
         if (missing := np.flatnonzero(own == MISSING)).size:
             out[missing] = self._mean_of_donors(name, wanted[missing], buffers, slot)
         if (padding := np.flatnonzero(own == PADDING)).size:
@@ -217,6 +216,6 @@ def _name_in(model: Checkpoint, name: str) -> str | None:
     return name if name in model.tensors else tied_to(name, model)
 
 
-def stored(checkpoint: Checkpoint) -> Checkpoint:
+def unwrap(checkpoint: Checkpoint) -> Checkpoint:
     """Return the model with its own rows."""
     return checkpoint.inner if isinstance(checkpoint, VocabularyCheckpoint) else checkpoint

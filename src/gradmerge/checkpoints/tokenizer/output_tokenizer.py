@@ -41,7 +41,7 @@ class ResultFiles:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def settled(self) -> tuple[str, ...]:
+    def resolved_keys(self) -> tuple[str, ...]:
         """Keys of the recipe that are applied already, so that a comparison of the models skips them."""
         return ("chat_template",) if self.tokenizer is None else ("chat_template", "tokenizer")
 

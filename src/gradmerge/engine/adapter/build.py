@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...checkpoints.checkpoint import Buffers, Checkpoint
+from ...checkpoints.checkpoint import Buffers, Checkpoint, is_same
 from ...checkpoints.lora import AdapterCheckpoint
-from ...checkpoints.views import is_same
 from ...errors import InputError
 from ...io.reader import TensorInfo
 from ...recipe import Recipe

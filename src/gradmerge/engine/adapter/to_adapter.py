@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.checkpoint import Checkpoint, is_same
 from ...checkpoints.lora import AdapterCheckpoint
-from ...checkpoints.views import is_same
 from ...errors import InputError
 from ...io.atomic_dir import AtomicDir
 from ...io.reader import TensorInfo

@@ -172,8 +172,8 @@ def make_plan(
     """
     rule, template, any_rule = recipe.rule, inputs.template, reads is not None
     others = [checkpoint for checkpoint in inputs.tuned if checkpoint is not template]
-    settled = inputs.result_files.settled if inputs.result_files else ()
-    part_notes = compared_parts(inputs.checkpoints, recipe.exclude, allow_config, settled)
+    resolved_keys = inputs.result_files.resolved_keys if inputs.result_files else ()
+    part_notes = compared_parts(inputs.checkpoints, recipe.exclude, allow_config, resolved_keys)
     comparison = compare(
         template,
         others,
@@ -181,7 +181,7 @@ def make_plan(
         recipe.exclude,
         allow_config=allow_config,
         first_is_base=inputs.base is not None,
-        settled=settled,
+        resolved_keys=resolved_keys,
     )
     inputs.aliases = dict(zip(others, comparison.aliases, strict=True))
     layers, problems = match_curvature(

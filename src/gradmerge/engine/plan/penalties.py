@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.checkpoint import Checkpoint, unwrap_chain
 from ...checkpoints.compat.rename import RenamedCheckpoint
-from ...checkpoints.views import beneath
 from ...curvature.format import CurvatureFile, open_curvature
 from ...errors import InputError
 from ...io.small_files import read_json, require_within
@@ -53,7 +52,7 @@ def recorded_penalty(model: Checkpoint) -> CurvatureInput | None:
 
 def follow_rename(file: CurvatureFile, model: Checkpoint) -> None:
     """Rename the curvature of a model that a recipe renames, unless it has the new names already."""
-    for layer in reversed([*beneath(model)]):
+    for layer in reversed([*unwrap_chain(model)]):
         if isinstance(layer, RenamedCheckpoint) and file.parameters & layer.inner.tensors.keys():
             file.rename(layer.new_name)
 

@@ -64,11 +64,11 @@ def compared_parts(
     checkpoints: Sequence[Checkpoint],
     exclude: Sequence[str],
     allow_config: Sequence[str],
-    settled: Sequence[str] = (),
+    resolved_keys: Sequence[str] = (),
 ) -> list[str]:
     """Notes on the models that layers are taken from; refused if these do not fit together."""
     stacks = [checkpoint for checkpoint in checkpoints if isinstance(checkpoint, StackedCheckpoint)]
-    found = compare_parts(stacks, exclude, allow_config, settled) if stacks else Comparison()
+    found = compare_parts(stacks, exclude, allow_config, resolved_keys) if stacks else Comparison()
     if found.problems:
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {problem}" for problem in found.problems))
     return found.notes

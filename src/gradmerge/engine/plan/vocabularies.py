@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.checkpoint import Checkpoint, is_same
 from ...checkpoints.compat.tied_weights import tied_to
 from ...checkpoints.open import HUB_ID, fetch_from_hub
 from ...checkpoints.tokenizer.chat_template import (
@@ -35,7 +35,6 @@ from ...checkpoints.tokenizer.embedding_rows import (
 from ...checkpoints.tokenizer.output_tokenizer import CONFIGS, ResultFiles
 from ...checkpoints.tokenizer.union import make_tokenizer
 from ...checkpoints.tokenizer.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
-from ...checkpoints.views import is_same
 from ...errors import InputError
 from ...io.reader import local_path
 from ...io.small_files import read_json

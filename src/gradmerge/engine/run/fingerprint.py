@@ -9,10 +9,9 @@ from pathlib import Path
 
 from ..._version import __version__
 from ...cards.metadata import RECORD
-from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.checkpoint import Checkpoint, unwrap_chain
 from ...checkpoints.layers.stack import StackedCheckpoint
 from ...checkpoints.sidecars import sidecars
-from ...checkpoints.views import beneath
 from ...errors import InputError
 from ...io.reader import local_path
 from ...io.small_files import MAX_TOKENIZER, read_json
@@ -34,7 +33,7 @@ def files_read(plan: Plan) -> list[Path]:
 
 def _with_inner(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
     """Yield a checkpoint, the checkpoints that it is a view of, an adapter's base, and the models of a stack."""
-    for inner in beneath(checkpoint):
+    for inner in unwrap_chain(checkpoint):
         yield inner
         for part in inner.parts if isinstance(inner, StackedCheckpoint) else ():
             yield from _with_inner(part)
@@ -56,7 +55,7 @@ def fingerprint_of(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bo
         "files": [entry for entry in files if not is_made(entry[0])],
         "block": plan.block,
         "allow_nonfinite": allow_nonfinite,
-        "kinds": [[type(layer).__name__ for layer in beneath(c)] for c in plan.inputs.checkpoints],
+        "kinds": [[type(layer).__name__ for layer in unwrap_chain(c)] for c in plan.inputs.checkpoints],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

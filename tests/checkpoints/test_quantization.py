@@ -1,0 +1,378 @@
+"""Quantized checkpoints: refused with their method, or dequantized entry by entry as their codes say."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.checkpoints import Buffers, Checkpoint, compare, open_checkpoint
+from gradmerge.checkpoints.quantization import dequantized, detect_quantization
+from gradmerge.errors import InputError
+from tests.making import near, random_state, read_model, run, write_model
+from tests.tasks.making import sentences, tiny_llama_checkpoint, write_jsonl
+
+State = dict[str, Tensor]
+BODY = random_state(0, {"model.embed_tokens.weight": (20, 8), "model.norm.weight": (8,)}, torch.bfloat16)
+Q = "model.layers.0.self_attn.q_proj"
+WEIGHT = f"{Q}.weight"
+STORED = Path(__file__).with_name("files") / "bitsandbytes.safetensors"
+CONFIG = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [3, 4]}, "torch_dtype": "bfloat16"}
+
+
+def integers(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def float8(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 50).to(dtype)
+
+
+# Detection
+
+GPTQ = {
+    f"{Q}.qweight": integers(torch.int32, 1, 8),
+    f"{Q}.qzeros": integers(torch.int32, 1, 1),
+    f"{Q}.scales": torch.ones(1, 8).half(),
+    f"{Q}.g_idx": integers(torch.int32, 8),
+}
+AWQ = {name: value for name, value in GPTQ.items() if "g_idx" not in name}
+BNB4 = {
+    WEIGHT: integers(torch.uint8, 32, 1),
+    f"{WEIGHT}.absmax": torch.ones(1),
+    f"{WEIGHT}.quant_map": torch.ones(16),
+    f"{WEIGHT}.quant_state.bitsandbytes__nf4": integers(torch.uint8, 80),
+}
+BNB8 = {WEIGHT: integers(torch.int8, 8, 8), f"{Q}.SCB": torch.ones(8), f"{WEIGHT}_format": integers(torch.uint8)}
+FP8 = {WEIGHT: float8(8, 8), f"{WEIGHT}_scale_inv": torch.ones(1, 1)}
+PACKED = {f"{Q}.weight_packed": integers(torch.int32, 8, 1), f"{WEIGHT}_scale": torch.ones(8, 1)}
+INT8 = {WEIGHT: integers(torch.int8, 8, 8), f"{WEIGHT}_scale": torch.ones(8, 1)}
+MXFP4 = {
+    "model.layers.0.mlp.experts.down_proj_blocks": integers(torch.uint8, 2, 4, 1, 4),
+    "model.layers.0.mlp.experts.down_proj_scales": integers(torch.uint8, 2, 4, 1),
+}
+CASES: dict[str, tuple[State, dict[str, Any], str]] = {
+    # tensors, quantization_config, the method in the config (tensors alone can belong to several methods)
+    "gptq": (GPTQ, {"quant_method": "gptq", "bits": 4}, "gptq, 4 bits"),
+    "awq": (AWQ, {"quant_method": "awq", "bits": 4}, "awq, 4 bits"),
+    "bitsandbytes-4": (BNB4, {"load_in_4bit": True, "load_in_8bit": False}, "bitsandbytes, 4 bits"),
+    "bitsandbytes-8": (BNB8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes, 8 bits"),
+    "fp8": (FP8, {"quant_method": "fp8"}, "fp8"),
+    "compressed-tensors": (PACKED, {"quant_method": "compressed-tensors"}, "compressed-tensors"),
+    "compressed-int8": (INT8, {"quant_method": "compressed-tensors"}, "compressed-tensors"),
+    "mxfp4": (MXFP4, {"quant_method": "mxfp4"}, "mxfp4"),
+    "hqq": ({f"{Q}.W_q": integers(torch.uint8, 8, 4)}, {"quant_method": "hqq"}, "hqq"),
+}
+READABLE = {"bitsandbytes-4", "bitsandbytes-8", "fp8"}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("source", ["quantization_config", "compression_config", "text_config", "tensors alone"])
+def test_the_method_is_recognized_by_the_config_or_the_tensors(case: str, source: str) -> None:
+    codes, settings, method = CASES[case]
+    config = {"text_config": {"quantization_config": settings}} if source == "text_config" else {source: settings}
+    config = {} if source == "tensors alone" else config
+    found = detect_quantization(Checkpoint("m", memory=BODY | codes, config=config))
+    assert found is not None and found.readable == (case in READABLE)
+    assert found.method == method if config else method.partition(",")[0] in found.method
+    assert codes.keys() >= set(found.tensors) and found.tensors
+
+
+@pytest.mark.parametrize(
+    "settings", [None, {}, [], "gptq", {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False}]
+)
+def test_settings_that_quantize_nothing_are_ignored(settings: Any) -> None:
+    assert detect_quantization(Checkpoint("base", memory=BODY, config={"quantization_config": settings})) is None
+
+
+@pytest.mark.parametrize(("name", "method"), [("quantize_config.json", "gptq, 4"), ("quant_config.json", "awq, 4")])
+def test_a_file_beside_the_config_can_name_the_method(name: str, method: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", BODY | AWQ)
+    (folder / name).write_text(json.dumps({"bits": 4} if "quantize" in name else {"w_bit": 4}))
+    with open_checkpoint(folder) as checkpoint:
+        found = detect_quantization(checkpoint)
+    assert found is not None and found.method.startswith(method) and found.source == name
+
+
+def write_pair(folder: Path, codes: State, config: dict[str, Any]) -> list[str]:
+    """A quantized model, and another one with other codes and scales."""
+    moved = {n: v + 1 if v.is_floating_point() and v.element_size() > 1 else v for n, v in codes.items()}
+    one = write_model(folder / "base", BODY | codes, 1, config)
+    two = write_model(folder / "tuned", near(BODY, 1) | moved, 1, config)
+    return [str(one), str(two)]
+
+
+def test_quantized_models_are_refused_in_one_line_each_unless_their_codes_are_excluded(tmp_path: Path) -> None:
+    base, tuned = write_pair(tmp_path, GPTQ, {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    recipe = {"method": "average", "base": base, "models": [tuned]}
+    with pytest.raises(InputError) as error:
+        gm.merge(recipe, tmp_path / "out")
+    assert str(error.value).count("•") == 2 and not (tmp_path / "out").exists()
+    gm.merge(recipe | {"exclude": ["*.q_proj.*"]}, tmp_path / "out")
+    got = read_model(tmp_path / "out")
+    assert all(got[name].equal(value) for name, value in GPTQ.items())
+    whole = Checkpoint("base", memory=BODY | {WEIGHT: torch.ones(8, 8)})
+    assert len(compare(whole, [Checkpoint("tuned", memory=BODY | GPTQ)]).problems) == 1
+
+
+def test_a_config_that_calls_plain_weights_quantized_is_refused(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", BODY, 1, {"quantization_config": {"quant_method": "torchao"}})
+    tuned = write_model(tmp_path / "tuned", near(BODY, 1))
+    with pytest.raises(InputError):
+        gm.merge({"method": "average", "base": str(base), "models": [str(tuned)]}, tmp_path / "out")
+
+
+def test_an_adapter_on_a_quantized_base_is_refused(tmp_path: Path) -> None:
+    base, _ = write_pair(tmp_path, BNB4, {"quantization_config": {"load_in_4bit": True}})
+    adapter = tmp_path / "adapter"
+    write_model(adapter, {f"base_model.model.{Q}.lora_A.weight": torch.ones(2, 8)})
+    (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
+    for recipe in ({"models": [str(adapter)]}, {"base": base, "models": [str(adapter)]}):
+        with pytest.raises(InputError, match="bitsandbytes, 4 bits"):
+            gm.merge({"method": "average", **recipe}, tmp_path / "out")
+
+
+def test_inspect_shows_the_method_and_refuses_to_merge(tmp_path: Path) -> None:
+    base, tuned = write_pair(tmp_path, GPTQ, {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    assert "gptq, 4 bits" in json.loads(run("inspect", base, "--json").stdout)["models"][0]["quantized"]
+    run("inspect", base, tuned, status=2)
+
+
+# Integers that belong to no known method
+
+
+def two(ours: State, theirs: State, **more: Any) -> tuple[list[str], list[str]]:
+    """The problems and notes of two models with these tensors beside their weights."""
+    plain = random_state(0)
+    base, tuned = Checkpoint("base", memory=plain | ours), Checkpoint("tuned", memory=near(plain, 1) | theirs)
+    result = compare(base, [tuned], **more)
+    return result.problems, result.notes
+
+
+def test_integer_matrices_with_other_values_are_refused_unless_they_are_excluded() -> None:
+    one, other = ({"codes": integers(torch.int64, 700, 400, seed=seed)} for seed in (0, 1))
+    assert len(two(one, other)[0]) == 1 and not two(one, other, exclude=["codes"])[0]
+    assert two(one, one) == ([], []) and two(one, {"codes": one["codes"].int()}) == ([], [])
+    last = {"codes": one["codes"].clone()}
+    last["codes"][-1, -1] += 1
+    assert len(two(one, last)[0]) == 1
+
+
+def test_integers_of_other_shapes_or_types_are_refused() -> None:
+    one = {"table": integers(torch.int32, 4)}
+    for other in ({"table": integers(torch.int32, 5)}, {"table": torch.ones(4)}):
+        assert len(two(one, other)[0]) == 1 and len(two(other, one)[0]) == 1
+
+
+def test_small_integers_that_differ_are_a_note() -> None:
+    one, other = {"step": torch.tensor(3), "ids": torch.arange(4)}, {"step": torch.tensor(4), "ids": torch.arange(4)}
+    for theirs in (other, {"ids": torch.arange(4)}):
+        problems, (note,) = two(one, theirs)
+        assert not problems and "step" in note and "ids" not in note
+    known = {"bert.embeddings.position_ids": torch.arange(4), "bn.num_batches_tracked": torch.tensor(1)}
+    assert two(known, {name: value + 1 for name, value in known.items()}) == ([], [])
+
+
+# Dequantization
+
+
+def whole(checkpoint: Checkpoint, name: str, step: int = 10**9) -> Tensor:
+    """A tensor, read a few entries at a time."""
+    info = checkpoint.tensors[name]
+    parts = [
+        checkpoint.read(name, start, min(start + step, info.numel), Buffers()).clone()
+        for start in range(0, info.numel, step)
+    ]
+    return torch.cat(parts).reshape(info.shape)
+
+
+def slowly(codes: Tensor, scales: Tensor, block: tuple[int, ...]) -> Tensor:
+    """Entry by entry, in float64."""
+    want = torch.zeros(codes.shape, dtype=torch.float64)
+    for index in torch.cartesian_prod(*(torch.arange(n) for n in codes.shape)).tolist():
+        scale = scales.double()[tuple(n // size for n, size in zip(index, block, strict=True))]
+        want[tuple(index)] = codes.double()[tuple(index)] * scale
+    return want
+
+
+def scales_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(3)) * 0.01 + 0.001).to(dtype)
+
+
+GROUPS = {"group_0": {"weights": {"strategy": "block", "block_structure": [2, 3]}}}
+FLOAT8: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str, dict[str, Any]]] = {
+    # shape, shape of the scales, block, end of the scales' name, quantization_config
+    "blocks": ((7, 10), (3, 3), (3, 4), "_scale_inv", {"quant_method": "fp8", "weight_block_size": [3, 4]}),
+    "default blocks": ((256, 140), (2, 2), (128, 128), "_scale_inv", {"quant_method": "fp8"}),
+    "experts": ((2, 6, 8), (2, 2, 2), (1, 3, 4), "_scale_inv", {"quant_method": "fp8", "weight_block_size": [3, 4]}),
+    "tensor": ((7, 10), (), (7, 10), "_scale", {"quant_method": "compressed-tensors"}),
+    "tensor, one entry": ((7, 10), (1,), (7, 10), "_scale", {"quant_method": "modelopt"}),
+    "rows": ((7, 10), (7, 1), (1, 10), "_scale", {"quant_method": "compressed-tensors"}),
+    "rows, flat": ((7, 10), (7,), (1, 10), "_scale", {"quant_method": "fbgemm_fp8"}),
+    "groups": ((8, 6), (4, 2), (2, 3), "_scale", {"quant_method": "compressed-tensors", "config_groups": GROUPS}),
+}
+
+
+@pytest.mark.parametrize("case", FLOAT8)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_float8_codes_are_multiplied_by_their_scales(case: str, dtype: torch.dtype) -> None:
+    shape, of_scales, block, end, settings = FLOAT8[case]
+    wide = torch.float32 if dtype == torch.float8_e4m3fn else torch.bfloat16
+    codes, scales = float8(*shape, dtype=dtype), scales_of(*of_scales, dtype=wide)
+    name = "mlp.experts.gate_up_proj" if case == "experts" else WEIGHT
+    state = {name.replace("weight", "input_scale"): torch.ones(()), name: codes, name + end: scales}
+    view = dequantized(Checkpoint("m", memory=state | BODY, config={"quantization_config": settings}))
+    assert view.tensors.keys() == {name, *BODY} and str(view.tensors[name]) == f"bfloat16 {list(shape)}"
+    want = slowly(codes, scales.reshape([math.ceil(n / size) for n, size in zip(shape, block, strict=True)]), block)
+    for step in (1 << 18, 13):
+        got = whole(view, name, step)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, atol=0, rtol=2**-23)
+
+
+@pytest.mark.parametrize("name", [name.removeprefix("want.") for name in load_file(STORED) if name.startswith("want.")])
+def test_bitsandbytes_codes_are_read_as_bitsandbytes_reads_them(name: str) -> None:
+    stored = load_file(STORED)
+    state = {n: v for n, v in stored.items() if n.startswith(f"{name}.")}
+    want = stored[f"want.{name}"]
+    view = dequantized(Checkpoint("m", memory=state, config={"torch_dtype": str(want.dtype).removeprefix("torch.")}))
+    assert view.tensors.keys() == {f"{name}.weight"}
+    for step in (1 << 18, 64, 13):
+        got = whole(view, f"{name}.weight", step)
+        if want.dtype == torch.float32:
+            torch.testing.assert_close(got, want, atol=0, rtol=2**-22)
+        else:
+            assert got.shape == want.shape
+            one_unit = want.float().abs() * torch.finfo(want.dtype).eps
+            assert bool(((got - want.float()).abs() <= one_unit).all())
+
+
+def test_codes_in_storage_of_another_type_are_read() -> None:
+    state = {n: v for n, v in load_file(STORED).items() if n.startswith("nf4.")}
+    packed = state | {"nf4.weight": state["nf4.weight"].reshape(-1).view(torch.bfloat16)}
+    one, other = (dequantized(Checkpoint("m", memory=s)) for s in (state, packed))
+    for step in (10**6, 7):
+        assert whole(other, "nf4.weight", step).equal(whole(one, "nf4.weight"))
+
+
+def test_plain_models_and_float8_without_scales_are_read_as_they_are() -> None:
+    plain = Checkpoint("m", memory=BODY)
+    assert dequantized(plain) is plain
+    cast = {WEIGHT: float8(7, 10)}
+    assert whole(dequantized(Checkpoint("m", memory=cast)), WEIGHT).equal(cast[WEIGHT].float())
+
+
+def write_fp8(folder: Path, seed: int) -> tuple[Path, Tensor]:
+    codes, scales = float8(7, 10, seed=seed), scales_of(3, 3)
+    write_model(folder, near(BODY, seed) | {WEIGHT: codes, f"{WEIGHT}_scale_inv": scales}, 1, CONFIG)
+    return folder, slowly(codes, scales, (3, 4))
+
+
+def test_quantized_models_merge_to_a_plain_model(tmp_path: Path) -> None:
+    (base, zero), (tuned, one) = (write_fp8(tmp_path / name, seed) for seed, name in enumerate(("base", "tuned")))
+    plain = write_model(tmp_path / "plain", near(BODY, 5) | {WEIGHT: torch.randn(7, 10).bfloat16()})
+    for first, ours in ((base, zero), (plain, read_model(plain)[WEIGHT].double())):
+        recipe = {"method": "task-arithmetic", "base": str(first), "models": [{"model": str(tuned), "weight": 0.3}]}
+        with pytest.raises(InputError):
+            gm.merge(recipe, tmp_path / "out")
+        result = gm.merge(recipe, tmp_path / "out", dequantize=True, force=True)
+        got = read_model(tmp_path / "out")
+        assert got.keys() == {WEIGHT, *BODY} and got[WEIGHT].dtype == torch.bfloat16
+        want = ours + 0.3 * (one - ours)
+        assert ((got[WEIGHT].double() - want).abs() <= want.abs() * 2**-8).all()
+        assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+        assert any("fp8" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["inspect", "base", "tuned"],
+        ["merge", "recipe.yml", "--dry-run"],
+        ["diagnose", "recipe.yml", "-o", "out"],
+        ["preview", "recipe.yml", "--weights", "0:1:0.5", "-o", "out"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_that_opens_models_takes_dequantize(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("base", "tuned")):
+        write_fp8(tmp_path / name, seed)
+        names = {**{n: v.float().square() for n, v in BODY.items()}, WEIGHT: torch.ones(7, 10)}
+        gm.Curvature(names, 10).save(tmp_path / name / "curvature")
+    Path("recipe.yml").write_text(json.dumps({"method": "gradient-matching", "base": "base", "models": ["tuned"]}))
+    run(*command, status=2)
+    run(*command, "--dequantize")
+
+
+def test_a_dequantized_base_takes_an_adapter(tmp_path: Path) -> None:
+    base, plain = write_fp8(tmp_path / "base", 0)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    a, b = torch.randn(2, 10), torch.randn(7, 2)
+    module = f"base_model.model.{Q}"
+    save_file({f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(base), "lora_alpha": 2, "r": 2}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with open_checkpoint(adapter, dequantize=True) as opened:
+        torch.testing.assert_close(whole(opened, WEIGHT).double(), plain + (b @ a).double(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_merge_of_quantized_models_is_evaluated_as_preview_evaluates_it(tmp_path: Path) -> None:
+    folders = [tiny_llama_checkpoint(tmp_path / name, seed) for seed, name in enumerate(("base", "tuned"))]
+    name = "model.layers.0.mlp.up_proj.weight"
+    for folder in folders:
+        state = load_file(folder / "model.safetensors")
+        codes = (state[name] * 100).to(torch.float8_e4m3fn)
+        stored = state | {name: codes, f"{name}_scale_inv": torch.full((1, 1), 0.01)}
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    data = write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in sentences(6)])
+    recipe = {"method": "task-arithmetic", "base": str(folders[0]), "models": [str(folders[1])]}
+    found = gm.preview(recipe, data={"tuned": str(data)}, weights="0:1:1", dequantize=True, progress=False)
+    gm.merge(recipe, tmp_path / "out", dequantize=True)
+    want = gm.evaluate(tmp_path / "out", data, progress=False)["loss_per_token"]
+    row = next(row for row in found.rows if row.setting.weights == (1.0,))
+    assert row.values["tuned"] == pytest.approx(want, rel=1e-6)
+
+
+NF4 = {n: v for n, v in load_file(STORED).items() if n.startswith("nf4.")}
+UNREADABLE: dict[str, tuple[State, list[int] | None]] = {
+    # tensors, weight_block_size
+    "scales of too few blocks": ({WEIGHT: float8(7, 10), f"{WEIGHT}_scale_inv": torch.ones(2, 3)}, [3, 4]),
+    "scales of unknown blocks": ({WEIGHT: float8(7, 10), f"{WEIGHT}_scale_inv": torch.ones(3, 3)}, None),
+    "no scales": ({WEIGHT: float8(7, 10)}, [3, 4]),
+    "scales of another name": ({WEIGHT: float8(7, 10), f"{Q}.strange_scale": torch.ones(1)}, None),
+    "compressed-tensors": (PACKED, None),
+    "gptq": (GPTQ, None),
+    "mxfp4": (MXFP4, None),
+    "two methods": (PACKED | {"x.weight": float8(7, 10), "x.weight_scale": torch.ones(1)}, None),
+    "tiles of a GPU": (BNB8 | {f"{WEIGHT}_format": torch.tensor(1, dtype=torch.uint8)}, None),
+    "a broken description": (
+        NF4 | {"nf4.weight.quant_state.bitsandbytes__nf4": torch.zeros(5, dtype=torch.uint8)},
+        None,
+    ),
+    "no largest entries": ({n: v for n, v in NF4.items() if "absmax" not in n}, None),
+    "too few codes": (NF4 | {"nf4.weight": NF4["nf4.weight"][:-1]}, None),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_unknown_and_damaged_formats_are_refused(case: str, tmp_path: Path) -> None:
+    state, block = UNREADABLE[case]
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}} if block else {}
+    write_model(tmp_path / "m", state, 1, config)
+    with pytest.raises(InputError):
+        open_checkpoint(tmp_path / "m", dequantize=True)
