@@ -28,10 +28,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for m
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Also read .bin/.pt checkpoints (only their tensors: weights_only).")
+    bool, typer.Option("--allow-pickle", help="Also read .bin and .pt files (weights_only: tensors, no code).")
 ]
 Dequantize = Annotated[
-    bool, typer.Option("--dequantize", help="Read quantised models (fp8, bitsandbytes) as what their codes stand for.")
+    bool, typer.Option("--dequantize", help="Dequantize the weights of fp8 and bitsandbytes models on load.")
 ]
 AllowCode = Annotated[
     bool,
@@ -42,7 +42,7 @@ AllowConfig = Annotated[
     typer.Option(
         "--allow-config",
         metavar="KEY",
-        help="Go on although the models' configs differ in KEY, as the message names it. Repeatable.",
+        help="Accept that the models' configs differ in KEY, as the error names it. Repeatable.",
         show_default=False,
     ),
 ]
