@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from .measures import Sums
-from .sparse import Combine, Normalize, Rescale, Scale, Scope, Share, Vote, combined, norms_of, rescale_to, trim
+from .sparse import Combine, Normalize, Rescale, Scale, Scope, Share, Vote, combined, l1_norms, rescale_to, trim
 from .spec import Help, per_model, rule
 
 
@@ -33,16 +32,12 @@ def _kept(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[Sequence[f
     return kept
 
 
-def _norms(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[Sequence[float]]) -> list[Tensor]:
-    return norms_of([model - base for model in tuned], _kept(base, tuned, thresholds))
-
-
 @rule(
     "breadcrumbs",
     matching_form=("w_t", "0", "0/1 mask of medium-sized entries"),
     reference="Davari and Belilovsky, Model Breadcrumbs, ECCV 2024",
     ranks=middle,
-    measures={"norms": Sums(_norms)},
+    measures={"norms": l1_norms(_kept)},
     when={"norms": ("rescale", "norm")},
     propagates_nonfinite=False,
 )

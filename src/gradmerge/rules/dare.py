@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .measures import Sums
 from .sparse import (
     Combine,
     Normalize,
@@ -16,7 +15,7 @@ from .sparse import (
     Seed,
     Vote,
     combined,
-    norms_of,
+    l1_norms,
     rescale_to,
 )
 from .spec import per_model, rule
@@ -26,15 +25,11 @@ def _dropped(base: Tensor, tuned: Sequence[Tensor], kept: Sequence[Tensor]) -> l
     return [(model - base).mul_(mask.to(base.dtype)) for model, mask in zip(tuned, kept, strict=True)]
 
 
-def _norms(base: Tensor, tuned: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
-    return norms_of([model - base for model in tuned], _dropped(base, tuned, kept))
-
-
 @rule(
     "dare",
     matching_form=("w_t", "0", "0/1 mask of random entries, over density"),
     reference="Yu et al., Language models are super Mario, ICML 2024",
-    measures={"norms": Sums(_norms)},
+    measures={"norms": l1_norms(_dropped)},
     when={"norms": ("rescale", "norm")},
 )
 def dare(

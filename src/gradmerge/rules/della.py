@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .measures import Sums
-from .sparse import Combine, Normalize, Probability, RandomRescale, Scale, Seed, Vote, combined, norms_of, rescale_to
+from .sparse import Combine, Normalize, Probability, RandomRescale, Scale, Seed, Vote, combined, l1_norms, rescale_to
 from .spec import Help, per_model, rule
 
 
@@ -62,22 +61,11 @@ def _dropped(
     return kept
 
 
-def _norms(
-    base: Tensor,
-    tuned: Sequence[Tensor],
-    uniform: Sequence[Tensor],
-    density: float | Sequence[float],
-    epsilon: float | Sequence[float],
-) -> list[Tensor]:
-    kept = _dropped(base, tuned, uniform, density, epsilon, "norm")
-    return norms_of([model - base for model in tuned], kept)
-
-
 @rule(
     "della",
     matching_form=("w_t", "0", "0/1 mask of random entries, over their probability"),
     reference="Deep et al., DELLA-Merging, arXiv 2406.11617",
-    measures={"norms": Sums(_norms)},
+    measures={"norms": l1_norms(_dropped)},
     when={"norms": ("rescale", "norm")},
     granularity="rows",
 )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
+from .measures import Sums
 from .spec import Auto, Help, extreme_weights, per_model, rule
 
 Share = Annotated[float, Help("share of the entries of each Δ_t to keep", ge=0, le=1, per_model=True)]
@@ -152,9 +153,15 @@ def largest(entries: int, models: int, options: Mapping[str, Any]) -> list[list[
     return [[min(entries, max(1, math.floor(share * entries))) if share > 0 else 0] for share in shares]
 
 
-def norms_of(deltas: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
-    """The terms of the L1 norms of the Δ_t, then of their kept entries."""
-    return [values.double().abs_() for values in (*deltas, *kept)]
+def l1_norms(keep: Callable[..., list[Tensor]]) -> Sums:
+    """The L1 norms of the Δ_t, then of the entries of them that ``keep`` returns."""
+
+    @functools.wraps(keep)  # the engine reads its parameters
+    def norms(**inputs: Any) -> list[Tensor]:
+        deltas = [model - inputs["base"] for model in inputs["tuned"]]
+        return [values.double().abs_() for values in (*deltas, *keep(**inputs))]
+
+    return Sums(norms)
 
 
 def rescale_to(norms: Sequence[float] | None, kept: list[Tensor]) -> list[Tensor]:

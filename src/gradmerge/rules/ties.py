@@ -7,8 +7,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from .measures import Sums
-from .sparse import Rescale, Scale, Scope, Share, Vote, elect_and_average, largest, norms_of, rescale_to, trim
+from .sparse import Rescale, Scale, Scope, Share, Vote, elect_and_average, l1_norms, largest, rescale_to, trim
 from .spec import Help, rule
 
 
@@ -16,16 +15,12 @@ def _trimmed(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[float])
     return [trim(model - base, threshold) for model, threshold in zip(tuned, thresholds, strict=True)]
 
 
-def _norms(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[float]) -> list[Tensor]:
-    return norms_of([model - base for model in tuned], _trimmed(base, tuned, thresholds))
-
-
 @rule(
     "ties",
     matching_form=("w_t", "0", "0/1 mask after trimming and sign election"),
     reference="Yadav et al., TIES-Merging, NeurIPS 2023",
     ranks=largest,
-    measures={"norms": Sums(_norms)},
+    measures={"norms": l1_norms(_trimmed)},
     when={"norms": ("rescale", "norm")},
 )
 def ties(
