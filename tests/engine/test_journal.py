@@ -46,7 +46,7 @@ def test_a_journal_of_another_boot_is_not_believed(tmp_path: Path, monkeypatch) 
     journal.open(fresh=True)
     journal.blocks([0])
     journal.close()
-    monkeypatch.setattr("gradmerge.engine.run.journal._boot", lambda: "another")
+    monkeypatch.setattr("gradmerge.engine.run.journal.boot_id", lambda: "another")
     after = Journal(tmp_path, "one")
     assert after.load() is None
     assert not after.belongs_to_another_merge()

@@ -127,13 +127,6 @@ class AtomicDir:
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
 
-    def sign(self, run: str) -> None:
-        """Write the id of this run into the mark, for processes on other machines."""
-        try:
-            (self.folder / MARK).write_text(json.dumps({"kind": self.kind, "run": run}))
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
-
     def require_space(self, nbytes: int) -> None:
         """Raise if the disk cannot hold a folder of ``nbytes``."""
         require_space(self.folder, nbytes)

@@ -1,96 +1,119 @@
-"""A merge on a Ray cluster: workers on any machine each do a share of it, and this process keeps the journal.
+"""Run a merge on a Ray cluster.
 
-The driver cuts the work into shares, the units of a result by its files. Workers open the plan themselves, from the
-recipe, and write into the files that the driver has made, on a file system that all machines have. A share is in the
-journal once its worker has answered; the shares of a worker that dies are given to another.
+The driver, which is the process that the user starts, opens the plan, creates the output files and keeps the journal.
+It cuts the work into byte ranges of the output files. Ray runs each range as a task on some machine, and repeats it if
+its worker dies. Workers open the plan themselves, from the recipe, and write into the files of the driver on a shared
+file system. A range is in the journal after its task has ended, and by then it is on the disk.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
+import signal
+import socket
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from ...errors import GradmergeError, InputError, MachineError
 from ...io.atomic_dir import AtomicDir
-from ...recipe import Recipe, reduction_factor
+from ...recipe import Recipe
+from ...text import one_line
 from ..input_state import State
 from ..plan.jobs import MergeOptions
 from ..plan.plan import Block, Plan
+from ..run.journal import boot_id
 from ..run.output import Output
 from ..run.reduce import Advance, BlockFunction, add_up, ignore
 from ..run.statistics import Statistics
-from .crew import Crew
-from .worker import Order, Run
+from .worker import MergeTask, Range, run_task, sign_folder, versions
 
-#: Entries that a worker takes at a time, at most; and into how many shares for each worker the work is cut at least.
-SHARE, SHARES = 1 << 27, 16
+#: Entries of a task: at most, and so few that each worker has this many tasks.
+MAX_ENTRIES, TASKS_PER_WORKER = 1 << 27, 16
+#: How often a task is repeated after its worker died.
+RETRIES = 3
+#: Seconds until the first worker must have started.
+START_SECONDS = 120.0
+#: Bytes of the object store of a cluster of our own. Statistics pass through it, tensors do not.
+OBJECT_STORE = 200_000_000
 
 
 @dataclass
 class RayCluster:
-    """Workers on a cluster: one that is there, or one of our own on this machine, until the ``with`` block ends."""
+    """Runs reductions and merges on an existing cluster, or on one that it starts on this machine."""
 
     workers: int | None = None
-    """By default as many as have room."""
+    """By default as many as the cluster has cores for."""
     threads: int | None = None
-    """Of each worker; by default its machine's cores, at most 4."""
+    """Of each worker; by default at most 4."""
     address: str | None = None
-    """HOST:PORT, auto, or by default RAY_ADDRESS; where that is not set, a cluster of our own is started."""
+    """HOST:PORT, or ``auto``; by default RAY_ADDRESS. Without either, a cluster starts on this machine."""
     allowed: dict[str, Any] = field(default_factory=dict)
     """Options of :func:`gradmerge.engine.plan.build.open_plan`."""
     seconds: float = 0.0
-    """What starting Ray and the first worker took."""
+    """Time until the first worker had started."""
 
     def __enter__(self) -> RayCluster:
-        begun = time.perf_counter()
-        self.crew = Crew(self.workers, self.threads, self.address)
-        self.seconds = time.perf_counter() - begun
+        self._ray = _import_ray()
+        self._ours = not self._ray.is_initialized()
+        self._stopped = False
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.crew.close()
+        if self._ours and self._ray.is_initialized():
+            with suppress(Exception):
+                self._ray.shutdown()
+        if self._stopped:  # end as the signal would have ended the process
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def begin(
-        self, recipe: Recipe, plan: Plan, staging: AtomicDir, fingerprint: str, state: State, finite: bool
+        self, recipe: Recipe, plan: Plan, folder: AtomicDir, fingerprint: str, state: State, options: MergeOptions
     ) -> None:
-        """Have the workers open a merge; back when the first of them has. Others may come later.
-
-        The cluster starts here: whatever is wrong with the recipe has been said by then.
-        """
-        begun = time.perf_counter()
+        """Start the cluster, wait for the first worker, and describe the merge to the workers."""
+        start = time.perf_counter()
+        if not self._ray.is_initialized():
+            self._connect()
+        workers, threads = self._size()
+        self._count = workers
+        task_options = {"num_cpus": threads, "max_retries": RETRIES, "scheduling_strategy": "SPREAD"}
+        self._task = self._ray.remote(**task_options)(run_task)
+        self._wait_for_worker(threads)
         run = secrets.token_hex(16)
-        staging.sign(run)
-        order = Order(
+        sign_folder(folder.folder, run)
+        merge = MergeTask(
             recipe=recipe.to_dict(),
-            folder=str(recipe.folder.absolute()),
-            made={name: str(place) for name, place in recipe.made.items()},
-            allowed={**self.allowed, "allow_config": list(self.allowed.get("allow_config", ()))},
+            recipe_folder=str(recipe.folder.absolute()),
+            made={name: str(folder) for name, folder in recipe.made.items()},
+            plan_options={**self.allowed, "allow_config": list(self.allowed.get("allow_config", ()))},
             block=plan.block,
-            allow_nonfinite=not finite,
-            precision_factor=1.0 / reduction_factor(recipe.reduction, plan.examples),
+            options=options,
             fingerprint=fingerprint,
             state=state,
-            staged=str(staging.folder),
-            out=staging.out.name,
+            folder=str(folder.folder),
+            name=folder.out.name,
             shard_size=recipe.output.shard_size,
+            threads=threads,
             run=run,
+            boot=boot_id(),
+            versions=versions(),
         )
-        self.crew.open(asdict(order))
-        self.seconds += time.perf_counter() - begun
+        self._merge = self._ray.put(merge)
+        self.seconds += time.perf_counter() - start
 
     def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
-        """Return the sum of ``function(plan, block, buffers)`` over blocks, computed by the workers."""
-        runs = [(block.job.name, block.start, block.stop) for block in blocks]
-        total = sum(stop - start for _, start, stop in runs)
-        damping, parts = plan.inputs.mean_curvature, []
-        with closing(self.crew.run(self._cut(runs, total), function, None, damping)) as answers:
-            for _, (part, read) in answers:
-                advance(read)
-                parts.append(part)
+        """Return the sum of ``function(plan, block, buffers)`` over blocks."""
+        parts = []
+        for _, part, read in self._map(plan, self._cut(blocks, _entries(blocks)), function, None):
+            advance(read)
+            parts.append(part)
         return add_up(parts)
 
     def merge(
@@ -102,29 +125,160 @@ class RayCluster:
         options: MergeOptions,
         advance: Advance = ignore,
     ) -> None:
-        """Have the workers merge blocks and write them into the output's files."""
+        """Merge blocks and write them to the files of the output."""
         output.files.close()  # so that every machine sees them
-        numbers = {(block.job.name, block.start): block.number for block in blocks}
-        files = {block.job.name: output.files.place(block.job.name) for block in blocks}
-        placed = sorted(blocks, key=lambda block: (*files[block.job.name], block.start))
-        total = sum(block.stop - block.start for block in blocks)
-        shares: list[list[Run]] = []
-        for _, own in groupby(placed, lambda block: files[block.job.name][0]):
-            shares += self._cut([(block.job.name, block.start, block.stop) for block in own], total)
-        with closing(self.crew.run(shares, None, statistics, plan.inputs.mean_curvature)) as answers:
-            for share, (_, read) in answers:
-                output.done([numbers[name, start] for name, start, _ in share])
-                advance(read)
+        files = {block.job.name: output.files.locate(block.job.name) for block in blocks}
+        in_file_order = sorted(blocks, key=lambda block: (*files[block.job.name], block.start))
+        shares: list[list[Block]] = []
+        for _, group in groupby(in_file_order, lambda block: files[block.job.name][0]):
+            shares += self._cut(list(group), _entries(blocks))
+        for share, _, read in self._map(plan, shares, None, statistics):
+            output.done([block.number for block in share])
+            advance(read)
 
-    def _cut(self, runs: Sequence[Run], total: int) -> list[list[Run]]:
-        """Shares of runs, in their order: of all entries, so few in each that every worker has some until the end."""
-        limit = min(SHARE, total // (SHARES * (self.crew.workers or 1)))
-        shares: list[list[Run]] = []
+    def _cut(self, blocks: Sequence[Block], total: int) -> list[list[Block]]:
+        """Cut blocks, in their order, into shares. There are some for every worker until the end."""
+        limit = min(MAX_ENTRIES, total // (TASKS_PER_WORKER * self._count))
+        shares: list[list[Block]] = []
         entries = limit
-        for run in runs:
+        for block in blocks:
             if entries >= limit:
                 shares.append([])
                 entries = 0
-            shares[-1].append(run)
-            entries += run[2] - run[1]
+            shares[-1].append(block)
+            entries += block.stop - block.start
         return shares
+
+    def _map(
+        self, plan: Plan, shares: Sequence[list[Block]], function: BlockFunction | None, statistics: Statistics | None
+    ) -> Iterator[tuple[list[Block], Any, int]]:
+        """Run a task for each share, and yield it with its result and the bytes read, as the tasks end."""
+        ray = self._ray
+        function, statistics = ray.put(function), ray.put(statistics)
+        waiting, running = deque(shares), dict[Any, list[Block]]()
+        share: list[Block] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < self._count:
+                    share = waiting.popleft()
+                    ranges: list[Range] = [(block.job.name, block.start, block.stop) for block in share]
+                    task = self._task.remote(self._merge, function, ranges, statistics, plan.inputs.mean_curvature)
+                    running[task] = share
+                for task in ray.wait(list(running), timeout=1.0)[0]:
+                    share = running.pop(task)
+                    yield (share, *ray.get(task))
+        except ray.exceptions.RayTaskError as error:
+            raise _translate(error) from None
+        except ray.exceptions.RayError as error:
+            raise MachineError(
+                f"{share[0].job.name}: Ray failed, or workers died {RETRIES + 1} times at this tensor: "
+                f"{one_line(str(error))[:500]}"
+            ) from error
+        finally:
+            with suppress(Exception):
+                for task in running:
+                    ray.cancel(task, force=True)
+                ray.wait(list(running), num_returns=len(running), timeout=5.0) if running else None
+
+    def _connect(self) -> None:
+        """Connect to a cluster, or start one on this machine. Nothing is reported to Ray's makers."""
+        address = self.address or os.environ.get("RAY_ADDRESS") or "local"
+        settings: dict[str, Any] = {}
+        if address == "local":
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            settings["num_cpus"] = max(cores, (self.threads or 1) * (self.workers or 1))
+            settings["object_store_memory"] = OBJECT_STORE
+        elif address != "auto":
+            _check_address(address)
+        main = threading.current_thread() is threading.main_thread()
+        handler = signal.getsignal(signal.SIGTERM) if main else None
+        try:
+            self._ray.init(
+                address=address, include_dashboard=False, log_to_driver=False, configure_logging=False, **settings
+            )
+        except (Exception, SystemExit) as error:
+            raise MachineError(
+                f"ray_address {address}: Ray cannot start or connect: {one_line(str(error))[:500]}. Start a cluster "
+                "with `ray start --head`. If it requires a token, set RAY_AUTH_MODE=token."
+            ) from error
+        finally:
+            if main:  # Ray installs its own handler
+                default = handler in (None, signal.SIG_DFL)
+                signal.signal(signal.SIGTERM, self._stop if default else handler)
+
+    def _stop(self, *_: object) -> None:
+        """On SIGTERM, stop the workers and then end: the default handler would leave them running for a while."""
+        self._stopped = True
+        raise KeyboardInterrupt
+
+    def _size(self) -> tuple[int, int]:
+        """Return the number of workers and of threads of each."""
+        cores = [int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]]
+        rooms = {threads: sum(node // threads for node in cores) for threads in (self.threads or 4, 3, 2, 1)}
+        threads = self.threads or next((n for n in (4, 3, 2) if rooms[n] >= (self.workers or 1)), 1)
+        workers = self.workers or rooms[threads]
+        if not 0 < workers <= rooms[threads]:
+            raise InputError(
+                f"workers: the cluster has {sum(cores)} cores on {len(cores)} nodes, enough for {rooms[threads]} "
+                f"workers of {threads} threads, not for {max(1, workers)}. Change workers or threads."
+            )
+        return workers, threads
+
+    def _wait_for_worker(self, threads: int) -> None:
+        """Raise if no worker starts, or if it cannot import gradmerge."""
+        ray = self._ray
+        task = ray.remote(num_cpus=threads)(versions).remote()
+        try:
+            ray.get(task, timeout=START_SECONDS)
+        except ray.exceptions.GetTimeoutError as error:
+            ray.cancel(task)
+            free = int(ray.available_resources().get("CPU", 0))
+            raise MachineError(
+                f"no worker has started within {START_SECONDS:.0f} s: a worker takes {threads} cores, and {free} are "
+                "free. Use fewer threads, or wait for other jobs."
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise _translate(error) from error
+
+
+def _entries(blocks: Sequence[Block]) -> int:
+    return sum(block.stop - block.start for block in blocks)
+
+
+def _translate(error: Any) -> GradmergeError:
+    """Return the error of a worker as an error of this process."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, GradmergeError):
+        return type(cause)(str(cause))
+    if isinstance(cause, ImportError) or "ModuleNotFoundError" in str(error):
+        return InputError(
+            f"a worker cannot import gradmerge ({one_line(str(cause or error))[:300]}). Install it there."
+        )
+    return MachineError(f"internal error on a worker: {error}")
+
+
+def _check_address(address: str) -> None:
+    """Raise if nothing listens at HOST:PORT. Ray itself would try for a while."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        raise InputError(f"ray_address {address}: pass HOST:PORT of the head node, such as 10.0.0.1:6379, or auto")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise MachineError(
+            f"ray_address {address}: no Ray cluster answers ({error}). Start one with `ray start --head`."
+        ) from error
+
+
+def _import_ray() -> Any:
+    """Import Ray without its messages and usage statistics."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # messages about workers that died
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the default of 15 starves workers beside other programs
+    try:
+        import ray
+    except ImportError as error:
+        raise InputError(f"engine ray: Ray is not installed ({error}). Run: pip install 'gradmerge[ray]'") from error
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    return ray

@@ -1,15 +1,19 @@
-"""A worker's side of a merge on a cluster: it opens the plan itself, and writes its share of the files."""
+"""The tasks of a merge on a Ray cluster. Each worker process opens the merge once and keeps it open."""
 
 from __future__ import annotations
 
+import json
+import platform
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import GradmergeError, InputError, MachineError
+import torch
+
+from ..._version import __version__
+from ...errors import InputError, MachineError
 from ...io.atomic_dir import MARK
 from ...io.small_files import read_json
 from ...recipe import make_recipe
@@ -19,159 +23,175 @@ from ..plan.jobs import MergeOptions
 from ..plan.plan import Block
 from ..run.executor import merge_blocks
 from ..run.fingerprint import files_read, fingerprint_of
+from ..run.journal import boot_id
 from ..run.output import WeightFiles
-from ..run.reduce import BlockFunction, reduce_blocks
+from ..run.reduce import Advance, BlockFunction, reduce_blocks
 from ..run.statistics import Statistics
 from ..thread_pool import allow_many_files
 
-#: Seconds within which a folder that the driver has just made is to be seen: file systems of networks take a moment.
-SEEN_WITHIN = 10.0
+#: Seconds until a worker must see the folder of the driver. Network file systems take a moment.
+FOLDER_DELAY = 10.0
 
-
-@dataclass(frozen=True)
-class Order:
-    """A merge as a worker is told of it."""
-
-    recipe: dict[str, Any]
-    folder: str
-    """Where relative paths of the recipe start."""
-    made: dict[str, str]
-    """Results of named recipes."""
-    allowed: dict[str, Any]
-    """Options of :func:`gradmerge.engine.plan.build.open_plan`."""
-    block: int
-    allow_nonfinite: bool
-    precision_factor: float
-    fingerprint: str
-    state: State
-    """The driver's view of every file that is read."""
-    staged: str
-    """The folder that the driver has made, with the files that are written."""
-    out: str
-    shard_size: int
-    run: str
-    """Stands in the mark of the staged folder as long as this driver is at work there."""
-
-
-Run = tuple[str, int, int]
+Range = tuple[str, int, int]
 """The name of a tensor, its first entry and one past the last."""
 
 
-class OpenOrder:
-    """A merge that a worker has open."""
+@dataclass(frozen=True)
+class MergeTask:
+    """A merge as the driver describes it to the workers."""
 
-    def __init__(self, order: Order, here: bool) -> None:
-        """``here``: on the driver's own machine."""
+    recipe: dict[str, Any]
+    recipe_folder: str
+    """Where relative paths of the recipe start."""
+    made: dict[str, str]
+    """Results of named recipes."""
+    plan_options: dict[str, Any]
+    """Options of :func:`gradmerge.engine.plan.build.open_plan`."""
+    block: int
+    options: MergeOptions
+    fingerprint: str
+    state: State
+    """Size and modification time of every input, as the driver sees them."""
+    folder: str
+    """The unfinished folder, in which the driver has created the files."""
+    name: str
+    """The name of the result."""
+    shard_size: int
+    threads: int
+    run: str
+    """The id of the driver's run, which is in the mark of the unfinished folder."""
+    boot: str
+    versions: dict[str, str]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same everywhere."""
+    return {"gradmerge": __version__, "torch": torch.__version__}
+
+
+class OpenMerge:
+    """The plan and the output files of a merge in a worker process."""
+
+    current: OpenMerge | None = None
+
+    def __init__(self, task: MergeTask) -> None:
+        self.task = task
+        for package, version in versions().items():
+            if version != task.versions[package]:
+                required = task.versions[package]
+                raise _unlike(f"{package} is {version}, but {required} on the driver. Install the same everywhere.")
         allow_many_files()
-        self._order, self._sync = order, not here
-        recipe = make_recipe(order.recipe, folder=Path(order.folder), allow_code=True)
-        recipe = recipe.with_made({name: Path(place) for name, place in order.made.items()})
-        self.plan = open_plan(recipe, **order.allowed)
-        self.plan.block = order.block
+        recipe = make_recipe(task.recipe, folder=Path(task.recipe_folder), allow_code=True)
+        recipe = recipe.with_made({name: Path(folder) for name, folder in task.made.items()})
         try:
-            _check_same(order.state, state_of(files_read(self.plan)))
-            if fingerprint_of(recipe, self.plan, order.state, order.allow_nonfinite) != order.fingerprint:
-                raise InputError("the recipe and its models are read differently there. Are all packages the same?")
-            self._files = WeightFiles(self.plan, Path(order.staged), order.out, order.shard_size)
-            self._check_staged()
-        except BaseException:
-            self.close()
-            raise
+            self.plan = open_plan(recipe, **task.plan_options)
+        except InputError as error:
+            raise _unlike(str(error)) from error
+        self.plan.block = task.block
+        state = state_of(files_read(self.plan))
+        _check_same_state(task.state, state)
+        if fingerprint_of(recipe, self.plan, task.state, task.options.allow_nonfinite) != task.fingerprint:
+            raise _unlike("the recipe and its models are read differently. Install the same packages everywhere.")
+        self.files = WeightFiles(self.plan, Path(task.folder), task.name, task.shard_size)
+        self.check_folder()
 
-    def _check_staged(self) -> None:
-        """Stop unless the staged folder is the one that the driver has made, and still the driver's."""
-        until = time.monotonic() + SEEN_WITHIN
-        while _mark(self._order.staged) != self._order.run:
-            if time.monotonic() > until:
-                raise InputError(
-                    f"{self._order.staged}: is not there as the merge has made it, so that the place of the result is "
-                    "not shared with this machine. Choose an OUT on a file system that all of them have, under the "
-                    "same path."
+    def check_folder(self) -> None:
+        """Raise unless the unfinished folder is the one of this run."""
+        deadline = time.monotonic() + FOLDER_DELAY
+        while _run_of(self.task.folder) != self.task.run:
+            if time.monotonic() > deadline:
+                raise _unlike(
+                    f"{self.task.folder}: is not the folder of this merge. Choose an output on a file system that all "
+                    "machines share under the same path, and do not start two merges to it."
                 )
             time.sleep(0.2)
 
-    def do(
-        self,
-        function: BlockFunction | None,
-        runs: Sequence[Run],
-        statistics: Statistics | None,
-        damping: float | None,
-        threads: int,
-    ) -> tuple[Any, int]:
-        """Return the sum of a function over some blocks (without one, merge them), and how many bytes were read."""
-        read: list[int] = []
-        plan = self.plan
-        plan.inputs.mean_curvature = damping
-        jobs = plan.by_name
-        blocks = [Block(number, jobs[name], start, stop) for number, (name, start, stop) in enumerate(runs)]
-        if function is not None:
-            return reduce_blocks(plan, function, blocks, threads, read.append), sum(read)
-        # Files first, then the mark: whoever makes the folder anew sets his own mark before he makes any file.
-        self._files.open(dict.fromkeys(name for name, _, _ in runs))
-        if _mark(self._order.staged) != self._order.run:
-            raise MachineError(f"{self._order.staged}: another merge has taken this folder over")
-        assert statistics is not None
+    def write(self, blocks: Sequence[Block], statistics: Statistics, advance: Advance) -> None:
+        """Merge blocks and write them to the output."""
+        # Open the files before checking the folder: a new driver changes the mark before it creates its files.
+        self.files.open(dict.fromkeys(block.job.name for block in blocks))
+        self.check_folder()
+        threads, options = self.task.threads, self.task.options
         try:
             merge_blocks(
-                plan,
+                self.plan,
                 statistics,
-                self._files.write,
+                self.files.write,
                 blocks=blocks,
                 threads=threads,
-                options=MergeOptions(
-                    allow_nonfinite=self._order.allow_nonfinite, precision_factor=self._order.precision_factor
-                ),
-                advance=read.append,
+                options=options,
+                advance=advance,
             )
         finally:
-            # A machine that fails takes what it has not yet sent to the disk with it.
-            self._files.close(sync=self._sync)
+            # If this machine crashes, the journal, which the driver writes, must not name blocks that are lost.
+            self.files.close(sync=not self.task.boot or self.task.boot != boot_id())
+
+    @classmethod
+    def of(cls, task: MergeTask) -> OpenMerge:
+        """Return the merge that this process has open, or open it."""
+        if cls.current is None or cls.current.task.run != task.run:
+            if cls.current is not None:
+                cls.current.plan.inputs.close()
+                cls.current = None
+            cls.current = cls(task)
+        return cls.current
+
+
+def run_task(
+    task: MergeTask,
+    function: BlockFunction | None,
+    ranges: Sequence[Range],
+    statistics: Statistics | None,
+    damping: float | None,
+) -> tuple[Any, int]:
+    """Reduce ``function`` over ranges of tensors, or without a function, merge them and write them to the output.
+
+    Returns:
+        The sum of the function's results (None for a merge), and the number of bytes read.
+    """
+    read: list[int] = []
+    try:
+        merge = OpenMerge.of(task)
+        merge.plan.inputs.mean_curvature = damping
+        jobs = merge.plan.by_name
+        blocks = [Block(number, jobs[name], start, stop) for number, (name, start, stop) in enumerate(ranges)]
+        if function is not None:
+            return reduce_blocks(merge.plan, function, blocks, task.threads, read.append), sum(read)
+        assert statistics is not None
+        merge.write(blocks, statistics, read.append)
         return None, sum(read)
+    except OSError as error:
+        raise MachineError(f"{error.filename or 'file'} on {platform.node()}: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise MachineError(f"{platform.node()}: out of memory. Use fewer workers or threads.") from error
 
-    def close(self) -> None:
-        self.plan.inputs.close()
+
+def sign_folder(folder: Path, run: str) -> None:
+    """Write the id of a run into the mark of its unfinished folder."""
+    try:
+        mark = read_json(folder / MARK, 1000)
+        (folder / MARK).write_text(json.dumps({**mark, "run": run}))
+    except OSError as error:
+        raise MachineError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
-def _mark(folder: str) -> str:
+def _run_of(folder: str) -> str:
     try:
         return str(read_json(Path(folder) / MARK, 1000)["run"])
     except (InputError, KeyError):
         return ""
 
 
-def _check_same(there: State, here: State) -> None:
-    """Stop if a file is another one than the driver's, by size and time of change; inodes may differ."""
-    own = {entry[0]: entry[1:3] for entry in here}
-    for path, *rest in there:
-        if path not in own or not own[path]:
-            raise InputError(f"{path}: is not there")
-        if own[path] != rest[:2]:
-            raise InputError(f"{path}: is another file than the driver's, by its size or time of change")
+def _check_same_state(driver: State, here: State) -> None:
+    """Raise if a file differs from the driver's in size or modification time. Inodes may differ."""
+    states = {entry[0]: entry[1:3] for entry in here}
+    for path, *state in driver:
+        if not states.get(path):
+            raise _unlike(f"{path}: does not exist")
+        if states[path] != state[:2]:
+            raise _unlike(f"{path}: differs from the driver's file in size or modification time")
 
 
-def opened(order: Order, here: bool) -> tuple[OpenOrder | None, int, str]:
-    """A merge that is open, or the status and message of why it is not."""
-    made, status, message = _guarded(lambda: OpenOrder(order, here))
-    if status == 2:
-        message += "\n  Every worker reads the inputs, and writes OUT, under the same paths as the driver."
-    return made, status, message
-
-
-def done(order: OpenOrder, sent: tuple[BlockFunction | None, Any], *share: Any) -> tuple[Any, int, str]:
-    """What is found in a share of the work, or the status and message of why nothing is."""
-    part, known = sent
-    return _guarded(lambda: order.do(part, share[0], known, *share[1:]))
-
-
-def _guarded(work: Callable[[], Any]) -> tuple[Any, int, str]:
-    """What it gives, or why it fails as plain text: errors of libraries need not be known to the driver."""
-    try:
-        return work(), 0, ""
-    except GradmergeError as error:
-        return None, error.status, str(error)
-    except MemoryError:
-        return None, 1, "out of memory. Try fewer --workers or --threads."
-    except OSError as error:
-        return None, 1, f"{error.filename or 'file'}: {error.strerror or error}"
-    except Exception as error:
-        return None, 1, f"internal error: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+def _unlike(message: str) -> InputError:
+    advice = "All workers read the inputs and write the output under the same paths as the driver."
+    return InputError(f"worker on {platform.node()}: {message}\n  {advice}")

@@ -36,7 +36,7 @@ class Journal:
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         self.path = folder / NAME
-        self._header = {"fingerprint": fingerprint, "boot": _boot()}
+        self._header = {"fingerprint": fingerprint, "boot": boot_id()}
         self._fd = -1
         self._lock = threading.Lock()
 
@@ -112,7 +112,7 @@ def _checked(line: bytes) -> Any:
     return json.loads(text)
 
 
-def _boot() -> str:
+def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

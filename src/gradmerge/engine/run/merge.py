@@ -99,7 +99,7 @@ def merge_to_folder(
         journal = journal_in(folder, fingerprint, resume)
         plan.note(folder.notes)
         if cluster is not None:
-            cluster.begin(recipe, plan, folder, fingerprint, state, not allow_nonfinite)
+            cluster.begin(recipe, plan, folder, fingerprint, state, options)
         check_merge(recipe, plan, executor.reduce, progress, accept_untrusted)
 
         with timed(timings, "total"), Output(plan, folder, journal, recipe.output.shard_size) as output:
@@ -113,7 +113,6 @@ def merge_to_folder(
                     statistics = compute_statistics(plan, executor.reduce, progress.advance)
                 journal.statistics(statistics)
                 result.bytes_read += plan.statistics_read
-            output.start()
             blocks = list(plan.blocks())
             left = [block for block in blocks if block.number not in finished.blocks]
             done = plan.total_read * (len(blocks) - len(left)) // max(1, len(blocks))

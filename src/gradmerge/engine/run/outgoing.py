@@ -36,7 +36,7 @@ class Outgoing:
         few = 6 * max(self._writer.sizes.values(), default=0)
         return nbytes - max(0, self._writer.nbytes - few)
 
-    def settle(self, finished: Finished) -> None:
+    def start(self, finished: Finished) -> None:
         """Send each file that becomes complete from now on."""
         self._files = {block.number: self._files_of(block) for block in self._plan.blocks()}
         missing = (files for number, files in self._files.items() if number not in finished.blocks)

@@ -29,7 +29,7 @@ class WeightFiles:
             header = metadata(plan.examples, likelihood, name)
             self.writers.append(ShardWriter(folder / STEM, STEM, plan.precision_tensors, shard_size, header))
 
-    def place(self, tensor: str) -> tuple[str, int]:
+    def locate(self, tensor: str) -> tuple[str, int]:
         """Return the file of a tensor, and where in it the tensor begins."""
         return self._model.locate(tensor)
 
@@ -99,6 +99,8 @@ class Output:
             self._folder.keep = finished is not None
             raise
         self._finished = finished or Finished()
+        if self._outgoing is not None:
+            self._outgoing.start(self._finished)
         return self._finished
 
     def put(self, block: MergedBlock) -> None:
@@ -112,11 +114,6 @@ class Output:
         self._finished.blocks.update(numbers)
         if self._outgoing is not None:
             self._outgoing.done(numbers)
-
-    def start(self) -> None:
-        """Start uploading complete files, if the result goes to a URL."""
-        if self._outgoing is not None:
-            self._outgoing.settle(self._finished)
 
     def finish(self) -> dict[str, int]:
         """Write the indexes, close the files, and return the bytes of each by its name in the result."""
