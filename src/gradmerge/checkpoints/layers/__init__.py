@@ -1,1 +1,1 @@
-"""How the layers of a model are named, configured and stacked."""
+"""Numbered layers of a model: their names, their config, and stacks of layers of several models."""

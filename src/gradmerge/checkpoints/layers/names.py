@@ -1,20 +1,27 @@
-"""Which tensors belong to which of a model's numbered layers, by their names alone.
+"""Assign tensors to numbered layers by their names.
 
-A *stack* is what is numbered: `model.layers.` of Llama, `transformer.h.` of GPT-2, or two of them, `encoder.block.` and
-`decoder.block.` of T5. Numbers deeper inside (experts, the parts of a block of T5) and in front (`0.auto_model.` of
-sentence-transformers) are no layers, nor are the parts of an `nn.Sequential`.
+A *stack* is a sequence of layers with a common prefix: `model.layers.` in Llama, `transformer.h.` in GPT-2, and both
+`encoder.block.` and `decoder.block.` in T5. Other numbers are not layers: experts and parts of a T5 block (deeper in
+the name), `0.auto_model.` of sentence-transformers (further up), and the parts of an `nn.Sequential`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 _NUMBER = re.compile(r"(?:^|(?<=\.))(\d+)\.")
+#: Tensors before the first layer: embeddings and what is applied to them. All others outside the layers come after.
+_BEFORE = re.compile(
+    r"emb(?!ed_out)|\bwte\b|\bwpe\b|^shared\.|relative_pe|patch_conv|\bln_pre|layernorm_pre|\bpre_layr|\bpre_layernorm"
+    r"|\.conv[12]\.|feature_"
+)
+#: Parts of a model that turn images or audio into inputs of the language model.
+TOWER = re.compile("vision|visual|multi_modal|audio|image")
 
 
 def layer_stacks(names: Iterable[str]) -> dict[str, int]:
-    """Prefix → number of layers, for every stack of layers among these tensors, in the order of their names.
+    """Return prefix → number of layers for every stack, in the order of the names.
 
     >>> layer_stacks(["model.embed.weight", "model.layers.0.mlp.fc.weight", "model.layers.1.mlp.fc.weight"])
     {'model.layers.': 2}
@@ -22,12 +29,12 @@ def layer_stacks(names: Iterable[str]) -> dict[str, int]:
     return dict(_stacks([(name, 0) for name in names]))
 
 
-def _stacks(names: Iterable[tuple[str, int]]) -> Iterable[tuple[str, int]]:
-    """The stacks among names of which the first so many characters are dealt with."""
+def _stacks(names: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Yield the stacks among pairs of a name and the position where the search for a number starts."""
     groups: dict[str, list[tuple[str, int, int]]] = {}
     for name, start in names:
-        if found := _NUMBER.search(name, start):
-            groups.setdefault(name[: found.start()], []).append((name, int(found[1]), found.end()))
+        if match := _NUMBER.search(name, start):
+            groups.setdefault(name[: match.start()], []).append((name, int(match[1]), match.end()))
     for prefix, group in groups.items():
         layers: dict[int, set[str]] = {}
         for name, number, end in group:
@@ -39,9 +46,10 @@ def _stacks(names: Iterable[tuple[str, int]]) -> Iterable[tuple[str, int]]:
 
 
 def _are_layers(prefix: str, layers: Mapping[int, set[str]]) -> bool:
-    """Layers repeat one another: each has a tensor that the first has. A single one has modules in it, and a name.
+    """Return whether numbered modules are layers: each of them shares a tensor with the first.
 
-    Parts of an `nn.Sequential` share no tensor, or leave out numbers for what has no weights.
+    The parts of an `nn.Sequential` share no tensor, or skip the numbers of parts without weights. A single layer must
+    contain modules and have a prefix.
     """
     first = layers[min(layers)]
     if not all(first & names for names in layers.values()):
@@ -52,33 +60,24 @@ def _are_layers(prefix: str, layers: Mapping[int, set[str]]) -> bool:
 
 
 def place_of(name: str, stacks: Iterable[str]) -> tuple[str, int] | None:
-    """(stack, number) of the layer that a tensor belongs to; None if it is outside the layers.
+    """Return (stack, number) of the layer of a tensor, or None if it is outside the layers.
 
     >>> place_of("model.layers.3.mlp.experts.7.w1.weight", ["model.layers."])
     ('model.layers.', 3)
     """
     for prefix in stacks:
-        if name.startswith(prefix) and (found := _NUMBER.match(name, len(prefix))):
-            return prefix, int(found[1])
+        if name.startswith(prefix) and (match := _NUMBER.match(name, len(prefix))):
+            return prefix, int(match[1])
     return None
 
 
 def layer_of(name: str, stacks: Iterable[str]) -> int | None:
-    """The number of the layer that a tensor belongs to, in its stack; None if it is outside the layers."""
-    found = place_of(name, stacks)
-    return None if found is None else found[1]
-
-
-#: What a model reads, as opposed to what it gives out: embeddings, and what is done with them before the first layer.
-_BEFORE = re.compile(
-    r"emb(?!ed_out)|\bwte\b|\bwpe\b|^shared\.|relative_pe|patch_conv|\bln_pre|layernorm_pre|\bpre_layr|\bpre_layernorm"
-    r"|\.conv[12]\.|feature_"
-)
-#: What turns images and sound into what language models read.
-TOWER = re.compile("vision|visual|multi_modal|audio|image")
+    """Return the number of the layer of a tensor, or None if it is outside the layers."""
+    place = place_of(name, stacks)
+    return None if place is None else place[1]
 
 
 def is_before_layers(name: str, stack: str = "") -> bool:
-    """Whether a tensor outside the layers belongs before them, as embeddings do, and not after them, as heads do."""
-    other_tower = TOWER.search(name) is not None and TOWER.search(stack) is None
-    return other_tower or _BEFORE.search(name) is not None
+    """Return whether a tensor outside the layers comes before them, as embeddings do, or after them, as heads do."""
+    in_other_tower = TOWER.search(name) is not None and TOWER.search(stack) is None
+    return in_other_tower or _BEFORE.search(name) is not None

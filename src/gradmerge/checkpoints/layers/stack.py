@@ -1,4 +1,4 @@
-"""Layers of several models stacked into one: a checkpoint that reads each layer where it comes from."""
+"""Stack layers of several models: a checkpoint that reads each layer from its model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from ...notes import Kind, Note
 from ..checkpoint import Buffers, Checkpoint, View
 from ..compat.compare import Comparison, compare, is_buffer
 from ..compat.tied_weights import same_values, tied_to
-from .config import config_of_layers, main_stack, per_layer
-from .names import is_before_layers, layer_of
+from .config import config_of_layers, layer_stack, per_layer
 
 Signature = Mapping[str, tuple[int, ...]]
-"""The tensors of a layer: what follows its number in their names → shape."""
+"""The tensors of a layer: name after the layer's number → shape."""
 
 
 @dataclass(frozen=True)
 class LayerRange:
-    """Layers ``first`` to ``stop`` (one past the last) of a model, and where the recipe says so."""
+    """Layers ``first`` to ``stop`` (exclusive) of a model; ``where`` is their key in the recipe."""
 
     checkpoint: Checkpoint
     first: int
@@ -31,109 +30,102 @@ class LayerRange:
     where: str
 
     def __post_init__(self) -> None:
-        wanted = f"{self.where}: layers [{self.first}, {self.stop}]"
-        if not 0 <= self.first < self.stop:
-            raise InputError(f"{wanted} are none: give the first, counted from 0, and one past the last")
-        if self.stop > (count := main_stack(self.checkpoint)[1]):
+        count = len(layer_stack(self.checkpoint).layers)
+        if not 0 <= self.first < self.stop <= count:
             raise InputError(
-                f"{wanted} are more than {self.checkpoint.label} has: {count}, from 0 to {count - 1}, so that the "
-                f"second number is at most {count}"
+                f"{self.where}: layers [{self.first}, {self.stop}] do not exist in {self.checkpoint.label}, which has "
+                f"{count}. Give the first, counted from 0, and one past the last (at most {count})"
             )
-
-    def __len__(self) -> int:
-        return self.stop - self.first
 
 
 class StackedCheckpoint(View):
-    """The layers of some ranges one after the other, numbered anew.
+    """The layers of several ranges one after the other, with new numbers.
 
-    What comes before the layers, as embeddings do, is that of the first range's model, and what comes after, as heads
-    do, that of the last. Config, tokenizer and folder are those of ``front``, but for what the config says of layers.
+    Embeddings and other tensors before the layers come from the model of the first range, heads and other tensors after
+    the layers from that of the last. Config, tokenizer and folder are those of ``front``.
+
+    Args:
+        ranges: The layers.
+        front: The model that gives config and tokenizer.
+        left_out: Numbers of ranges whose tensors are merged without this model.
     """
 
     kind = "stacked layers"
 
     def __init__(self, ranges: Sequence[LayerRange], front: Checkpoint, left_out: Container[int] = ()) -> None:
-        """``left_out`` are places of ranges that only hold a place: their tensors are merged without this model."""
         super().__init__(front)
         self.kind = StackedCheckpoint.kind
         self.front = front
-        self.ranges = list(ranges)
-        self.parts = list(dict.fromkeys(p.checkpoint for i, p in enumerate(ranges) if i not in left_out))
+        self.parts = list(dict.fromkeys(part.checkpoint for i, part in enumerate(ranges) if i not in left_out))
         self.label = ", ".join(dict.fromkeys(part.label for part in self.parts))
         self.hub_id = self.parts[0].hub_id if len(self.parts) == 1 else None
-        self.notes = []
+        self.notes = [note for part in dict.fromkeys((front, *self.parts)) for note in part.notes]
         self.layers = [(part.checkpoint, number) for part in ranges for number in range(part.first, part.stop)]
-        """The model of each layer, and its number there."""
+        """(model, number of its layer) for each layer."""
         self.config, notes = config_of_layers(front, self.layers)
-        self.places: dict[str, tuple[Checkpoint, str]] = dict(self._places_of(self.layers))
-        """Tensor → the model that it is read from, and its name there."""
-        range_of = self._range_of if left_out else lambda name: -1
-        self.absent = frozenset(name for name in self.places if range_of(name) in left_out)
-        self.places = {name: place for name, place in self.places.items() if name not in self.absent}
-        self.tensors = {name: checkpoint.tensors[stored] for name, (checkpoint, stored) in self.places.items()}
-        self.notes += [note for part in dict.fromkeys((front, *self.parts)) for note in part.notes] + notes
+        sources = dict(self._sources(ranges))
+        self.absent = frozenset(name for name, (number, _, _) in sources.items() if number in left_out)
+        self.places = {name: source[1:] for name, source in sources.items() if name not in self.absent}
+        """Tensor → (the model that it is read from, its name there)."""
+        self.tensors = {name: model.tensors[stored] for name, (model, stored) in self.places.items()}
+        self.notes += notes
 
-    def _places_of(self, layers: Sequence[tuple[Checkpoint, int]]) -> Iterator[tuple[str, tuple[Checkpoint, str]]]:
-        first, last = layers[0][0], layers[-1][0]
-        for name in _outside(first):
-            if is_before_layers(name, main_stack(first)[0]):
-                yield name, (first, name)
-        names = {checkpoint: _by_layer(checkpoint) for checkpoint in dict.fromkeys(part for part, _ in layers)}
-        for number, (checkpoint, own) in enumerate(layers):
-            prefix = main_stack(checkpoint)[0]
-            for rest in names[checkpoint].get(own, ()):
-                yield f"{prefix}{number}.{rest}", (checkpoint, f"{prefix}{own}.{rest}")
-        for name in _outside(last):
-            if not is_before_layers(name, main_stack(last)[0]) and not self._is_tied_copy(name, first, last):
-                yield name, (last, name)
+    def _sources(self, ranges: Sequence[LayerRange]) -> Iterator[tuple[str, tuple[int, Checkpoint, str]]]:
+        """Yield tensor → (number of its range, model, name in the model)."""
+        first, last = ranges[0].checkpoint, ranges[-1].checkpoint
+        for name in layer_stack(first).before:
+            yield name, (0, first, name)
+        new = itertools.count()
+        for i, part in enumerate(ranges):
+            stack = layer_stack(part.checkpoint)
+            for number in range(part.first, part.stop):
+                prefix = f"{stack.prefix}{next(new)}."
+                for rest in stack.layers[number]:
+                    yield prefix + rest, (i, part.checkpoint, f"{stack.prefix}{number}.{rest}")
+        for name in layer_stack(last).after:
+            if not self._is_embedding(name, first, last):
+                yield name, (len(ranges) - 1, last, name)
 
-    def _range_of(self, name: str) -> int:
-        """Which range a tensor comes from."""
-        stack = main_stack(self.front)[0]
-        layer = layer_of(name, [stack])
-        if layer is None:
-            return 0 if is_before_layers(name, stack) else len(self.ranges) - 1
-        return [i for i, part in enumerate(self.ranges) for _ in range(len(part))][layer]
-
-    def _is_tied_copy(self, name: str, first: Checkpoint, last: Checkpoint) -> bool:
-        """Whether a head is a copy of the last model's embedding; the result has that of the first as its head."""
-        tied = tied_to(name, last) if self.front.config else None
-        if tied is None or not same_values(last, name, tied):
+    def _is_embedding(self, name: str, first: Checkpoint, last: Checkpoint) -> bool:
+        """Return whether a stored head is a copy of the embedding; the result then ties it to its own embedding."""
+        embedding = tied_to(name, last) if self.front.config else None
+        if embedding is None or not same_values(last, name, embedding):
             return False
         if first is not last:
-            head = f"{name} of {last.label} is its embedding"
-            self.notes.append(f"{head}; the result's, which is tied as well, is that of {first.label}")
+            self.notes.append(
+                f"{name} of {last.label} is its embedding; the result ties its head to the embedding of {first.label}"
+            )
         return True
 
     def misplaced(self) -> list[str]:
-        """Layers that are not what models of this kind have in their place.
+        """Return the layers whose tensors are not those of a layer at that number in ``front``.
 
-        Some kinds have tensors, or widths, in some layers alone. Either the config says in which, and follows them, or
-        the number of a layer decides.
+        In some models only some layers have certain tensors or widths. If the config describes which ones, the layers
+        can be anywhere; otherwise each must keep a number that has the same tensors.
         """
-        own = _signatures(self.front)
-        lists = per_layer(self.front.config, len(own)) if any(one != own[0] for one in own) else {}
-        kinds: dict[str, Signature] = {}
-        said = [repr([values[number] for values in lists.values()]) for number in range(len(own))]
-        follow = all(kinds.setdefault(kind, one) == one for kind, one in zip(said, own, strict=True))
-        changes = sum(one != other for one, other in itertools.pairwise(own))
-        signatures = {part: _signatures(part) for part, _ in self.layers}
-        found = []
-        for number, (part, place) in enumerate(self.layers):
-            expected = own if follow else own[number : number + 1] or (own[-1:] if changes == 1 else [])
-            if signatures[part][place] not in expected:
-                found.append(f"layer {number} of the result would be layer {place} of {part.label}")
-        return found
+        front = _signatures(self.front)
+        lists = per_layer(self.front.config, len(front)) if any(other != front[0] for other in front) else {}
+        by_config: dict[str, Signature] = {}
+        keys = [repr([values[number] for values in lists.values()]) for number in range(len(front))]
+        described = all(by_config.setdefault(key, own) == own for key, own in zip(keys, front, strict=True))
+        changes = sum(one != other for one, other in itertools.pairwise(front))
+        signatures = {model: _signatures(model) for model, _ in self.layers}
+        lines = []
+        for new, (model, number) in enumerate(self.layers):
+            # Beyond the last layer of `front`, layers may go on as its last ones if they changed only once.
+            expected = front if described else front[new : new + 1] or (front[-1:] if changes == 1 else [])
+            if signatures[model][number] not in expected:
+                lines.append(f"layer {new} of the result would be layer {number} of {model.label}")
+        return lines
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
-        checkpoint, stored = self.places[name]
-        return checkpoint.read(stored, start, stop, buffers, slot)
+        model, stored = self.places[name]
+        return model.read(stored, start, stop, buffers, slot)
 
     def will_need(self, name: str) -> None:
         if name in self.places:
-            checkpoint, stored = self.places[name]
-            checkpoint.will_need(stored)
+            model, stored = self.places[name]
+            model.will_need(stored)
 
     def files(self) -> list[Path]:
         return list(dict.fromkeys(path for part in self.parts for path in part.files()))
@@ -143,76 +135,51 @@ class StackedCheckpoint(View):
             part.close()
 
 
-def _outside(checkpoint: Checkpoint) -> list[str]:
-    """The tensors outside the layers."""
-    stack = [main_stack(checkpoint)[0]]
-    return [name for name in checkpoint.tensors if layer_of(name, stack) is None]
-
-
-def _by_layer(checkpoint: Checkpoint) -> dict[int, list[str]]:
-    """Layer → what follows its number in the names of its tensors, in the order of the file."""
-    prefix = main_stack(checkpoint)[0]
-    found: dict[int, list[str]] = {}
-    for name in checkpoint.tensors:
-        number = layer_of(name, [prefix])
-        if number is not None:
-            found.setdefault(number, []).append(name[len(f"{prefix}{number}.") :])
-    return found
-
-
-def _signatures(checkpoint: Checkpoint) -> list[Signature]:
-    prefix, count = main_stack(checkpoint)
-    names, tensors = _by_layer(checkpoint), checkpoint.tensors
-    return [
-        {
-            rest: tensors[name].shape
-            for rest in sorted(names.get(number, ()))
-            if not is_buffer(name := f"{prefix}{number}.{rest}", tensors[name])
-        }
-        for number in range(count)
-    ]
-
-
-class _Outline(View):
-    """A model with one layer of each kind: what models of different numbers of layers have in common."""
-
-    def __init__(self, inner: Checkpoint, layers: Mapping[int, int], config: Mapping[str, object]) -> None:
-        prefix = main_stack(inner)[0]
-        names = _by_layer(inner)
-        stored = {name: name for name in _outside(inner)}
-        for number, own in layers.items():
-            stored |= {f"{prefix}{number}.{rest}": f"{prefix}{own}.{rest}" for rest in names[own]}
-        super().__init__(inner, stored)
-        self.config = dict(config)
+def _signatures(model: Checkpoint) -> list[Signature]:
+    stack = layer_stack(model)
+    signatures: list[Signature] = []
+    for number, rests in enumerate(stack.layers):
+        names = {rest: f"{stack.prefix}{number}.{rest}" for rest in sorted(rests)}
+        infos = {rest: model.tensors[name] for rest, name in names.items()}
+        signatures.append({rest: info.shape for rest, info in infos.items() if not is_buffer(names[rest], info)})
+    return signatures
 
 
 def compare_parts(
-    stacked: Sequence[StackedCheckpoint],
+    stacks: Sequence[StackedCheckpoint],
     exclude: Sequence[str],
     allow_config: Sequence[str],
     resolved_keys: Sequence[str] = (),
 ) -> Comparison:
-    """Whether the models that layers are taken from fit together, all but the number of their layers."""
-    front = stacked[0].front
-    parts = [part for part in dict.fromkeys(p for one in stacked for p in one.parts) if part is not front]
-    outlines = [_outline(part) for part in parts]
-    compared = compare(
-        _outline(front), outlines, exclude=exclude, allow_config=allow_config, resolved_keys=resolved_keys
-    )
-    # What merges the layers, and how far they are from one another, is seen when the stacks are compared.
-    strange = [n for n in compared.notes if isinstance(n, Note) and n.kind is Kind.STRANGERS]
-    compared.notes = [n for n in compared.notes if not n.startswith("exclude:") and n not in strange]
-    if not compared.problems:
-        for one in stacked:
-            what = f"layers of {front.label} differ in their tensors, and these are not what it has in their place"
-            compared.refuse(one.misplaced(), what)
-    return compared
+    """Compare the models of stacked layers in everything but the number of their layers."""
+    front = stacks[0].front
+    models = dict.fromkeys(model for stack in stacks for model in stack.parts)
+    outlines = [_outline(model) for model in models if model is not front]
+    result = compare(_outline(front), outlines, exclude=exclude, allow_config=allow_config, resolved_keys=resolved_keys)
+    # The comparison of the stacks themselves reports unused patterns and unrelated models.
+    result.notes = [
+        note
+        for note in result.notes
+        if not note.startswith("exclude:") and not (isinstance(note, Note) and note.kind is Kind.STRANGERS)
+    ]
+    if not result.problems:
+        for stack in stacks:
+            result.refuse(
+                stack.misplaced(),
+                f"the layers of {front.label} have different tensors, and these layers do not fit at their new numbers",
+            )
+    return result
 
 
-def _outline(checkpoint: Checkpoint) -> _Outline:
+def _outline(model: Checkpoint) -> View:
+    """Return a model with one layer of each kind, which models with different numbers of layers have in common."""
     kinds: dict[str, int] = {}
-    for number, signature in enumerate(_signatures(checkpoint)):
+    for number, signature in enumerate(_signatures(model)):
         kinds.setdefault(repr(list(signature)), number)
-    layers = dict(enumerate(kinds.values()))
-    config, _ = config_of_layers(checkpoint, [(checkpoint, number) for number in layers.values()])
-    return _Outline(checkpoint, layers, config)
+    stack = layer_stack(model)
+    stored = {name: name for name in (*stack.before, *stack.after)}
+    for new, number in enumerate(kinds.values()):
+        stored |= {f"{stack.prefix}{new}.{rest}": f"{stack.prefix}{number}.{rest}" for rest in stack.layers[number]}
+    outline = View(model, stored)
+    outline.config, _ = config_of_layers(model, [(model, number) for number in kinds.values()])
+    return outline

@@ -1,4 +1,4 @@
-"""A recipe in slices as the engine sees it: as many models as each slice merges, every one a stack of layers."""
+"""Open the models of a recipe with slices as stacks of layers, and resolve the settings of each slice."""
 
 from __future__ import annotations
 
@@ -7,57 +7,67 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.compat.compare import Comparison
-from ...checkpoints.layers.config import main_stack
+from ...checkpoints.layers.config import layer_stack
 from ...checkpoints.layers.names import is_before_layers, layer_of
 from ...checkpoints.layers.stack import LayerRange, StackedCheckpoint, compare_parts
 from ...errors import InputError
 from ...recipe import Base, Model, Recipe, value_at
-from ...recipe.slices import options_of_slices
+from ...recipe.slices import options_of_slices, slice_lengths
 from .per_layer import LayerSettings, Stretch, TensorSettings, varies
 
 CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
 
 
-def opened_once(recipe: Recipe, base: Checkpoint | None, opened: Callable[[Model], Checkpoint]) -> list[Checkpoint]:
-    """A checkpoint for each of the recipe's sources, opened once however many slices name it."""
-    known = {} if recipe.base is None or base is None else {_reference(recipe.base): base}
+def opened_once(recipe: Recipe, base: Checkpoint | None, open_model: Callable[[Model], Checkpoint]) -> list[Checkpoint]:
+    """Return a checkpoint for each source of the slices; a model in several slices is opened once."""
+
+    def key(part: Base | Model) -> str:
+        return repr((part.model, part.adapter, part.rename))
+
+    known = {} if recipe.base is None or base is None else {key(recipe.base): base}
     for model in recipe.sources:
-        if _reference(model) not in known:
-            known[_reference(model)] = opened(model)
-    return [known[_reference(model)] for model in recipe.sources]
+        if key(model) not in known:
+            known[key(model)] = open_model(model)
+    return [known[key(model)] for model in recipe.sources]
 
 
 def stacked_models(
     recipe: Recipe, base: Checkpoint | None, opened: Sequence[Checkpoint], needs: frozenset[str]
 ) -> tuple[Checkpoint | None, list[Checkpoint]]:
-    """The base and the models of a recipe in slices, from what is ``opened`` for each of its sources.
+    """Return the base and the models of a recipe with slices, each a stack of layers.
 
+    The first stack has the first model of each slice, and so on; a slice with fewer models is left out of the others.
     A base that the method does not read only gives config and tokenizer.
+
+    Args:
+        recipe: The recipe.
+        base: The opened base.
+        opened: The checkpoint of each source, in the order of the recipe.
+        needs: Inputs that the method reads.
     """
     if needs & CURVATURE:
-        raise InputError(f"slices: {recipe.method} needs curvature, which slices do not cut; give `models` instead")
-    left = iter(opened)
-    sources = [[next(left) for _ in part.models] for part in recipe.slices]
+        raise InputError(f"slices: {recipe.method} needs curvature, which cannot be cut into slices; use `models`")
+    remaining = iter(opened)
+    sources = [[next(remaining) for _ in part.models] for part in recipe.slices]
     front = sources[0][0] if base is None else base
-    stacks = []
+    stacks: list[Checkpoint] = []
     for place in range(max(len(part.models) for part in recipe.slices)):
         left_out = {number for number, part in enumerate(recipe.slices) if len(part.models) <= place}
-        ranges = []
-        for number, part in enumerate(recipe.slices):
-            own = 0 if number in left_out else place
-            where = recipe.where(f"slices[{number}].models[{own}].layers")
-            ranges.append(LayerRange(sources[number][own], *part.models[own].layers, where))
+        chosen = [0 if number in left_out else place for number in range(len(recipe.slices))]
+        ranges = [
+            LayerRange(sources[i][own], *part.models[own].layers, recipe.where(f"slices[{i}].models[{own}].layers"))
+            for i, (part, own) in enumerate(zip(recipe.slices, chosen, strict=True))
+        ]
         stacks.append(StackedCheckpoint(ranges, front, left_out))
-    without_weight = "base_weight" in needs and (recipe.base is None or recipe.base.weight is None)
-    idle = "base" not in needs or (without_weight and "base" in recipe.rule.optional)
-    if base is None or (idle and all(part.base is None for part in recipe.slices)):
-        return None, [*stacks]
-    below = [
-        LayerRange(base, *(part.base or part.models[0].layers), recipe.where(f"slices[{number}].base"))
-        for number, part in enumerate(recipe.slices)
+    has_weight = recipe.base is not None and recipe.base.weight is not None
+    optional = "base" in recipe.rule.optional and "base_weight" in needs and not has_weight
+    if base is None or (("base" not in needs or optional) and all(part.base is None for part in recipe.slices)):
+        return None, stacks
+    ranges = [
+        LayerRange(base, *(part.base or part.models[0].layers), recipe.where(f"slices[{i}].base"))
+        for i, part in enumerate(recipe.slices)
     ]
-    return StackedCheckpoint(below, base), [*stacks]
+    return StackedCheckpoint(ranges, base), stacks
 
 
 def compared_parts(
@@ -66,92 +76,79 @@ def compared_parts(
     allow_config: Sequence[str],
     resolved_keys: Sequence[str] = (),
 ) -> list[str]:
-    """Notes on the models that layers are taken from; refused if these do not fit together."""
+    """Compare the models whose layers are stacked, and return notes; raises if they do not fit together."""
     stacks = [checkpoint for checkpoint in checkpoints if isinstance(checkpoint, StackedCheckpoint)]
-    found = compare_parts(stacks, exclude, allow_config, resolved_keys) if stacks else Comparison()
-    if found.problems:
-        raise InputError("these cannot be merged:\n" + "\n".join(f"• {problem}" for problem in found.problems))
-    return found.notes
+    if not stacks:
+        return []
+    result = compare_parts(stacks, exclude, allow_config, resolved_keys)
+    if result.problems:
+        raise InputError("these cannot be merged:\n" + "\n".join(f"• {problem}" for problem in result.problems))
+    return result.notes
 
 
 def stacked_notes(notes: Sequence[str], on_parts: Sequence[str]) -> list[str]:
-    """Notes on stacks with those on the models that they are made of, whose configs are those that may differ."""
+    """Join the notes on stacks and on their models; only the configs of the models can differ in allowed keys."""
     return [note for note in notes if not note.startswith("--allow-config")] + list(on_parts)
-
-
-def _reference(part: Base | Model) -> str:
-    """What tells models apart."""
-    return repr((part.model, part.adapter, part.rename))
 
 
 @dataclass(frozen=True)
 class SliceStretch(Stretch):
-    """A slice. Filters of what each model has of its own are held against the names in that model."""
+    """The settings of a slice. Filters of per-model values are compared with the tensor names of that model."""
 
     stacks: Sequence[Checkpoint] = ()
-    own: frozenset[str] = frozenset()
+    per_model: frozenset[str] = frozenset()
     """Options that may differ between models."""
 
     def names_of(self, name: str) -> list[str]:
-        return [name, *map(self._stored(name), self.stacks)]
-
-    def _stored(self, name: str) -> Callable[[Checkpoint], str]:
-        return lambda stack: stack.places.get(name, (stack, name))[1] if isinstance(stack, StackedCheckpoint) else name
+        stored = (stack.places.get(name) if isinstance(stack, StackedCheckpoint) else None for stack in self.stacks)
+        return [name, *(name if place is None else place[1] for place in stored)]
 
     def at(self, name: str, position: float) -> TensorSettings:
         names = self.names_of(name)[1:]
 
-        def each(values: Any) -> list[Any]:
+        def resolve(values: Any) -> list[Any]:
             values = values if isinstance(values, list) else [values] * len(names)
             return [value_at(value, stored, position) for value, stored in zip(values, names, strict=True)]
 
         common = super().at(name, position)
-        own = {key: each(value) for key, value in self.options.items() if key in self.own and varies(value)}
-        return replace(common, weights=each(list(self.weights)), options=common.options | own)
+        own = {key: resolve(value) for key, value in self.options.items() if key in self.per_model and varies(value)}
+        return replace(common, weights=resolve(list(self.weights)), options=common.options | own)
 
 
 def settings_of_slices(recipe: Recipe, template: Checkpoint, tuned: Sequence[Checkpoint]) -> LayerSettings:
-    """The weights and options of each slice, for its own layers.
+    """Return the weights and options of each slice.
 
-    Tensors before the layers have those of the first slice, and tensors after them those of the last, each with the
+    Tensors before the layers have the settings of the first slice, tensors after them those of the last. They take the
     first value of a list.
     """
     base_weight = None if recipe.base is None else recipe.base.weight
-    options = options_of_slices(recipe)
     per_model = frozenset(option.name for option in recipe.rule.options if option.help.per_model)
-    stretches = [
-        SliceStretch(
-            [model.weight for model in part.models], base_weight, own, list(tuned[: len(part.models)]), per_model
-        )
-        for part, own in zip(recipe.slices, options, strict=True)
-    ]
-    stack = main_stack(template)[0]
+    stretches = []
+    for part, options in zip(recipe.slices, options_of_slices(recipe), strict=True):
+        weights = [model.weight for model in part.models]
+        stretches.append(SliceStretch(weights, base_weight, options, list(tuned[: len(weights)]), per_model))
+    prefix = layer_stack(template).prefix
     places = [
         (number, layer / (length - 1) if length > 1 else 1.0)
-        for number, length in enumerate(lengths(recipe))
+        for number, length in enumerate(slice_lengths(recipe))
         for layer in range(length)
     ]
 
-    def place(name: str) -> tuple[int, float]:
-        layer = layer_of(name, [stack])
+    def locate(name: str) -> tuple[int, float]:
+        layer = layer_of(name, [prefix])
         if layer is not None:
             return places[layer]
-        return (0 if is_before_layers(name, stack) else len(stretches) - 1), 0.0
+        return (0 if is_before_layers(name, prefix) else len(stretches) - 1), 0.0
 
-    return LayerSettings(stretches, place)
-
-
-def lengths(recipe: Recipe) -> list[int]:
-    """The number of layers of each slice."""
-    return [part.models[0].layers[1] - part.models[0].layers[0] for part in recipe.slices]
+    return LayerSettings(stretches, locate)
 
 
 def layer_table(recipe: Recipe) -> list[dict[str, Any]]:
-    """Which layers of the result come from where, slice by slice: ranges of the first and one past the last."""
+    """Return the sources of the result's layers for the record, one entry per slice; ranges are [first, stop]."""
     rows: list[dict[str, Any]] = []
     first = 0
     base = recipe.base if "base" in recipe.rule.needs(recipe.resolved_options) else None
-    for part, length in zip(recipe.slices, lengths(recipe), strict=True):
+    for part, length in zip(recipe.slices, slice_lengths(recipe), strict=True):
         row: dict[str, Any] = {"layers": [first, first + length]}
         row["from"] = [{"model": model.model, "layers": list(model.layers)} for model in part.models]
         if base is not None:
