@@ -1,4 +1,4 @@
-"""What a command reads: so that it writes over none of it, and notices when it changes."""
+"""The files that a command reads: it must not overwrite them, and notices when they change."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from ..recipe import Recipe
 from ..urls import count_local_copies
 
 State = list[list[Any]]
-"""Of each file its path, size, times of change and inode; of one at a URL, the URL, size and version."""
+"""For each file: path, size, modification times and inode; for a file at a URL: URL, size and version."""
 
 
 def model_paths(reference: str | None, relative_to: Path | None = None) -> list[Path]:
-    """The folder or file of a model, and of the base that an adapter names; nothing for a Hub id."""
+    """Return the folder or file of a model, and of the base that an adapter names; nothing for a Hub id."""
     if reference is None or not (path := local_path(reference, relative_to)).exists():
         return []
     if not path.is_dir() or not is_adapter(path):
         return [path]
     try:
-        stated = read_adapter_config(path).get("base_model_name_or_path")
+        base = read_adapter_config(path).get("base_model_name_or_path")
     except InputError:  # opening the adapter will say what is wrong
         return [path]
-    bases = [local_path(stated, start) for start in (None, path)] if stated else []
+    bases = [local_path(base, start) for start in (None, path)] if base else []
     return [path, *(base for base in bases if base.exists())]
 
 
 def recipe_paths(recipe: Recipe) -> list[Path]:
-    """The recipe's file, its rule's file, and every model and curvature that it names."""
+    """Return the files of the recipe and of its rule, and every model and curvature that it names."""
     named = [text for model in recipe.sources for text in (model.model, model.adapter, model.curvature)]
     if recipe.base is not None:
         named += [recipe.base.model, recipe.base.adapter, recipe.base.curvature, recipe.base.penalty]
-    found = [recipe.file] if recipe.file is not None else []
-    found += [recipe.folder / Path(recipe.rule.file).expanduser()] if recipe.rule.file else []
-    return found + [path for text in named if isinstance(text, str) for path in model_paths(text, recipe.folder)]
+    paths = [recipe.file] if recipe.file is not None else []
+    paths += [recipe.folder / Path(recipe.rule.file).expanduser()] if recipe.rule.file else []
+    return paths + [path for text in named if isinstance(text, str) for path in model_paths(text, recipe.folder)]
 
 
 def state_of(paths: Iterable[Path], *, deep: bool = False) -> State:
-    """What tells whether files have changed: those given, and those in the folders given (``deep``: and below)."""
+    """Return the state of files and of the files in folders (with ``deep``, also in subfolders)."""
     files = set()
     for path in paths:
         if path.is_dir():
@@ -55,8 +55,9 @@ def state_of(paths: Iterable[Path], *, deep: bool = False) -> State:
         from ..io.remote import states_of
 
         remote = states_of(files)
-    found = [remote.get(path) or [str(path.absolute()), *_status(path)] for path in sorted(files)]
-    return sorted(found, key=lambda entry: str(entry[0])) if remote else found  # stand-ins have chance names
+    states = [remote.get(path) or [str(path.absolute()), *_status(path)] for path in sorted(files)]
+    # The placeholders of files at URLs have random names.
+    return sorted(states, key=lambda entry: str(entry[0])) if remote else states
 
 
 def _status(path: Path) -> list[int]:
@@ -72,6 +73,6 @@ def digest_of_state(state: State) -> str:
 
 
 def changed(before: State, after: State) -> str | None:
-    """The first file that differs between two states of the same files."""
+    """Return the first file that differs between two states of the same files."""
     then, now = ({entry[0]: entry[1:] for entry in state} for state in (before, after))
     return next((path for path in sorted(then | now) if then.get(path) != now.get(path)), None)

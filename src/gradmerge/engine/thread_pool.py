@@ -1,4 +1,4 @@
-"""Threads that share one stream of work, and memory that they free and take again."""
+"""A pool of threads that share one stream of work."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ..errors import MachineError
 
 Item = TypeVar("Item")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: Seconds after which a thread that waits for the interpreter is given it: Python's 5 ms are as long as several blocks,
-#: and an operation on a block takes a hundredth of that.
-SWITCH = 5e-5
+SWITCH_INTERVAL = 5e-5
+"""Seconds after which a thread that waits for the interpreter's lock gets it. Python's default of 5 ms is as long as
+several blocks, and an operation on a block takes a hundredth of that."""
 
 
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Let every operation compute on its own thread alone, and threads take turns often; restore both afterwards."""
+    """Make PyTorch compute on the calling thread only, and switch between threads often; restore both at the end."""
     before, interval = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(1)
-    sys.setswitchinterval(SWITCH)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         yield
     finally:
@@ -37,16 +37,16 @@ def one_thread_each() -> Iterator[None]:
 
 
 def with_buffers(work: Callable[[Buffers, Item], None]) -> Callable[[], Callable[[Item], None]]:
-    """The ``make_worker`` of :func:`run_parallel` for a function that needs buffers, one set per thread."""
+    """Return a ``make_worker`` for a function that needs buffers, one set for each thread."""
     return lambda: functools.partial(work, Buffers())
 
 
 @one_thread_each()
 def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item], None]], threads: int) -> None:
-    """Call a worker on every item, in order of the items, on some threads.
+    """Call a worker on every item, on several threads that take the items in order.
 
-    ``make_worker`` makes one function per thread, so that it can own buffers. The first error stops all threads
-    and is raised here, and so is Ctrl-C. Where the machine allows fewer threads, those do the work.
+    ``make_worker`` makes one function for each thread, which can have buffers. The first error stops all threads and is
+    raised here, and so is Ctrl-C. If the machine allows fewer threads, these do the work.
     """
     _keep_freed_memory()
     stream = iter(items)
@@ -74,8 +74,8 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
         finally:
             over.set()
 
-    # Ctrl-C in the middle of Thread.join makes Python take the thread for dead, and a thread that still computes when
-    # the interpreter ends aborts the process. Hence events of our own.
+    # After Ctrl-C during Thread.join, Python considers the thread dead. A thread that still computes when the
+    # interpreter exits aborts the process. Therefore this waits for events.
     ends = [threading.Event() for _ in range(max(1, threads))]
     pool = [threading.Thread(target=loop, args=(over,), name=f"gradmerge-{i}") for i, over in enumerate(ends)]
     try:
@@ -97,10 +97,10 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
 
 @functools.cache
 def _keep_freed_memory() -> None:
-    """Tell glibc to reuse freed blocks instead of returning them to the system; elsewhere this does nothing.
+    """Make glibc reuse freed blocks instead of returning them to the system; does nothing with other C libraries.
 
-    By default an allocation of a megabyte is mapped anew every time, and the page faults cost several times as much as
-    the arithmetic.
+    By default glibc maps new memory for each allocation of a megabyte, and the page faults take several times as long
+    as the arithmetic.
     """
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):
@@ -110,7 +110,7 @@ def _keep_freed_memory() -> None:
 
 
 def allow_many_files() -> None:
-    """Every shard stays open; large models have more of them than a process may open by default."""
+    """Raise the limit on open files: every shard stays open, and large models have many."""
     with contextlib.suppress(OSError, ValueError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
@@ -119,7 +119,7 @@ def allow_many_files() -> None:
 
 
 def _start(pool: Sequence[threading.Thread]) -> int:
-    """Start threads, and say how many could be: a limit on processes or memory need not stop the first ones."""
+    """Start threads and return how many; a limit on processes or memory may allow only some of them."""
     for number, thread in enumerate(pool):
         try:
             thread.start()

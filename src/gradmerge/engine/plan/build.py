@@ -281,20 +281,20 @@ def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
 
 def dry_check_rule(plan: Plan) -> None:
     """Run the rule once on single numbers, so that invalid settings fail before any tensor is read."""
-    one = torch.ones(1, 1)
-    tensors: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one) | {"damping": plan.inputs.damping}
+    unit = torch.ones(1, 1)
+    tensors: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), unit) | {"damping": plan.inputs.damping}
     all_settings = plan.inputs.settings.distinct(plan.merged_tensors)
     for rule in filter(None, (plan.rule, plan.rule.fallback)):
         for settings in all_settings:
             models = len(settings.weights)
-            tensors |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
-            tensors |= {"kept": [one > 0] * models, "uniform": [one.double() / 2] * models}
+            tensors |= dict.fromkeys(("tuned", "curvature", "grams"), [unit] * models)
+            tensors |= {"kept": [unit > 0] * models, "uniform": [unit.double() / 2] * models}
             try:
                 ranks = rule.ranks(1, models, settings.options) if rule.ranks is not None else []
                 tensors["thresholds"] = [0.0 if len(some) == 1 else [0.0] * len(some) for some in ranks]
                 arguments = rule_arguments(rule, plan, tensors, settings)
                 measures = rule.measures_of(settings.options)
-                measured = measure(measures, [arguments].__iter__, arguments, 1, one.dtype)
+                measured = measure(measures, [arguments].__iter__, arguments, 1, unit.dtype)
                 rule(**rule_arguments(rule, plan, tensors | measured, settings))
             except ValueError as error:
                 raise InputError(f"{rule.name}: {error}") from error

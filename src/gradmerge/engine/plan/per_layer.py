@@ -37,7 +37,7 @@ class Stretch:
     @property
     def values(self) -> list[Any]:
         """All values that may vary between tensors."""
-        options = [one for value in self.options.values() for one in (value if isinstance(value, list) else [value])]
+        options = [v for value in self.options.values() for v in (value if isinstance(value, list) else [value])]
         return [*self.weights, *([] if self.base_weight is None else [self.base_weight]), *options]
 
     def names_of(self, name: str) -> list[str]:
@@ -78,7 +78,7 @@ class LayerSettings:
 
     def changed(self, weights: Sequence[Varying] | None, options: Mapping[str, Any]) -> LayerSettings:
         """Return settings of the same layers with other weights (None: the same) and options."""
-        stretches = [replace(one, weights=weights or one.weights, options=options) for one in self._stretches]
+        stretches = [replace(s, weights=weights or s.weights, options=options) for s in self._stretches]
         return LayerSettings(stretches, self._locate)
 
     def of(self, name: str) -> TensorSettings:
@@ -100,7 +100,9 @@ class LayerSettings:
         values = [value for stretch in self._stretches for value in stretch.values]
         cases = [item for value in values if isinstance(value, tuple) for item in value if isinstance(item, Case)]
         filtered = (
-            {one for stretch in self._stretches for name in names for one in stretch.names_of(name)} if cases else ()
+            {other for stretch in self._stretches for name in names for other in stretch.names_of(name)}
+            if cases
+            else ()
         )
         for filter_ in dict.fromkeys(case.filter for case in cases):
             if not any(Case(filter=filter_, value=0.0).fits(name) for name in filtered):

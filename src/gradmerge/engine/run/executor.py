@@ -13,7 +13,7 @@ from ...checkpoints.checkpoint import Buffers
 from ..plan.jobs import Job, MergeOptions
 from ..plan.plan import Block, Plan
 from ..thread_pool import run_parallel, with_buffers
-from .reduce import Advance, BlockFunction, bytes_of_block, ignore, reduce_blocks
+from .reduce import Advance, BlockFunction, ignore, reduce_blocks, share_of
 from .statistics import Statistics
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def merge_blocks(
     The result of a block depends on the plan alone, not on the number of threads.
     """
     next_jobs = dict(zip((job.name for job in plan.jobs), plan.jobs[2:], strict=False))
+    sizes = {job.name: plan.bytes_read(job) for job in plan.jobs}
     lock = threading.Lock()
 
     def work(buffers: Buffers, batch: list[Block]) -> None:
@@ -73,7 +74,7 @@ def merge_blocks(
         merged = job.merge(plan, start, stop, statistics, buffers, options)
         put(MergedBlock(batch, merged.values, merged.precision))
         with lock:
-            advance(sum(bytes_of_block(plan, block) for block in batch))
+            advance(sum(share_of(sizes[job.name], block) for block in batch))
 
     run_parallel(plan.batches(plan.blocks() if blocks is None else blocks), with_buffers(work), threads)
 
@@ -92,7 +93,6 @@ class LocalExecutor:
     """Merges and reduces on threads of this process."""
 
     threads: int = 1
-    device: str = "cpu"
 
     def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
         """Return the sum of ``function(plan, block, buffers)`` over blocks, see :func:`reduce_blocks`."""

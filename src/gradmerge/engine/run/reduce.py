@@ -46,6 +46,7 @@ def reduce_blocks(
     Then the result does not depend on the number of threads: sum floats of a list with :func:`exact_sum`.
     """
     sums: list[list[Any]] = []
+    sizes = {job.name: plan.bytes_read(job) for job in plan.jobs}
     lock = threading.Lock()
 
     def make_worker() -> Callable[[Block], None]:
@@ -59,7 +60,7 @@ def reduce_blocks(
             else:
                 partial.append(part)
             with lock:
-                advance(bytes_of_block(plan, block))
+                advance(share_of(sizes[block.job.name], block))
 
         return work
 
@@ -78,9 +79,9 @@ def add_up(parts: Iterable[Any]) -> Any:
     return [] if total is None else total
 
 
-def bytes_of_block(plan: Plan, block: Block) -> int:
-    """Return how many bytes are read for a block."""
-    return plan.bytes_read(block.job) * (block.stop - block.start) // max(1, block.job.info.numel)
+def share_of(nbytes: int, block: Block) -> int:
+    """Return the share of a block in the bytes that are read for its job."""
+    return nbytes * (block.stop - block.start) // max(1, block.job.info.numel)
 
 
 def whole_tensors(jobs: Iterable[Job]) -> list[Block]:

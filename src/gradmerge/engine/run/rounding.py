@@ -1,4 +1,4 @@
-"""Numbers in the type that they are stored in, rounded once."""
+"""Correct rounding to the type of the result."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from torch import Tensor
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in a type, each the nearest number of it, the even one of two that are equally near.
+    """Return values rounded once to the nearest number of a type, ties to even.
 
-    PyTorch takes float64 to 16 bits by way of float32, which rounds twice: the first time a number may come to lie
-    half-way, and the second on the wrong side. So the first step cuts off here, and sets the last bit where anything
-    was cut: float32 has enough bits more for the second to see on which side of half-way the number was.
+    PyTorch converts float64 to 16 bits through float32 and rounds twice, which can give the wrong neighbor. Here the
+    first step truncates and sets the last bit if anything was cut off (round to odd), so that the second is correct.
     """
     if values.dtype != torch.float64 or dtype.itemsize >= 4 or not dtype.is_floating_point:
         return values.to(dtype)
     near = values.float()
     wide = near.double()
-    # The bits of a float are ordered as its magnitude is: one less is the next number towards 0, from infinity too.
+    # The bits of floats are ordered like their magnitudes: one less is the next number towards 0, also from infinity.
     bits = near.view(torch.int32) - (wide.abs() > values.abs()).int()
     bits |= (wide != values).int()
     return bits.view(torch.float32).to(dtype)

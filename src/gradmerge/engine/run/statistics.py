@@ -131,8 +131,8 @@ class ThresholdSearch:
 
     def end_pass(self, counts: Sequence[Counts]) -> None:
         """Use the counts of a pass over all blocks."""
-        for (_, quantile), found in zip(self.open, counts, strict=True):
-            quantile.narrow(found)
+        for (_, quantile), some in zip(self.open, counts, strict=True):
+            quantile.narrow(some)
 
     @property
     def thresholds(self) -> Thresholds | None:
@@ -206,17 +206,17 @@ def measure(
     do not depend on the block.
     """
     result: Measured = {}
-    for name, one in measures.items():
-        if isinstance(one, Sums):
-            parts = [[_total(terms) for terms in _call(one.of, block | result)] for block in blocks()]
+    for name, rule_measure in measures.items():
+        if isinstance(rule_measure, Sums):
+            parts = [[_total(terms) for terms in _call(rule_measure.of, block | result)] for block in blocks()]
             result[name] = [exact_sum(column) for column in zip(*parts, strict=True)]
             continue
-        quantiles = [Quantile(k, dtype) for k in _call(one.ranks, {**numbers, **result, "entries": entries})]
+        quantiles = [Quantile(k, dtype) for k in _call(rule_measure.ranks, {**numbers, **result, "entries": entries})]
         while left := [quantile for quantile in quantiles if quantile.value is None]:
-            values = (_call(one.of, block | result).reshape(-1).to(dtype).abs().numpy() for block in blocks())
+            values = (_call(rule_measure.of, block | result).reshape(-1).to(dtype).abs().numpy() for block in blocks())
             counts = add_up(QuantileCounts(quantile.count(some) for quantile in left) for some in values)
-            for quantile, found in zip(left, counts, strict=True):
-                quantile.narrow(found)
+            for quantile, some in zip(left, counts, strict=True):
+                quantile.narrow(some)
         result[name] = [quantile.value for quantile in quantiles if quantile.value is not None]
     return result
 
