@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import GradmergeError, InputError, MachineError
-from ..text import first_line, nearest, size
+from ..text import first_line, size
 from ..urls import REDACTED, redact, register_local_copy, unredact
 from .small_files import MAX_TOKENIZER
 
@@ -107,7 +107,7 @@ def local_copy(url: str) -> Path:
         if known is not None and time.monotonic() - known.listed < FRESH:
             return known.path
         files, commit = list_files(url)
-        if known is not None and _versions(files) == _versions(known.files):
+        if known is not None and files == known.files:
             known.listed = time.monotonic()
             return known.path
         if not _temporary_folders:
@@ -225,10 +225,6 @@ def _remote_file(fs: Any, url: str, info: dict[str, Any]) -> RemoteFile:
     return RemoteFile(fs, info["name"], url, info["size"], version)
 
 
-def _versions(files: dict[str, RemoteFile]) -> dict[str, tuple[int, str]]:
-    return {name: (file.size, file.version) for name, file in files.items()}
-
-
 def is_small(file: RemoteFile) -> bool:
     """Return whether a file is downloaded when its model is opened."""
     patterns = SMALL_FILES.split()
@@ -255,26 +251,18 @@ def protocol_of(fs: Any) -> str:
 
 def file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL and the path in it."""
-    import fsspec  # type: ignore[import-untyped]
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-    from fsspec.registry import get_filesystem_class, known_implementations  # type: ignore[import-untyped]
 
-    protocol = url.partition("://")[0]
-    try:
-        get_filesystem_class(protocol)
-    except ValueError:
-        known = sorted({*known_implementations, *fsspec.available_protocols()})
-        raise InputError(f"{url}: unknown protocol {protocol!r}{nearest(protocol, known)}") from None
-    except ImportError as error:
-        extra = "pip install 'gradmerge[remote]'" if protocol in ("s3", "s3a") else first_line(error)
-        raise InputError(f"{url}: the package for {protocol}:// is not installed: {extra}") from None
     options: dict[str, Any] = {}
-    if protocol == "hf":
+    if url.startswith("hf://"):
         from huggingface_hub import constants
 
         options["endpoint"] = constants.ENDPOINT
     try:
         fs, path = url_to_fs(unredact(url), **options)
+    except ImportError as error:
+        command = "pip install 'gradmerge[remote]'" if url.startswith(("s3://", "s3a://")) else first_line(error)
+        raise InputError(f"{url}: a package is not installed: {command}") from None
     except Exception as error:
         raise translate_fs_error(url, error) from None  # its text may contain secrets
     return fs, str(path)
@@ -315,6 +303,8 @@ def translate_fs_error(url: str, error: Exception) -> GradmergeError:
         )
     if isinstance(error, ValueError) and "range" in str(error):
         return _no_ranges(url)
+    if isinstance(error, ValueError) and "Protocol not known" in str(error):
+        return InputError(f"{url}: unknown protocol. Known are those of fsspec, such as s3://, gs:// and hf://.")
     if isinstance(error, NotImplementedError):
         return InputError(f"{url}: the file system does not support this ({reason})")
     if kind == "ParamValidationError":  # S3 has no `user:password@`
