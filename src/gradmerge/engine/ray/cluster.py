@@ -16,8 +16,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -63,15 +63,16 @@ class RayCluster:
     def __enter__(self) -> RayCluster:
         self._ray = _import_ray()
         self._ours = not self._ray.is_initialized()
-        self._stopped = False
+        self._handles_sigterm = self._stopped = False
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._ours and self._ray.is_initialized():
             with suppress(Exception):
                 self._ray.shutdown()
-        if self._stopped:  # end as the signal would have ended the process
+        if self._handles_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._stopped:  # end as the signal would have ended the process
             os.kill(os.getpid(), signal.SIGTERM)
 
     def begin(
@@ -111,9 +112,10 @@ class RayCluster:
     def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
         """Return the sum of ``function(plan, block, buffers)`` over blocks."""
         parts = []
-        for _, part, read in self._map(plan, self._cut(blocks, _entries(blocks)), function, None):
-            advance(read)
-            parts.append(part)
+        with closing(self._map(plan, self._cut(blocks, _entries(blocks)), function, None)) as results:
+            for _, part, read in results:
+                advance(read)
+                parts.append(part)
         return add_up(parts)
 
     def merge(
@@ -132,9 +134,10 @@ class RayCluster:
         shares: list[list[Block]] = []
         for _, group in groupby(in_file_order, lambda block: files[block.job.name][0]):
             shares += self._cut(list(group), _entries(blocks))
-        for share, _, read in self._map(plan, shares, None, statistics):
-            output.done([block.number for block in share])
-            advance(read)
+        with closing(self._map(plan, shares, None, statistics)) as results:
+            for share, _, read in results:
+                output.done([block.number for block in share])
+                advance(read)
 
     def _cut(self, blocks: Sequence[Block], total: int) -> list[list[Block]]:
         """Cut blocks, in their order, into shares. There are some for every worker until the end."""
@@ -151,8 +154,11 @@ class RayCluster:
 
     def _map(
         self, plan: Plan, shares: Sequence[list[Block]], function: BlockFunction | None, statistics: Statistics | None
-    ) -> Iterator[tuple[list[Block], Any, int]]:
-        """Run a task for each share, and yield it with its result and the bytes read, as the tasks end."""
+    ) -> Generator[tuple[list[Block], Any, int], None, None]:
+        """Run a task for each share, and yield it with its result and the bytes read, as the tasks end.
+
+        Closing the generator ends the workers, so that none writes any more.
+        """
         ray = self._ray
         function, statistics = ray.put(function), ray.put(statistics)
         waiting, running = deque(shares), dict[Any, list[Block]]()
@@ -203,8 +209,8 @@ class RayCluster:
             ) from error
         finally:
             if main:  # Ray installs its own handler
-                default = handler in (None, signal.SIG_DFL)
-                signal.signal(signal.SIGTERM, self._stop if default else handler)
+                self._handles_sigterm = handler in (None, signal.SIG_DFL)
+                signal.signal(signal.SIGTERM, self._stop if self._handles_sigterm else handler)
 
     def _stop(self, *_: object) -> None:
         """On SIGTERM, stop the workers and then end: the default handler would leave them running for a while."""
