@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..arguments import check_known, checked
-from ..engine.adapter.to_adapter import merge_to_adapter
 from ..engine.input_state import recipe_paths
 from ..engine.plan.build import open_plan
 from ..engine.plan.plan import BLOCK, Plan
@@ -113,8 +112,11 @@ def merge(
         def run(recipe: Recipe, out: Path, force: bool = False) -> MergeResult:
             with planned(recipe, **reading) as plan:
                 plan.block = block
-                write = merge_to_adapter if recipe.output.format == "adapter" else merge_to_folder
-                return write(recipe, plan, out, force=force, **settings)
+                if recipe.output.format == "adapter":
+                    from ..engine.adapter.to_adapter import merge_to_adapter
+
+                    return merge_to_adapter(recipe, plan, out, force=force, **settings)
+                return merge_to_folder(recipe, plan, out, force=force, **settings)
 
         ready = stack.enter_context(_with_named_merges(recipe, out, run, resume=resume))
         return run(ready, out, force)

@@ -18,11 +18,9 @@ from ..text import nearest
 from ..urls import UrlPath, is_url, redact_urls, remote_url, strip_file_scheme
 from ..yaml import Lines, parse_documents
 from .fields import CurvatureSource, Identity, explain
-from .mergekit.translate import is_mergekit, translate
 from .rule_file import is_rule_file, load_rule
 from .schema import Base, Origin, Recipe
 from .slices import check_slices
-from .yaml_values import YamlValue
 
 MAX_BYTES = 1_000_000
 
@@ -132,7 +130,9 @@ def _exists(reference: str, folder: Path) -> bool:
 def _read(value: Any, lines: Lines, folder: Path, where: str, names: Collection[str], allow_code: bool) -> Recipe:
     """Check one recipe; ``names`` are those of all recipes of the file."""
     origin = Origin(folder)
-    if is_mergekit(value):
+    if isinstance(value, Mapping) and "merge_method" in value and "method" not in value:
+        from .mergekit.translate import translate
+        from .yaml_values import YamlValue
 
         def find(reference: str) -> str:
             """Look for a model beside the recipe, then in the working folder."""

@@ -27,11 +27,6 @@ TOP = (
 TYPES = ("float64", "float32", "float16", "bfloat16")
 
 
-def is_mergekit(value: Any) -> bool:
-    """Whether a document is a recipe of mergekit's."""
-    return isinstance(value, dict) and "merge_method" in value and "method" not in value
-
-
 class ModelReference(NamedTuple):
     """A model as mergekit names it, and an adapter on top of it."""
 
