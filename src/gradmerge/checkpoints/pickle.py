@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import io
+import mmap
 import os
 import pickletools
-import threading
+import sys
 import zipfile
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -24,20 +26,12 @@ from .checkpoint import STORED_TYPES
 SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
 #: Keys under which training programs store a state dict beside other state, such as the optimizer's.
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "params")
-#: Bytes to read from all maps before a map is replaced. Until then, the pages read count as memory of the process.
-REMAPPED_AFTER = 1 << 27
 #: Maximum length of the name of a global. torch takes quadratic time in this length to refuse one.
 MAX_GLOBAL = 1000
-#: A read below SMALL bytes counts as HUGE_PAGE bytes, because the operating system may map a huge page for it.
-SMALL, HUGE_PAGE = 1 << 17, 1 << 21
 
 
 class PickleFile(PositionalFile):
     """A memory-mapped ``torch.save`` file. Positions count through its tensors as if they were concatenated."""
-
-    _read: ClassVar[dict[PickleFile, int]] = {}
-    """Bytes read from the map of each open file, least recently read file first."""
-    _lock: ClassVar = threading.Lock()
 
     def __init__(self, path: Path) -> None:
         if count_local_copies():
@@ -46,7 +40,7 @@ class PickleFile(PositionalFile):
             download_in_place(path)
         super().__init__(path)
         self.entries: dict[str, Entry] = {}
-        self._opened = os.fstat(self._fd)
+        self._size = os.fstat(self._fd).st_size
         try:
             sizes = _record_sizes(path)
             _check_globals(path)
@@ -62,65 +56,59 @@ class PickleFile(PositionalFile):
 
     def _add_entries(self, tensors: dict[str, Tensor], mapped: bool) -> None:
         """Keep contiguous tensors mapped, and load the others into memory."""
-        self._names = [
+        in_place = [
             n for n, t in tensors.items() if mapped and t.is_contiguous() and not t.is_conj() and not t.is_neg()
         ]
-        loaded = tensors.keys() - set(self._names)
+        loaded = tensors.keys() - set(in_place)
         # A tensor with strides of 0 can repeat one number any number of times.
         require_unpackable(self.path, sum(tensors[name].numel() * tensors[name].element_size() for name in loaded))
         self.memory = {n: t.resolve_conj().resolve_neg().contiguous() for n, t in tensors.items() if n in loaded}
         end = 0
-        for name in self._names:
+        for name in in_place:
             self.entries[name] = Entry(STORED_TYPES[tensors[name].dtype], tuple(tensors[name].shape), end)
             end += self.entries[name].nbytes
         self._starts = [entry.start for entry in self.entries.values()]
-        self._map(tensors)
-
-    def _map(self, tensors: dict[str, Tensor]) -> None:
-        self._mapped = [tensors[name].detach().reshape(-1).view(torch.uint8) for name in self._names]
+        self._mapped = [tensors[name].detach().reshape(-1).view(torch.uint8) for name in in_place]
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         size = os.fstat(self._fd).st_size
-        if size < self._opened.st_size:  # reading past the end of a mapped file would kill the process
+        if size < self._size:  # reading past the end of a mapped file would kill the process
             raise MachineError(f"{self.path}: ends at byte {size}; it was longer when the merge began")
-        with self._lock:
-            self._read[self] = self._read.pop(self, 0) + (HUGE_PAGE if len(buffer) < SMALL else len(buffer))
-            oldest, is_due = next(iter(self._read)), sum(self._read.values()) > REMAPPED_AFTER
-            if is_due:
-                del self._read[oldest]
-        if is_due and oldest._is_unchanged():
-            oldest._map(_load(oldest.path, mapped=True))
         index = bisect.bisect_right(self._starts, offset) - 1
         begin = offset - self._starts[index]
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(self._mapped[index][begin : begin + len(buffer)])
-
-    def _is_unchanged(self) -> bool:
-        """Return whether the path still names the file that was opened. Another file must not be mapped instead."""
-        try:
-            now = self.path.stat()
-        except OSError:
-            return False
-        return os.path.samestat(now, self._opened) and now.st_mtime_ns == self._opened.st_mtime_ns
+        block = self._mapped[index][begin : begin + len(buffer)]
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(block)
+        _unmap_pages(block)
 
     def will_need(self, offset: int, nbytes: int) -> None:
         """Do nothing: the operating system reads ahead in maps."""
 
     def close(self) -> None:
         super().close()
-        with self._lock:
-            self._read.pop(self, 0)
         self._mapped = []
 
 
+def _unmap_pages(block: Tensor) -> None:
+    """Release the pages of a mapped block, which count as memory of this process. The next read maps them again."""
+    start = block.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = block.data_ptr() + block.nbytes - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+
+
 def _record_sizes(path: Path) -> set[int]:
-    """Return the sizes of an archive's records; empty if the file is not an archive or is compressed (not mappable)."""
+    """Return the sizes of an archive's records; empty if the file cannot be mapped.
+
+    It cannot if it is not an archive, is compressed, or has bytes in another order, which torch swaps in memory.
+    """
     if not zipfile.is_zipfile(path):
         return set()
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
-    require_unpackable(path, sum(record.file_size for record in records))
+        require_unpackable(path, sum(record.file_size for record in records))
+        orders = [archive.read(record) for record in records if record.filename.endswith("/byteorder")]
     stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
-    return {record.file_size for record in records} if stored and is_text(str(path)) else set()
+    native = all(order == sys.byteorder.encode() for order in orders)
+    return {record.file_size for record in records} if stored and native and is_text(str(path)) else set()
 
 
 def _check_globals(path: Path) -> None:
