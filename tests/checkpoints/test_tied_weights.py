@@ -163,6 +163,31 @@ def test_a_class_that_has_no_ties_or_is_none_is_no_error(architecture: Any) -> N
     assert tied_to("some_head.weight", checkpoint("one", architectures=[architecture])) is None
 
 
+LLAMA_EMBEDDING, LLAMA_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("config", [{}, {KEY: True}, {"text_config": {KEY: True}}, {KEY: False}])
+def test_a_head_that_is_not_stored_is_the_embedding_unless_the_config_says_no(config: dict[str, Any]) -> None:
+    base = random_state(0, {LLAMA_EMBEDDING: (5, 2), LLAMA_HEAD: (5, 2)})
+    tuned = Checkpoint("tuned", memory={LLAMA_EMBEDDING: base[LLAMA_EMBEDDING]}, config=config)
+    result = compare(Checkpoint("base", memory=base), [tuned])
+    if config == {KEY: False}:
+        assert result.aliases == [{}] and len(result.problems) == 1
+    else:
+        assert result.aliases == [{LLAMA_HEAD: LLAMA_EMBEDDING}] and not result.problems and len(result.notes) == 1
+
+
+def test_only_an_exact_copy_of_the_embedding_is_a_tied_head() -> None:
+    base = random_state(0, {LLAMA_EMBEDDING: (500, 600)})
+    base[LLAMA_EMBEDDING][499, 599] = 0.0
+    head = base[LLAMA_EMBEDDING].clone()
+    moved = head.clone()
+    moved[499, 599] = 1e-30
+    for stored, number in ((head, 0), (moved, 1), (head.double(), 1)):
+        tuned = Checkpoint("tuned", memory=base | {LLAMA_HEAD: stored})
+        assert len(compare(Checkpoint("base", memory=base), [tuned]).problems) == number
+
+
 def write_adapter(folder: Path, module: str) -> None:
     folder.mkdir()
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "base_model_name_or_path": "base"}

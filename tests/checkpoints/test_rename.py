@@ -1,4 +1,4 @@
-"""Models whose names differ by a prefix: `rename:`, and language towers of larger models."""
+"""Models whose names differ by a prefix: `rename:`, and language models inside larger models."""
 
 from __future__ import annotations
 
@@ -100,29 +100,21 @@ def test_a_prefix_that_fits_nothing_or_makes_one_name_of_two_is_refused(tmp_path
 @pytest.mark.parametrize("precision", ["float32", "log8"])
 def test_curvature_follows_the_rename_unless_it_has_the_new_names(names: str, precision: str, tmp_path: Path) -> None:
     tuned, curvature, prior = near(BASE, 1), random_curvature(2, BASE), random_curvature(3, BASE)
-    base = write_model(tmp_path / "base", prefixed(BASE, "model.tower."))
-    model = write_model(tmp_path / "tuned", prefixed(tuned, "model."))
-    prefix = "model." if names == "of the model" else "model.tower."
-    for value, place, begin in ((curvature, "of-tuned", prefix), (prior, "of-base", "model.tower.")):
-        named = gm.Curvature({begin + name: value[name] for name in BASE}, value.examples, "empirical", "test")
-        named.save(tmp_path / place, precision=precision)
-    entry = {"model": str(model), "curvature": str(tmp_path / "of-tuned"), "rename": {"model.": "model.tower."}}
-    source = {"model": str(base), "curvature": str(tmp_path / "of-base")}
-    gm.merge({"method": "gradient-matching", "base": source, "models": [entry]}, tmp_path / "out")
 
-    plain_base, plain = write_model(tmp_path / "plain-base", BASE), write_model(tmp_path / "plain", tuned)
-    curvature.save(tmp_path / "c", precision=precision)
-    prior.save(tmp_path / "p", precision=precision)
-    recipe = {
-        "method": "gradient-matching",
-        "base": {"model": str(plain_base), "curvature": str(tmp_path / "p")},
-        "models": [{"model": str(plain), "curvature": str(tmp_path / "c")}],
-    }
-    gm.merge(recipe, tmp_path / "want")
-    got = read_model(tmp_path / "out")
-    assert {name.removeprefix("model.tower."): value.tolist() for name, value in got.items()} == {
-        name: value.tolist() for name, value in read_model(tmp_path / "want").items()
-    }
+    def merge(folder: Path, base: str, model: str, measured: str, **more: Any) -> dict[str, list[Any]]:
+        """The merge of models whose names begin with these prefixes, and the one of the curvature of the model."""
+        write_model(folder / "base", prefixed(BASE, base))
+        write_model(folder / "tuned", prefixed(tuned, model))
+        for value, name, prefix in ((prior, "base", base), (curvature, "tuned", measured)):
+            named = gm.Curvature(prefixed(dict(value), prefix), value.examples, "empirical", "test")
+            named.save(folder / name / "curvature", precision=precision)
+        entry = {"model": str(folder / "tuned"), **more}
+        gm.merge(recipe_of(folder / "base", entry) | {"method": "gradient-matching"}, folder / "out")
+        return {name.removeprefix(base): value.tolist() for name, value in read_model(folder / "out").items()}
+
+    measured = "model." if names == "of the model" else "model.tower."
+    got = merge(tmp_path / "renamed", "model.tower.", "model.", measured, rename={"model.": "model.tower."})
+    assert got == merge(tmp_path / "plain", "", "", "")
 
 
 # Language towers
