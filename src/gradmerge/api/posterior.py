@@ -264,8 +264,7 @@ def _write(posterior: _Posterior, n: int, out: Path, force: bool, threads: int) 
             if sample == 0:
                 staging.require_space(n * (writer.nbytes + small) + 1_000_000)
             folder.mkdir()
-            with contextlib.closing(writer):
-                writer.open()
+            with writer:
 
                 def put(name: str, start: int, block: Tensor, writer: ShardWriter = writer) -> None:
                     writer.write(name, start, bytes_of(block.contiguous()))

@@ -181,16 +181,12 @@ def write_sums(
             parts[name + log8.SUFFIX] = lambda v=value: log8.encode(v.detach().cpu())[1]  # type: ignore[misc]
     writer = ShardWriter(folder, stem, tensors, shard_size, header)
     require_space(folder, writer.nbytes)
-    try:
-        writer.open()
+    with writer:
         for name, part in parts.items():
             writer.write(name, 0, bytes_of(part().contiguous()))
             if name in sums:
                 let_go(sums[name])
         writer.finish()
-    except BaseException:
-        writer.close()
-        raise
     if stem == STEM and header["likelihood"] != PENALTY:
         write_curvature_card(folder)
 

@@ -102,8 +102,8 @@ def lies_within(path: Path, folder: Path) -> bool:
     if home in target.parents:
         return True
     return any(
-        place.parent.name == "snapshots" and target.parent == place.parent.parent / "blobs"
-        for place in (home, *home.parents)
+        parent.parent.name == "snapshots" and target.parent == parent.parent.parent / "blobs"
+        for parent in (home, *home.parents)
     )
 
 

@@ -12,17 +12,17 @@ from typing import Any
 from ..errors import MachineError
 from .reader import ITEM_SIZE, Entry, TensorFile, TensorInfo, header_bytes
 
-Described = tuple[str, tuple[int, ...]]
+DtypeShape = tuple[str, tuple[int, ...]]
 """The dtype of a safetensors header, and the shape."""
-Tensors = Mapping[str, Described]
+Tensors = Mapping[str, DtypeShape]
 
 
-def split_into_shards(tensors: Tensors, shard_size: int) -> list[dict[str, Described]]:
+def split_into_shards(tensors: Tensors, shard_size: int) -> list[dict[str, DtypeShape]]:
     """Split tensors, in their order, into shards of at most ``shard_size`` bytes, or of one larger tensor.
 
     In each shard, tensors with wider elements come first, which aligns every tensor to its element size.
     """
-    shards: list[dict[str, Described]] = [{}]
+    shards: list[dict[str, DtypeShape]] = [{}]
     used = 0
     for name, (dtype, shape) in tensors.items():
         nbytes = TensorInfo(dtype, shape).nbytes
@@ -173,10 +173,10 @@ class ShardWriter:
                 os.close(fd)
 
 
-def _by_folder(tensors: Tensors, prefixes: Iterable[str]) -> dict[str, dict[str, Described]]:
+def _by_folder(tensors: Tensors, prefixes: Iterable[str]) -> dict[str, dict[str, DtypeShape]]:
     """Return the tensors of each subfolder, by their names in its files."""
     prefixes = sorted(prefixes, key=len, reverse=True)
-    groups: dict[str, dict[str, Described]] = {}
+    groups: dict[str, dict[str, DtypeShape]] = {}
     for name, described in tensors.items():
         prefix = next((p for p in prefixes if name.startswith(p)), "")
         groups.setdefault(prefix, {})[name.removeprefix(prefix)] = described

@@ -40,8 +40,7 @@ def write_weights(
     writer = ShardWriter(staging.folder, stem, tensors, SHARD_SIZE, {"format": "pt"}, folders)
     staging.require_space(writer.nbytes)
     buffers = Buffers()
-    try:
-        writer.open()
+    with writer:
         for name, info in checkpoint.tensors.items():
             if name in changed:
                 value = changed[name]
@@ -55,8 +54,6 @@ def write_weights(
                 block = checkpoint.read(name, start, min(start + CHUNK, info.numel), buffers)
                 writer.write(name, start, bytes_of(block.contiguous()))
         writer.finish()
-    finally:
-        writer.close()
     if stem == "model":
         copy_sidecars(checkpoint, staging.folder, "auto")
     return dict(writer.sizes)
