@@ -87,7 +87,7 @@ def build_recipe(
         if is_rule_file(source["method"]):
             source["method"] = load_rule(source["method"], Path(), allow_code=allow_code).name
         apply_settings(source, settings)
-        return make_recipe(source, where="command line")
+        return make_recipe(source, where="command line", allow_code=allow_code)
     loaded = read_recipe(source, allow_code)
     if not settings and method is None:
         return loaded
@@ -98,5 +98,5 @@ def build_recipe(
         raw["method"] = method
     apply_settings(raw, settings)
     where = "standard input" if loaded.file is None else source
-    recipe = make_recipe(raw, folder=source.parent, where=f"{where} with changes from the command line")
-    return recipe.with_origin(loaded)
+    where = f"{where} with changes from the command line"
+    return make_recipe(raw, folder=source.parent, where=where, allow_code=allow_code).with_origin(loaded)
