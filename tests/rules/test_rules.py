@@ -70,22 +70,24 @@ TWINS: dict[str, tuple[str, Function, tuple[Any, ...], dict[str, Any]]] = {
         *(("base", "tuned", "positive", "large_prior", "curvature", 0.5, "penalties"), {"cap": 1.0}),
     ),
 }
+COMMON = ("large_prior", "curvature")
 for damping in (0.0, 0.5):
-    given_ = ("base", "tuned", "weights", "prior", "curvature", damping)
-    TWINS[f"fa1 {damping}"] = ("fa1", slow.fa1, given_, {})
+    TWINS[f"fa1 {damping}"] = ("fa1", slow.fa1, ("base", "tuned", "weights", "prior", "curvature", damping), {})
     for include in (False, True):
-        given_ = ("base", "tuned", "positive", "curvature", damping, "prior")
         TWINS[f"fisher-averaging {damping} {include}"] = (
-            *("fisher-averaging", slow.fisher_averaging, given_),
-            {"include_base": include},
+            *("fisher-averaging", slow.fisher_averaging),
+            *(("base", "tuned", "positive", "curvature", damping, "prior"), {"include_base": include}),
         )
     for signs in ("positive", "weights"):
-        given_ = ("base", "tuned", signs, "large_prior", "curvature", damping)
-        TWINS[f"gradient-matching {damping} {signs}"] = ("gradient-matching", slow.gradient_matching, given_, {})
+        TWINS[f"gradient-matching {damping} {signs}"] = (
+            *("gradient-matching", slow.gradient_matching),
+            *(("base", "tuned", signs, *COMMON, damping), {}),
+        )
     for saw, cap in ((False, "none"), (False, 1.0), (True, 0.0)):
-        given_ = ("base", "tuned", "positive", "large_prior", "curvature", damping, None)
-        options = {"base_saw_removed": saw, "cap": cap}
-        TWINS[f"removal {damping} {saw} {cap}"] = ("removal", slow.removal, given_, options)
+        TWINS[f"removal {damping} {saw} {cap}"] = (
+            *("removal", slow.removal),
+            *(("base", "tuned", "positive", *COMMON, damping, None), {"base_saw_removed": saw, "cap": cap}),
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
