@@ -90,12 +90,13 @@ def whole_tensors(jobs: Iterable[Job]) -> list[Block]:
     return sorted(blocks, key=lambda block: -block.stop)
 
 
-def chunks(plan: Plan) -> list[Block]:
-    """Return blocks of fixed size over all merged tensors; layers are not cut."""
+def chunks(plan: Plan, size: int | None = None) -> list[Block]:
+    """Return blocks of a size (by default CHUNK) over all merged tensors; layers are not cut."""
+    size = size or CHUNK
     blocks = [
-        Block(-1, job, start, min(start + CHUNK, job.info.numel))
+        Block(-1, job, start, min(start + size, job.info.numel))
         for job in plan.block_jobs
-        for start in range(0, job.info.numel, CHUNK)
+        for start in range(0, job.info.numel, size)
     ]
     return blocks + whole_tensors(plan.layers)
 

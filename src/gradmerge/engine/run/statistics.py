@@ -76,7 +76,7 @@ def model_thresholds(plan: Plan, reduce: Reduce, advance: Advance) -> Thresholds
         search = ThresholdSearch(plan, plan.block_jobs, RUNS)
     while search.thresholds is None:
         function = functools.partial(count_magnitudes, search=search)
-        search.end_pass(reduce(plan, function, chunks(plan), advance))
+        search.end_pass(reduce(plan, function, chunks(plan, plan.block), advance))
         advance = ignore  # the total is that of one pass
     return search.thresholds
 
@@ -155,7 +155,7 @@ def block_magnitudes(plan: Plan, block: Block, buffers: Buffers) -> list[np.ndar
     assert isinstance(job, BlockJob)
     base, tuned = job.read_models(plan, block.start, block.stop, buffers)
     assert base is not None
-    return [(model - base).abs_().reshape(-1).numpy() for model in tuned]
+    return [(model - base).abs_().numpy() for model in tuned]
 
 
 def sample_magnitudes(plan: Plan, jobs: Sequence[BlockJob], total: int, runs: int | None) -> list[list[np.ndarray]]:
