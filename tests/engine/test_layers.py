@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api.merge import planned
 from gradmerge.compare.candidates import Candidate
 from gradmerge.compare.in_memory import materialise
 from gradmerge.compare.predict import open_to_look, predict
@@ -21,7 +19,6 @@ from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
 from gradmerge.engine.run.output import Output
 from gradmerge.recipe import make_recipe
 
-from ..forked import forked
 from ..making import assert_close, near, random_curvature, random_state, read_model, weight_bytes, write_model
 from ..rules import slow
 
@@ -236,29 +233,6 @@ def test_a_removal_is_damped_by_the_mean_over_all_entries(tmp_path: Path, states
         sum(w * (s["norm.weight"] - states[0]["norm.weight"]).abs() for w, s in zip(WEIGHTS, states[1:], strict=True)),
     )
     assert bool((step <= 2 * negated + 1e-12).all())
-
-
-def test_a_removal_whose_step_is_too_long_is_refused(tmp_path: Path, states: Any, folders: Any) -> None:
-    """Judged on the layers as they are solved: with almost no curvature of the base, the step is enormous."""
-    sources = [1e-6, kronecker(5), kronecker(6)]
-    recipe = recipe_of(folders, sources, tmp_path, "removal", damping=1e-6)
-    with pytest.raises(gm.InputError, match="damping"):
-        gm.merge(recipe, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_plan_counts_the_factors_and_a_dry_run_says_how_layers_are_damped(tmp_path: Path, folders: Any) -> None:
-    sources = [kronecker(3), kronecker(5), kronecker(6)]
-    recipe = recipe_of(folders, sources, tmp_path, "gradient-matching", damping="auto")
-    (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
-    with planned(recipe) as plan:
-        stored = 4 * sum(value.numel() for source in sources for value in source.values())
-        models = 3 * sum(math.prod(shape) * 8 for shape in SHAPES.values())
-        assert 0.9 * (stored + models) < plan.total_read <= stored + models
-        largest = max((i + bias) ** 2 + o**2 for o, i, bias in LAYERS.values())
-        assert plan.memory(2) - plan.memory(1) > 3 * 8 * largest
-    said = forked("merge", tmp_path / "recipe.yml", "--dry-run")
-    assert "0.2 × the mean curvature of the layer" in said.stdout, said.stderr
 
 
 def without(name: str, **layers: LayerFactors) -> KroneckerCurvature:

@@ -376,9 +376,9 @@ def test_thresholds_are_exact_whether_the_sampled_bracket_holds_them_or_not(
     assert got == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
-@pytest.mark.parametrize("weights", [[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]])
-@pytest.mark.parametrize("where", ["base", "a", "b"])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+@pytest.mark.parametrize("weights", [[1.0, 0.0], [-1.0, -1.0]])
+@pytest.mark.parametrize("where", ["base", "b"])
 def test_no_rule_swallows_a_value_that_is_not_finite(
     tmp_path: Path, bad: float, weights: list[float], where: str
 ) -> None:
@@ -483,12 +483,6 @@ def test_a_bias_called_attn_bias_is_merged_and_a_mask_of_that_name_is_not(tmp_pa
     got = read_model(tmp_path / "out")
     assert torch.equal(got["h.0.attn.bias"], states[1]["h.0.attn.bias"])
     assert torch.equal(got["h.1.attn.bias"], states[0]["h.1.attn.bias"])
-
-
-def test_paths_may_be_path_objects(tmp_path: Path) -> None:
-    folders, _ = three_models(tmp_path)
-    gm.merge({"method": "average", "base": folders[0], "models": [folders[1], {"model": folders[2]}]}, tmp_path / "out")
-    assert read_model(tmp_path / "out").keys() == SHAPES.keys()
 
 
 ONES = {"w": torch.ones(2)}

@@ -174,23 +174,6 @@ def test_a_record_that_is_a_link_out_of_the_folder_is_refused(case: Case, tmp_pa
         gm.merge(case, tmp_path / "out")
 
 
-def test_other_methods_do_not_read_the_record(case: Case, tmp_path: Path) -> None:
-    record(case["models"][0]["model"], "none", format="broken")
-    gm.merge({**case, "method": "fisher-averaging"}, tmp_path / "out")
-
-
-def test_predictions_are_of_the_merge_with_the_recorded_penalties(case: Case, tmp_path: Path) -> None:
-    for model in case["models"]:
-        record(model["model"], "none")
-    merged = gm.diagnose(case).prediction.cost("gradient-matching", "a").excess
-    gm.merge(case, tmp_path / "out")
-    assert gm.diagnose(case, merged=tmp_path / "out").prediction.costs
-    same = gm.diagnose(case, merged=tmp_path / "out").prediction.cost(str(tmp_path / "out"), "a").excess
-    assert same == pytest.approx(merged, rel=1e-6)
-    case["base"]["penalty"] = {"identity": 100.0}
-    assert gm.diagnose(case).prediction.cost("gradient-matching", "a").quadratic > 1.5 * merged
-
-
 @pytest.mark.parametrize("method", ["gradient-matching", "removal"])
 def test_the_bases_curvature_is_scaled_to_the_examples_that_it_stands_for(
     case: Case, method: str, tmp_path: Path

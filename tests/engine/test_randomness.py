@@ -23,14 +23,6 @@ def test_masks_differ_by_seed_model_and_tensor() -> None:
             assert 0.35 < agreement < 0.65
 
 
-def test_the_share_that_is_kept_is_the_density() -> None:
-    size = 1_000_000
-    for density in (0.01, 0.5, 0.9):
-        share = keep_mask(3, 1, "w", 0, size, density).double().mean().item()
-        assert abs(share - density) < 5 * (density * (1 - density) / size) ** 0.5
-    assert keep_mask(3, 1, "w", 0, 1000, 1.0).all()
-
-
 def test_the_first_numbers_of_the_stream_stay_what_they_are() -> None:
     """A merge with the same seed must give the same model with every later version."""
     assert keep_mask(0, 0, "w", 0, 16, 0.5).int().tolist() == [1, 0, 1, 0, 1, 1, 0, 1, 1, 0, 1, 0, 1, 0, 1, 0]

@@ -9,7 +9,6 @@ from fractions import Fraction
 import pytest
 import torch
 
-import gradmerge as gm
 from gradmerge.engine.run.rounding import rounded
 
 #: Bits of the significand, and the exponents of the smallest and of the largest binade.
@@ -64,13 +63,3 @@ def test_nan_stays_nan_and_float32_is_as_torch_rounds_it() -> None:
         assert rounded(torch.tensor([math.nan], dtype=torch.float64), dtype).isnan().all()
         single = torch.randn(1000, generator=torch.Generator().manual_seed(0))
         assert torch.equal(rounded(single, dtype), single.to(dtype))
-
-
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_a_merge_of_float64_models_is_rounded_once(dtype: torch.dtype) -> None:
-    values = [v for v in hard_values(dtype)[:3000] if math.isfinite(nearest(v, dtype))]
-    model = {"w": torch.tensor(values, dtype=torch.float64)}
-    base = {"w": torch.zeros(len(values), dtype=dtype)}
-    got = gm.merge_state_dicts(base, [model], "task-arithmetic")["w"]
-    assert got.dtype == dtype
-    assert got.tolist() == [nearest(value, dtype) for value in values]
