@@ -16,8 +16,8 @@ from ..curvature.kronecker import KroneckerCurvature
 from ..engine.checks.damping import find_damping
 from ..engine.plan.build import inputs_of, make_plan
 from ..engine.plan.inputs import CurvatureInput
-from ..engine.plan.jobs import MergeOptions, torch_type
-from ..engine.run.executor import LocalExecutor, MergedBlock, merge_blocks
+from ..engine.plan.jobs import MergedBlock, MergeOptions, torch_type
+from ..engine.run.executor import LocalExecutor, merge_blocks
 from ..engine.run.statistics import compute_statistics
 from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
@@ -128,9 +128,9 @@ def merge_state_dicts(
     infos = {name: info for job in plan.jobs for name, info in job.tensors.items()}
     result = {name: torch.empty(info.shape, dtype=torch_type(info)) for name, info in infos.items()}
 
-    def put(block: MergedBlock) -> None:
-        for name, values in block.tensors.items():
-            result[name].view(-1)[block.start : block.start + len(values)] = values
+    def put(merged: MergedBlock) -> None:
+        for name, values in merged.tensors.items():
+            result[name].view(-1)[merged.start : merged.start + len(values)] = values
 
     executor = LocalExecutor(threads or default_threads())
     find_damping(plan, executor.reduce)

@@ -15,9 +15,9 @@ from ..engine.checks.damping import find_damping
 from ..engine.checks.step_size import check_step_size
 from ..engine.plan.build import dry_check_rule, scope_problems
 from ..engine.plan.inputs import CONSTANT_DAMPING
-from ..engine.plan.jobs import BlockJob, Job, LayerJob, random_inputs, rule_arguments
+from ..engine.plan.jobs import Block as PlanBlock, BlockJob, Job, LayerJob, random_inputs, rule_arguments
 from ..engine.plan.match_curvature import Layer, layer_option_problems
-from ..engine.plan.plan import Block as PlanBlock, Plan
+from ..engine.plan.plan import Plan
 from ..engine.run.executor import LocalExecutor
 from ..engine.run.reduce import Advance
 from ..engine.run.statistics import Statistics, compute_statistics
@@ -124,7 +124,7 @@ def look_at(
         visit(Block(job, unit.start, unit.stop, *read, *more, merged, number))
         advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
 
-    units = (unit for unit in replace(plan, jobs=cut).blocks() if unit.job.rule is not None)
+    units = (unit for unit in replace(plan, jobs=cut).blocks(plan.block) if unit.job.rule is not None)
     run_parallel(enumerate(units), with_buffers(work), threads)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from ..curvature.summary import group_of
-from ..engine.plan.jobs import BlockJob, Job
-from ..engine.plan.plan import Block, Plan
+from ..engine.plan.jobs import Block, BlockJob, Job
+from ..engine.plan.plan import Plan
 from ..recipe import Recipe
 from .grid import Setting
 from .predictor import Predictor
@@ -28,7 +28,7 @@ class SampledPlan(Plan):
 
     share: float = 1.0
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self, size: int | None = None) -> Iterator[Block]:
         number = 0
         for job in self.jobs:
             for start in self._starts(job):

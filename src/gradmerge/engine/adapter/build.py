@@ -16,9 +16,9 @@ from ...checkpoints.lora import AdapterCheckpoint
 from ...errors import InputError
 from ...io.reader import TensorInfo
 from ...recipe import Recipe
-from ..plan.jobs import Job, LayerJob, MergeOptions, torch_type
-from ..plan.plan import Block, Plan
-from ..run.executor import MergedBlock, merge_blocks
+from ..plan.jobs import Block, Job, LayerJob, MergedBlock, MergeOptions, torch_type
+from ..plan.plan import Plan
+from ..run.executor import merge_blocks
 from ..run.linear import linear_weights
 from ..run.rounding import rounded
 from ..run.statistics import Statistics

@@ -20,8 +20,8 @@ from ...notes import Kind, Note
 from ...recipe import Recipe
 from ...rules.kronecker_matching import KroneckerFactors, diagonal_of
 from ...text import count
-from ..plan.jobs import BlockJob, LayerJob, converted, rule_arguments
-from ..plan.plan import Block, Plan
+from ..plan.jobs import Block, BlockJob, LayerJob, converted, rule_arguments
+from ..plan.plan import Plan
 from ..run.reduce import Reduce, exact_sum, whole_tensors
 
 ABOVE = 1.5

@@ -8,8 +8,8 @@ import torch
 
 from ...checkpoints.checkpoint import Buffers
 from ...rules.kronecker_matching import mean_eigenvalue
-from ..plan.jobs import BlockJob, LayerJob
-from ..plan.plan import Block, Plan
+from ..plan.jobs import Block, BlockJob, LayerJob
+from ..plan.plan import Plan
 from ..run.reduce import Advance, Reduce, chunks, exact_sum, ignore
 
 

@@ -21,8 +21,8 @@ from ...curvature.summary import group_of
 from ...errors import InputError
 from ...notes import Kind, Note
 from ...rules.kronecker_matching import applied
-from ..plan.jobs import BlockJob, LayerJob, converted, rule_arguments
-from ..plan.plan import Block, Plan
+from ..plan.jobs import Block, BlockJob, LayerJob, converted, rule_arguments
+from ..plan.plan import Plan
 from ..run.reduce import Advance, Reduce, chunks, exact_sum, ignore
 from .damping import find_damping
 

@@ -44,16 +44,6 @@ class MergeOptions:
     """Factor of the written curvature H̄."""
 
 
-@dataclass
-class MergedTensors:
-    """What a job computes for one block."""
-
-    values: dict[str, Tensor]
-    """Name → flat values in the type of the result. They may lie in a buffer that the next block overwrites."""
-    precision: Tensor | None = None
-    """H̄ of the same entries in float32, if the plan writes it."""
-
-
 @dataclass(frozen=True)
 class Job(ABC):
     """What is done for one tensor of the result."""
@@ -90,9 +80,49 @@ class Job(ABC):
 
     @abstractmethod
     def merge(
-        self, plan: Plan, start: int, stop: int, statistics: Statistics, buffers: Buffers, options: MergeOptions
-    ) -> MergedTensors:
-        """Return the result's entries ``start`` to ``stop``."""
+        self, plan: Plan, block: Block, statistics: Statistics, buffers: Buffers, options: MergeOptions
+    ) -> MergedBlock:
+        """Return the result of a block."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A range of entries of one tensor: the unit of work of a thread, and of the journal."""
+
+    number: int
+    job: Job
+    start: int
+    stop: int
+
+
+@dataclass
+class MergedBlock:
+    """The result of a block."""
+
+    block: Block
+    tensors: dict[str, Tensor]
+    """Name → flat values in the type of the result, from ``block.start`` on; a layer has its bias too.
+
+    They may lie in a buffer that the next block overwrites."""
+    precision: Tensor | None = None
+    """H̄ of the same entries in float32, if the plan writes it."""
+
+    @property
+    def job(self) -> Job:
+        return self.block.job
+
+    @property
+    def start(self) -> int:
+        return self.block.start
+
+    @property
+    def stop(self) -> int:
+        return self.block.stop
+
+    @property
+    def values(self) -> Tensor:
+        """The values of the job's own tensor."""
+        return self.tensors[self.job.name]
 
 
 @dataclass(frozen=True)
@@ -103,14 +133,14 @@ class CopyJob(Job):
         return plan.inputs.template.tensors[self.name].nbytes
 
     def merge(
-        self, plan: Plan, start: int, stop: int, statistics: Statistics, buffers: Buffers, options: MergeOptions
-    ) -> MergedTensors:
+        self, plan: Plan, block: Block, statistics: Statistics, buffers: Buffers, options: MergeOptions
+    ) -> MergedBlock:
         template = plan.inputs.template
-        values = template.read(self.name, start, stop, buffers)
+        values = template.read(self.name, block.start, block.stop, buffers)
         if self.info.is_float and not options.allow_nonfinite and not all_finite(values):
             raise not_finite(template.label, self.name)
         # A view, such as an adapter on its base, may return a wider type than the stored one.
-        return MergedTensors({self.name: rounded(values, torch_type(self.info))})
+        return MergedBlock(block, {self.name: rounded(values, torch_type(self.info))})
 
 
 @dataclass(frozen=True)
@@ -182,10 +212,11 @@ class BlockJob(Job):
         return converted(tensors, lambda tensor: tensor.reshape(shape) if tensor.dim() else tensor)
 
     def merge(
-        self, plan: Plan, start: int, stop: int, statistics: Statistics, buffers: Buffers, options: MergeOptions
-    ) -> MergedTensors:
-        settings = plan.inputs.settings.of(self.name)
-        tensors = self.shaped(start, stop, self.read(plan, start, stop, buffers) | statistics.inputs_of(self.name))
+        self, plan: Plan, block: Block, statistics: Statistics, buffers: Buffers, options: MergeOptions
+    ) -> MergedBlock:
+        settings, (start, stop) = plan.inputs.settings.of(self.name), (block.start, block.stop)
+        tensors = self.read(plan, start, stop, buffers) | statistics.inputs_of(self.name)
+        tensors = self.shaped(start, stop, tensors)
         if options.device != CPU:
             tensors = converted(tensors, lambda tensor: tensor.to(options.device))
         arguments = rule_arguments(self.rule, plan, tensors, settings)
@@ -201,7 +232,7 @@ class BlockJob(Job):
         if plan.write_precision and self.rule.precision is not None:
             precision = self.rule.precision(**arguments).to(CPU) * options.precision_factor
             precision = storable_precision(precision, self.name)
-        return MergedTensors({self.name: stored}, precision)
+        return MergedBlock(block, {self.name: stored}, precision)
 
 
 @dataclass(frozen=True)
@@ -303,8 +334,8 @@ class LayerJob(Job):
             raise InputError(f"{self.name}: {rule.name}: {error}") from error
 
     def merge(
-        self, plan: Plan, start: int, stop: int, statistics: Statistics, buffers: Buffers, options: MergeOptions
-    ) -> MergedTensors:
+        self, plan: Plan, block: Block, statistics: Statistics, buffers: Buffers, options: MergeOptions
+    ) -> MergedBlock:
         device = CPU if plan.inputs.grams else options.device
         tensors = converted(self.read(plan), lambda tensor: tensor.to(device))
         merged = self.solve(plan, tensors).to(CPU)
@@ -312,7 +343,7 @@ class LayerJob(Job):
         stored = {name: rounded(values, torch_type(infos[name])) for name, values in self.split_bias(merged).items()}
         if not options.allow_nonfinite:
             check_finite(plan, self, tensors, merged, torch.cat([values.double() for values in stored.values()]))
-        return MergedTensors(stored)
+        return MergedBlock(block, stored)
 
 
 def read_models(

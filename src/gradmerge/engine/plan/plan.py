@@ -13,24 +13,14 @@ from ...rules import Rule
 from ...rules.measures import Measure
 from ...text import natural
 from .inputs import Inputs
-from .jobs import BlockJob, Job, LayerJob
+from .jobs import Block, BlockJob, Job, LayerJob
 
 BLOCK = 1 << 18
 """Entries that go through a rule at once. Smaller blocks stay in a core's cache, but threads then spend their time
 waiting for the interpreter's lock. Larger ones take more memory."""
-BATCH, FEW = 2, 12
-"""How many blocks of a tensor a thread takes at once, if it then has at most FEW blocks in memory. Threads wait half
-as often for each other. With more blocks in memory, they no longer fit the processor's cache."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A range of entries of one tensor: the unit of work of a thread, and of the journal."""
-
-    number: int
-    job: Job
-    start: int
-    stop: int
+FEW = 12
+"""A thread with at most so many blocks in memory takes blocks of twice the size. Threads wait half as often for each
+other. With more blocks in memory, these would no longer fit the processor's cache."""
 
 
 @dataclass
@@ -76,26 +66,14 @@ class Plan:
     def copied_tensors(self) -> int:
         return len(self.jobs) - len(self.merged)
 
-    def blocks(self) -> Iterator[Block]:
-        """Yield all blocks, in the order of the template's files."""
-        number = 0
+    def blocks(self, size: int | None = None) -> Iterator[Block]:
+        """Yield all blocks of about ``size`` entries, in the order of the template's files."""
+        number, size = 0, size or self.block_size
         for job in self.jobs:
-            step = job.step(self.block)
+            step = job.step(size)
             for start in range(0, max(job.info.numel, 1), step):
                 yield Block(number, job, start, min(start + step, job.info.numel))
                 number += 1
-
-    def batches(self, blocks: Iterable[Block]) -> Iterator[list[Block]]:
-        """Group consecutive blocks that a thread takes at once, where the rule allows any cut."""
-        size, batch = self._batch_size, list[Block]()
-        for block in blocks:
-            follows = batch and block.job is batch[-1].job and block.start == batch[-1].stop
-            if batch and not (follows and len(batch) < size and block.job.step(self.block) == self.block):
-                yield batch
-                batch = []
-            batch.append(block)
-        if batch:
-            yield batch
 
     @property
     def measures(self) -> Mapping[str, Measure]:
@@ -156,9 +134,9 @@ class Plan:
 
     def memory(self, threads: int) -> int:
         """Return the approximate peak memory in bytes: the interpreter, and each thread's blocks."""
-        rows = [job.step(self.block) for job in self.block_jobs if job.granularity != "tensor"]
-        entries = max(self._batch_size * self.block, max(rows, default=0))
-        blocks = threads * entries * (8 if self._needs_float64 else 4) * self._blocks_in_memory
+        size = self.block_size
+        entries = max((job.step(size) for job in self.block_jobs if job.granularity != "tensor"), default=size)
+        blocks = threads * max(size, entries) * (8 if self._needs_float64 else 4) * self._blocks_in_memory
         return 330_000_000 + blocks + threads * max((job.memory(self) for job in self.jobs), default=0)
 
     @property
@@ -174,7 +152,7 @@ class Plan:
         return needed or any(job.compute == torch.float64 for job in self.jobs)
 
     @property
-    def _batch_size(self) -> int:
-        """How many blocks a thread takes at once; only one with random masks, which take memory too."""
+    def block_size(self) -> int:
+        """Entries of a block. Random masks take memory too, so that their blocks are not doubled."""
         few = self._blocks_in_memory <= FEW and not self._needs_float64 and not self.needs & {"kept", "uniform"}
-        return BATCH if few else 1
+        return 2 * self.block if few else self.block

@@ -27,8 +27,8 @@ from ...io.atomic_dir import AtomicDir
 from ...recipe import Recipe
 from ...text import one_line
 from ..input_state import State
-from ..plan.jobs import MergeOptions
-from ..plan.plan import Block, Plan
+from ..plan.jobs import Block, MergeOptions
+from ..plan.plan import Plan
 from ..run.journal import boot_id
 from ..run.output import Output
 from ..run.reduce import Advance, BlockFunction, add_up, ignore

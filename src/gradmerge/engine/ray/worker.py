@@ -19,8 +19,7 @@ from ...io.small_files import read_json
 from ...recipe import make_recipe
 from ..input_state import State, state_of
 from ..plan.build import open_plan
-from ..plan.jobs import MergeOptions
-from ..plan.plan import Block
+from ..plan.jobs import Block, MergeOptions
 from ..run.executor import merge_blocks
 from ..run.fingerprint import files_read, fingerprint_of
 from ..run.journal import boot_id

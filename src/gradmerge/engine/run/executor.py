@@ -7,46 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from ...checkpoints.checkpoint import Buffers
-from ..plan.jobs import Job, MergeOptions
-from ..plan.plan import Block, Plan
+from ..plan.jobs import Block, Job, MergedBlock, MergeOptions
+from ..plan.plan import Plan
 from ..thread_pool import run_parallel, with_buffers
 from .reduce import Advance, BlockFunction, ignore, reduce_blocks, share_of
 from .statistics import Statistics
 
 if TYPE_CHECKING:
     from .output import Output
-
-
-@dataclass
-class MergedBlock:
-    """The result of consecutive blocks of one job."""
-
-    blocks: list[Block]
-    tensors: dict[str, Tensor]
-    """Name → flat values in the stored type. They may lie in a buffer that the next block overwrites."""
-    precision: Tensor | None = None
-    """H̄ of the same entries in float32, if the plan writes it."""
-
-    @property
-    def job(self) -> Job:
-        return self.blocks[0].job
-
-    @property
-    def values(self) -> Tensor:
-        """The values of the job's own tensor; a layer's bias is another tensor."""
-        return self.tensors[self.job.name]
-
-    @property
-    def start(self) -> int:
-        """The position of the first value in each tensor."""
-        return self.blocks[0].start
-
-    @property
-    def stop(self) -> int:
-        return self.blocks[-1].stop
 
 
 def merge_blocks(
@@ -67,16 +36,15 @@ def merge_blocks(
     sizes = {job.name: plan.bytes_read(job) for job in plan.jobs}
     lock = threading.Lock()
 
-    def work(buffers: Buffers, batch: list[Block]) -> None:
-        job, start, stop = batch[0].job, batch[0].start, batch[-1].stop
-        if start == 0 and job.name in next_jobs:
+    def work(buffers: Buffers, block: Block) -> None:
+        job = block.job
+        if block.start == 0 and job.name in next_jobs:
             read_ahead(plan, next_jobs[job.name])
-        merged = job.merge(plan, start, stop, statistics, buffers, options)
-        put(MergedBlock(batch, merged.values, merged.precision))
+        put(job.merge(plan, block, statistics, buffers, options))
         with lock:
-            advance(sum(share_of(sizes[job.name], block) for block in batch))
+            advance(share_of(sizes[job.name], block))
 
-    run_parallel(plan.batches(plan.blocks() if blocks is None else blocks), with_buffers(work), threads)
+    run_parallel(plan.blocks() if blocks is None else blocks, with_buffers(work), threads)
 
 
 def read_ahead(plan: Plan, job: Job) -> None:

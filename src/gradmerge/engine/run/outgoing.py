@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from ...io.atomic_dir import AtomicDir
 from ...io.upload import Upload
 from ...io.writer import ShardWriter
-from ..plan.plan import Block, Plan
+from ..plan.jobs import Block
+from ..plan.plan import Plan
 from .journal import Finished
 
 

@@ -12,8 +12,8 @@ from ...errors import InputError, MachineError
 from ...io.atomic_dir import AtomicDir
 from ...io.reader import bytes_of
 from ...io.writer import ShardWriter
+from ..plan.jobs import MergedBlock
 from ..plan.plan import Plan
-from .executor import MergedBlock
 from .journal import Finished, Journal
 
 
@@ -40,12 +40,12 @@ class WeightFiles:
                 if tensor in writer:
                     writer.write(tensor, 0, memoryview(b""))
 
-    def write(self, block: MergedBlock) -> None:
+    def write(self, merged: MergedBlock) -> None:
         """Write a block; may be called from several threads at once."""
-        for name, values in block.tensors.items():
-            self._model.write(name, block.start, bytes_of(values.contiguous()))
-        if block.precision is not None:
-            self.writers[1].write(block.job.name, block.start, bytes_of(block.precision.contiguous()))
+        for name, values in merged.tensors.items():
+            self._model.write(name, merged.start, bytes_of(values.contiguous()))
+        if merged.precision is not None:
+            self.writers[1].write(merged.job.name, merged.start, bytes_of(merged.precision.contiguous()))
 
     def close(self, *, sync: bool = False) -> None:
         for writer in self.writers:
@@ -103,10 +103,10 @@ class Output:
             self._outgoing.start(self._finished)
         return self._finished
 
-    def put(self, block: MergedBlock) -> None:
-        """Write a block, then its lines of the journal; may be called from several threads at once."""
-        self.files.write(block)
-        self.done([block.number for block in block.blocks])
+    def put(self, merged: MergedBlock) -> None:
+        """Write a block, then its line of the journal; may be called from several threads at once."""
+        self.files.write(merged)
+        self.done([merged.block.number])
 
     def done(self, numbers: Collection[int]) -> None:
         """Record in the journal that blocks are written."""

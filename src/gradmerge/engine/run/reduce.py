@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from ...checkpoints.checkpoint import Buffers
-from ..plan.jobs import Job
-from ..plan.plan import Block, Plan
+from ..plan.jobs import Block, Job
+from ..plan.plan import Plan
 from ..thread_pool import run_parallel
 
 CHUNK = 1 << 19

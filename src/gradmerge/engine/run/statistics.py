@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...checkpoints.checkpoint import Buffers
 from ...rules.measures import Measure, Sums
-from ..plan.jobs import BlockJob, rule_arguments
-from ..plan.plan import Block, Plan
+from ..plan.jobs import Block, BlockJob, rule_arguments
+from ..plan.plan import Plan
 from ..thread_pool import one_thread_each
 from .quantiles import Counts, Quantile, bracket_of
 from .reduce import CHUNK, Advance, Reduce, add_up, chunks, exact_sum, ignore, whole_tensors
