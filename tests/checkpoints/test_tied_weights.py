@@ -18,7 +18,7 @@ from gradmerge.checkpoints import Checkpoint, compare
 from gradmerge.checkpoints.compat.tied_weights import tied_to
 from gradmerge.errors import InputError
 from tests.forked import forked
-from tests.making import assert_close, random_state, run, write_model
+from tests.making import assert_close, random_state, read_model, run, write_model
 
 from .families import make, randomise
 
@@ -105,6 +105,13 @@ def test_a_merge_is_that_of_the_models_that_transformers_loads_or_is_refused(
             return  # the result would have no tensor for a separate head
         gm.merge(recipe, tmp_path / "out", allow_config=[KEY])
     assert_close(loaded(tmp_path / "out", family), want, 1e-6)
+
+
+def test_random_masks_keep_tied_weights_equal(tmp_path: Path) -> None:
+    folders = [write(tmp_path / str(i), "llama", "stored twice", i) for i in (0, 1)]
+    gm.merge({"method": "dare", "base": str(folders[0]), "models": [str(folders[1])]}, tmp_path / "out")
+    got = read_model(tmp_path / "out")
+    assert got["lm_head.weight"].equal(got["model.embed_tokens.weight"])
 
 
 def test_inspect_refuses_a_head_that_the_config_ties_beside_an_untied_one(tmp_path: Path) -> None:

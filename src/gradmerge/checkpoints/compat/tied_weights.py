@@ -77,6 +77,16 @@ def tied_to(name: str, checkpoint: Checkpoint) -> str | None:
     return source if source in tensors else None
 
 
+def tied_copies(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return tensor → the tensor it is tied to, for tied weights that the checkpoint stores twice."""
+    copies = {}
+    for name, source in _tied_pairs(checkpoint, checkpoint):
+        is_tied = _flag(name, checkpoint) is not False and name in checkpoint.tensors
+        if is_tied and same_values(checkpoint, name, source):
+            copies[name] = source
+    return copies
+
+
 def in_layer(name: str) -> bool:
     """Return whether a tensor belongs to a numbered layer. Tied weights are outside of the layers."""
     return re.search(r"\.\d+\.", name) is not None

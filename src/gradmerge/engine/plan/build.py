@@ -12,6 +12,7 @@ import torch
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.compat.compare import compare
 from ...checkpoints.compat.rename import RenamedCheckpoint
+from ...checkpoints.compat.tied_weights import tied_copies
 from ...checkpoints.open import open_checkpoint, put_adapter
 from ...curvature.format import default_curvature, open_curvature
 from ...errors import InputError
@@ -199,6 +200,8 @@ def make_plan(
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {problem}" for problem in problems))
     jobs = _jobs(recipe, inputs, set(comparison.merged), layers)
     plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
+    if plan.needs & {"kept", "uniform"}:
+        inputs.tied_copies = tied_copies(template)
     plan.note(recipe.notes)
     plan.note(stacked_notes(comparison.notes, part_notes) if recipe.slices else comparison.notes)
     plan.note(inputs.result_files.notes if inputs.result_files else ())

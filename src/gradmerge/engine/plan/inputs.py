@@ -205,6 +205,8 @@ class Inputs:
     """The recipe's options, some of which may vary between tensors."""
     aliases: dict[Checkpoint, dict[str, str]] = field(default_factory=dict)
     """Checkpoint → tensor → the tensor it is tied to, if the checkpoint stores only that."""
+    tied_copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensor of the template → the tensor that it is a copy of. Random masks are the same for both."""
     result_files: ResultFiles | None = None
     """The files of the result's tokenizer and chat template, if the recipe changes them."""
 

@@ -362,10 +362,11 @@ def read_models(
 def random_inputs(plan: Plan, kind: str, tensor: str, start: int, stop: int) -> list[Tensor]:
     """Return the masks (``kept``) or random numbers (``uniform``) of a block, one for each tuned model."""
     options, models = plan.inputs.settings.of(tensor).options, range(len(plan.inputs.tuned_of(tensor)))
+    stream = plan.inputs.tied_copies.get(tensor, tensor)
     if kind == "uniform":
-        return [uniform(options["seed"], i, tensor, start, stop) for i in models]
+        return [uniform(options["seed"], i, stream, start, stop) for i in models]
     shares = enumerate(per_model(options["density"], models))
-    return [keep_mask(options["seed"], i, tensor, start, stop, share) for i, share in shares]
+    return [keep_mask(options["seed"], i, stream, start, stop, share) for i, share in shares]
 
 
 def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any], settings: TensorSettings) -> dict[str, Any]:
