@@ -1,1 +1,1 @@
-"""mergekit's recipes, translated to recipes of gradmerge."""
+"""Read mergekit recipes as gradmerge recipes."""

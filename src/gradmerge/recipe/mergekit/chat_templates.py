@@ -1,4 +1,4 @@
-"""Chat templates that mergekit has under a name, written from the formats as their makers describe them."""
+"""Chat templates that mergekit recipes name, written from the published formats."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     ),
 }
-#: Those that mergekit has besides: the first has had several forms, and the other is hardly used.
-LEFT_OUT = ("mistral", "exaone")
+#: Other names that mergekit knows: the format of the first changed several times, and the second is rarely used.
+UNSUPPORTED = ("mistral", "exaone")

@@ -1,7 +1,7 @@
-"""Recipes of mergekit, as ours.
+"""Translate mergekit recipes into gradmerge recipes.
 
-What mergekit takes is read here, parameter by parameter and with its own precedence: a model's, then its slice's, its
-module's, and the recipe's. What it says is kept; where that is not possible, the message names the line.
+A parameter has mergekit's precedence: model, slice, module, recipe. What cannot be translated is an error that names
+the line; what has no effect is a note.
 """
 
 from __future__ import annotations
@@ -16,366 +16,345 @@ from ...notes import Note
 from ...rules import METHODS
 from ...text import nearest
 from ..yaml_values import YamlValue
-from .chat_templates import LEFT_OUT, TEMPLATES
-from .methods import IDLE, MERGEKIT_METHODS, REQUIRED, Method, Parameter, settled
-from .parameters import resolved
+from .chat_templates import TEMPLATES, UNSUPPORTED
+from .methods import IGNORED, MERGEKIT_METHODS, REQUIRED, Method, Parameter, join_switches
+from .parameters import resolve
 
-TOP = (
+KEYS = (
     *("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype", "name"),
     *("tokenizer_source", "tokenizer", "chat_template"),
 )
-TYPES = ("float64", "float32", "float16", "bfloat16")
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+ALL_PARAMETERS = {parameter.name for method in MERGEKIT_METHODS.values() for parameter in method.parameters}
 
 
 class ModelReference(NamedTuple):
-    """A model as mergekit names it, and an adapter on top of it."""
+    """A model, and an adapter on top of it."""
 
     model: str
     adapter: str | None = None
 
 
 @dataclass
-class InputModel:
-    """A model that goes into a slice: where it is named, its layers if the recipe is of slices, and its parameters."""
+class Source:
+    """An input of a merge: its entry in the recipe, its model, and its layers in a recipe with slices."""
 
-    place: YamlValue
+    entry: YamlValue
     reference: ModelReference
-    layers: tuple[int, int] | None
+    layers: tuple[int, int] | None = None
 
 
 def translate(document: YamlValue, find: Callable[[str], str]) -> tuple[dict[str, Any], list[Note], dict[str, str]]:
-    """A recipe of mergekit's as ours, with notes on what was read otherwise than one might think.
+    """Translate a mergekit recipe.
 
-    ``find`` gives the place of a model or adapter that mergekit names. Last come keys of layers in ours, each with
-    where the file has them.
+    Args:
+        document: The recipe.
+        find: Returns the path for a model that the recipe names.
+
+    Returns:
+        The gradmerge recipe, notes, and the file's line for each key of layers in the gradmerge recipe.
     """
     translation = _Translation(document, find)
-    return translation.recipe(), translation.notes, translation.layers
+    return translation.recipe(), translation.notes, translation.lines
 
 
 class _Translation:
-    def __init__(self, top: YamlValue, find: Callable[[str], str]) -> None:
-        self.top, self.find = top, find
+    def __init__(self, document: YamlValue, find: Callable[[str], str]) -> None:
+        self.document, self.find = document, find
         self.notes: list[Note] = []
-        self.layers: dict[str, str] = {}
-        self._check_keys(top, TOP)
+        self.lines: dict[str, str] = {}
+        self._check_keys(document, KEYS)
         self.method_name, self.method = self._method()
-        base = top.get("base_model")
+        base = document.get("base_model")
         self.base = None if base is None else self._reference(base)
         if self.base is None and self.method.base == "needed":
-            raise top.at("merge_method").fail(f"{self.method_name} needs a base: give a `base_model`")
+            raise document.at("merge_method").fail(f"{self.method_name} needs a `base_model`")
 
     def recipe(self) -> dict[str, Any]:
         module = self._module()
-        levels = [place for place in (module.get("parameters"), self.top.get("parameters")) if place is not None]
-        if module.value is self.top.value:
-            levels = levels[:1]
+        holders = [module] if module.value is self.document.value else [module, self.document]
+        levels = [level for holder in holders if (level := holder.get("parameters")) is not None]
         for level in levels:
-            self._check_parameters(level, one_model=False)
-        made: dict[str, Any] = {"method": self.method.rule}
+            self._check_parameters(level, of_model=False)
+        recipe: dict[str, Any] = {}
+        if (name := self.document.get("name")) is not None:
+            recipe["name"] = str(name.value)
+        recipe["method"] = self.method.rule
         if self.base is not None:
-            made["base"] = self._named(self.base)
+            recipe["base"] = self._model_keys(self.base)
         if module.get("slices") is not None:
-            made |= self._slices(module.at("slices").sequence(), levels)
+            slices = [self._slice(i, entry, levels) for i, entry in enumerate(module.at("slices").sequence())]
+            recipe |= self._with_shared_options(slices) | {"slices": slices}
         else:
-            made |= self._models(module.at("models").sequence(), levels)
-        name = self.top.get("name")
-        return ({} if name is None else {"name": str(name.value)}) | made | self._output() | self._vocabulary()
+            sources = []
+            for entry in module.at("models").sequence():
+                self._check_keys(entry.mapping(), ("model", "parameters"))
+                sources.append(Source(entry, self._reference(self._required(entry, "model"))))
+            merge = self._merge(sources, levels)
+            recipe |= self._with_shared_options([merge]) | {"models": merge["models"]}
+        return recipe | self._output() | self._vocabulary()
 
-    # What is merged
+    # Methods, models and slices
 
     def _method(self) -> tuple[str, Method]:
-        place = self.top.at("merge_method")
-        name = place.text()
+        value = self.document.at("merge_method")
+        name = value.text()
         if name not in MERGEKIT_METHODS:
             known = f"{nearest(name, MERGEKIT_METHODS)}\n  Known are {', '.join(MERGEKIT_METHODS)}."
-            raise place.fail(f"merge_method: there is no method {name[:60]!r}{known}")
+            raise value.fail(f"merge_method: there is no method {name[:60]!r}{known}")
         return name, MERGEKIT_METHODS[name]
 
     def _module(self) -> YamlValue:
-        """Where `models` or `slices` are: in the recipe, or in its only module."""
-        given = [key for key in ("models", "slices", "modules") if self.top.get(key) is not None]
-        if len(given) != 1:
-            told = " and ".join(given) if given else "none of them"
-            raise self.top.fail(f"one of `models`, `slices` and `modules` says what is merged; here is {told}")
-        if given != ["modules"]:
-            return self.top
-        modules = self.top.at("modules").mapping()
-        first, *others = list(modules.keys) or [None]
+        """Return the mapping with `models` or `slices`: the recipe, or its only module."""
+        keys = [key for key in ("models", "slices", "modules") if self.document.get(key) is not None]
+        if len(keys) != 1:
+            found = " and ".join(keys) if keys else "none of them"
+            raise self.document.fail(f"the recipe needs one of `models`, `slices` and `modules`, but has {found}")
+        if keys != ["modules"]:
+            return self.document
+        modules = self.document.at("modules").mapping()
+        first, *others = modules.keys or [None]
         if first is None or others:
-            place = modules.at(others[0]) if others else modules
-            raise place.fail("modules: only a recipe with one module can be read; merge each part of the model apart")
+            entry = modules.at(others[0]) if others else modules
+            raise entry.fail("modules: only one module is supported; merge each part of the model in its own recipe")
         module = modules.at(first).mapping()
         self._check_keys(module, ("models", "slices", "parameters"))
         if (module.get("models") is None) == (module.get("slices") is None):
             raise module.fail(f"modules.{first}: give either `models` or `slices`")
         return module
 
-    def _models(self, places: YamlValue, levels: Sequence[YamlValue]) -> dict[str, Any]:
-        sources = []
-        for place in places:
-            self._check_keys(place.mapping(), ("model", "parameters"))
-            sources.append(InputModel(place, self._reference(self._model(place)), None))
-        return self._lifted([self._merged(sources, levels)], sliced=False)
-
-    def _slices(self, places: YamlValue, levels: Sequence[YamlValue]) -> dict[str, Any]:
-        made = []
-        for place in places:
-            self._check_keys(place.mapping(), ("sources", "base_model", "parameters", "residual_weight"))
-            if place.get("sources") is None:
-                raise place.fail("slices: `sources` is missing")
-            own = place.get("base_model")
-            if own is not None and self._reference(own) != self.base:
-                raise own.fail("base_model of a slice: other than the recipe's is not supported; make it two recipes")
-            sources = [self._slice_source(source) for source in place.at("sources").sequence()]
-            lengths = [source.layers[1] - source.layers[0] for source in sources if source.layers is not None]
-            if len(set(lengths)) > 1:
-                raise place.fail(f"slices: its sources have different numbers of layers: {lengths}")
-            inner = place.get("parameters")
-            if inner is not None:
-                self._check_parameters(inner, one_model=False)
-            made.append(self._merged(sources, [*([inner] if inner else []), *levels]))
-            self._keep_lines(f"slices[{len(made) - 1}]", sources)
-        return self._lifted(made, sliced=True)
-
-    def _keep_lines(self, key: str, sources: Sequence[InputModel]) -> None:
-        """Where the layers of a slice are in the file."""
-        base = None if self.method.base == "a model" else self.base
-        models = (f"{key}.models[{number}].layers" for number in itertools.count())
-        for source in sources:
-            own = f"{key}.base" if source.reference == base else next(models)
-            self.layers[own] = f"{source.place.at('layer_range').where}: layer_range"
-
-    def _slice_source(self, place: YamlValue) -> InputModel:
-        self._check_keys(place.mapping(), ("model", "layer_range", "parameters"))
-        span = place.get("layer_range")
-        if span is None:
-            raise place.fail("slices: `layer_range` is missing; give the first layer and one past the last")
-        if not isinstance(span.value, list) or len(span.value) != 2:
-            raise span.fail(f"layer_range: should be [first, one past the last], but it is {span.shown}")
-        first, stop = (end.whole() for end in span)
-        if not 0 <= first < stop:
-            raise span.fail(f"layer_range: [{first}, {stop}] are no layers: give the first and one past the last")
-        return InputModel(place, self._reference(self._model(place)), (first, stop))
-
-    def _merged(self, sources: list[InputModel], levels: Sequence[YamlValue]) -> dict[str, Any]:
-        """What is merged into some layers: models, options, and the base's layers.
-
-        ``levels`` are the parameters that are not of single models, the nearest first.
-        """
-        method, sliced, base = self.method, sources[0].layers is not None, self.base
-        if method.base == "a model":
-            if base is not None and not sliced and base not in [source.reference for source in sources]:
-                sources = [*sources, InputModel(self.top.at("base_model"), base, None)]
-            base = None
-        made: dict[str, Any] = {"models": [], "options": {}}
-        seen: list[ModelReference] = []
-        for source in sources:
-            if source.reference in seen:
-                raise source.place.fail(f"{source.reference.model}: is there twice; mergekit takes a model once")
-            seen.append(source.reference)
-            if base is not None and source.reference == base:
-                made["base"] = source.layers
-            else:
-                made["models"].append(self._model_of(source, levels))
-        if base is not None and sliced and base not in seen:
-            raise sources[0].place.fail(f"the base_model is not among the sources; {self.method_name} needs its layers")
-        count = len(made["models"])
-        if count < method.least or (method.most is not None and count > method.most):
-            wanted = f"at least {method.least}" if method.most is None else f"{method.most}"
-            besides = " besides the base" if base is not None else ""
-            raise sources[0].place.fail(f"{self.method_name} takes {wanted} model(s){besides}, not {count}")
-        for parameter in method.parameters:
-            if parameter.scope == "shared":
-                made["options"][parameter.option] = self._value(parameter, levels, None)
-        made["options"] = settled(made["options"])
-        return made
-
-    def _model_of(self, source: InputModel, levels: Sequence[YamlValue]) -> dict[str, Any]:
-        own = source.place.get("parameters") if isinstance(source.place.value, dict) else None
-        if own is not None:
-            self._check_parameters(own, one_model=True)
+    def _slice(self, number: int, entry: YamlValue, levels: Sequence[YamlValue]) -> dict[str, Any]:
+        self._check_keys(entry.mapping(), ("sources", "base_model", "parameters", "residual_weight"))
+        base = entry.get("base_model")
+        if base is not None and self._reference(base) != self.base:
+            raise base.fail("base_model of a slice: another base than that of the recipe is not supported")
+        sources = [self._slice_source(source) for source in self._required(entry, "sources").sequence()]
+        lengths = [source.layers[1] - source.layers[0] for source in sources if source.layers is not None]
+        if len(set(lengths)) > 1:
+            raise entry.fail(f"slices: the sources have different numbers of layers: {lengths}")
+        if (own := entry.get("parameters")) is not None:
+            self._check_parameters(own, of_model=False)
             levels = [own, *levels]
-        made: dict[str, Any] = self._named(source.reference)
+        merge = self._merge(sources, levels)
+        models = (f"slices[{number}].models[{i}].layers" for i in itertools.count())
+        for source in sources:
+            is_base = self.method.base != "a model" and source.reference == self.base
+            key = f"slices[{number}].base" if is_base else next(models)
+            self.lines[key] = f"{source.entry.at('layer_range').where}: layer_range"
+        return merge
+
+    def _slice_source(self, entry: YamlValue) -> Source:
+        self._check_keys(entry.mapping(), ("model", "layer_range", "parameters"))
+        layers = self._required(entry, "layer_range")
+        if not isinstance(layers.value, list) or len(layers.value) != 2:
+            raise layers.fail(f"layer_range: should be [first, one past the last], but it is {layers.shown}")
+        first, stop = (number.whole() for number in layers)
+        if not 0 <= first < stop:
+            raise layers.fail(f"layer_range: [{first}, {stop}] is not [first, one past the last], counted from 0")
+        return Source(entry, self._reference(self._required(entry, "model")), (first, stop))
+
+    def _merge(self, sources: list[Source], levels: Sequence[YamlValue]) -> dict[str, Any]:
+        """Return `models` and `options`, and in a slice the layers of the base as `base`.
+
+        ``levels`` are the parameters of slice, module and recipe.
+        """
+        base, in_slice = self.base, sources[0].layers is not None
+        references = [source.reference for source in sources]
+        if self.method.base == "a model":
+            if base is not None and not in_slice and base not in references:
+                sources = [*sources, Source(self.document.at("base_model"), base)]
+            base = None
+        for number, source in enumerate(sources):
+            if source.reference in references[:number]:
+                raise source.entry.fail(f"{source.reference.model}: a model can be a source only once")
+        if base is not None and in_slice and base not in references:
+            raise sources[0].entry.fail(f"{self.method_name} needs the base_model among the sources")
+        merge: dict[str, Any] = {"models": []}
+        for source in sources:
+            if base is not None and source.reference == base:
+                merge |= {"base": list(source.layers)} if source.layers is not None else {}
+            else:
+                merge["models"].append(self._model(source, levels))
+        count, method = len(merge["models"]), self.method
+        if count < method.min_models or (method.max_models is not None and count > method.max_models):
+            expected = f"at least {method.min_models}" if method.max_models is None else f"{method.max_models}"
+            besides = " besides the base" if base is not None else ""
+            raise sources[0].entry.fail(f"{self.method_name} takes {expected} model(s){besides}, not {count}")
+        options = {p.option: self._value(p, levels, None) for p in method.parameters if p.scope == "shared"}
+        return merge | {"options": join_switches(options)}
+
+    def _model(self, source: Source, levels: Sequence[YamlValue]) -> dict[str, Any]:
+        own = source.entry.get("parameters") if isinstance(source.entry.value, dict) else None
+        if own is not None:
+            self._check_parameters(own, of_model=True)
+            levels = [own, *levels]
+        model = self._model_keys(source.reference)
         if source.layers is not None:
-            made["layers"] = list(source.layers)
-        options: dict[str, Any] = {}
-        for parameter in self.method.parameters:
-            if parameter.scope != "shared":
-                value = self._value(parameter, levels, source)
-                (made if parameter.option == "weight" else options)[parameter.option] = value
-        return made | {"options": options}
+            model["layers"] = list(source.layers)
+        values = {p.option: self._value(p, levels, source) for p in self.method.parameters if p.scope != "shared"}
+        if "weight" in values:
+            model["weight"] = values.pop("weight")
+        return model | {"options": values}
 
-    def _lifted(self, parts: list[dict[str, Any]], sliced: bool) -> dict[str, Any]:
-        """Slices, or models, with every option as far up as it is the same, and none that is at its default."""
-        defaults = {option.name: option.default for option in METHODS[self.method.rule].options}
+    def _with_shared_options(self, merges: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Move options that are equal everywhere to the recipe, and remove defaults."""
         shared: dict[str, Any] = dict(self.method.options)
-        for name in list(parts[0]["options"]):
-            if all(part["options"][name] == parts[0]["options"][name] for part in parts):
-                shared[name] = parts[0]["options"][name]
-        models = [model for part in parts for model in part["models"]]
-        for name in list(models[0]["options"]):
-            if all(model["options"][name] == models[0]["options"][name] for model in models):
-                shared[name] = models[0]["options"][name]
-        for holder in (*parts, *models):
-            holder["options"] = {key: value for key, value in holder["options"].items() if key not in shared}
-            if not holder["options"]:
-                del holder["options"]
-        options = {key: value for key, value in shared.items() if value != defaults.get(key, REQUIRED)}
-        made: dict[str, Any] = {"options": options} if options else {}
-        if not sliced:
-            return {"models": models} | made
-        for part in parts:
-            part.update({"base": list(part["base"])} if part.get("base") is not None else {})
-        return {"slices": parts} | made
+        models = [model for merge in merges for model in merge["models"]]
+        for holders in (merges, models):
+            for name, value in holders[0]["options"].items():
+                if all(holder["options"][name] == value for holder in holders):
+                    shared[name] = value
+        for holder in (*merges, *models):
+            options = {name: value for name, value in holder.pop("options").items() if name not in shared}
+            holder |= {"options": options} if options else {}
+        defaults = {option.name: option.default for option in METHODS[self.method.rule].options}
+        options = {name: value for name, value in shared.items() if value != defaults.get(name, REQUIRED)}
+        return {"options": options} if options else {}
 
-    def _model(self, place: YamlValue) -> YamlValue:
-        model = place.get("model")
-        if model is None:
-            raise place.fail("`model` is missing")
-        return model
+    def _reference(self, value: YamlValue) -> ModelReference:
+        if isinstance(value.value, dict):
+            self._check_keys(value, ("model", "lora", "override_architecture"))
+            if value.get("override_architecture") is not None:
+                self._note(value.at("override_architecture"), "has no effect: tensors are matched by name")
+            adapter = value.get("lora")
+            model = self._path(self._required(value, "model"))
+            return ModelReference(model, None if adapter is None else self._path(adapter))
+        model, plus, lora = value.text().partition("+")
+        if "+" in lora:
+            raise value.fail(f"{value.text()[:80]}: a model takes one adapter, as MODEL+ADAPTER")
+        return ModelReference(model, lora if plus else None)
 
-    def _reference(self, place: YamlValue) -> ModelReference:
-        if isinstance(place.value, dict):
-            self._check_keys(place, ("model", "lora", "override_architecture"))
-            if place.get("override_architecture") is not None:
-                self._note(place.at("override_architecture"), "has no effect: tensors are matched by their names")
-            lora = place.get("lora")
-            return ModelReference(_path(self._model(place)), None if lora is None else _path(lora))
-        model, plus, adapter = place.text().partition("+")
-        if "+" in adapter:
-            raise place.fail(f"{place.text()[:80]}: a model takes one adapter, as MODEL+ADAPTER")
-        return ModelReference(model, adapter) if plus else ModelReference(model)
+    def _path(self, value: YamlValue) -> str:
+        """Return a path, which may be a mapping with `path` and `revision`."""
+        if not isinstance(value.value, dict):
+            return value.text()
+        revision = value.get("revision")
+        return self._required(value, "path").text() + ("" if revision is None else f"@{revision.text()}")
 
-    def _named(self, reference: ModelReference) -> dict[str, Any]:
-        made = {"model": self.find(reference.model)}
-        return made | ({"adapter": self.find(reference.adapter)} if reference.adapter else {})
+    def _model_keys(self, reference: ModelReference) -> dict[str, Any]:
+        adapter = {} if reference.adapter is None else {"adapter": self.find(reference.adapter)}
+        return {"model": self.find(reference.model)} | adapter
+
+    def _model_path(self, value: YamlValue) -> str:
+        """Return the path of a model without its adapter."""
+        return self.find(self._reference(value).model)
 
     # Parameters
 
-    def _value(self, parameter: Parameter, levels: Sequence[YamlValue], source: InputModel | None) -> Any:
+    def _value(self, parameter: Parameter, levels: Sequence[YamlValue], source: Source | None) -> Any:
         options = METHODS[self.method.rule].options
         limits = next((option.help for option in options if option.name == parameter.option), None)
-        value = resolved(parameter, levels, limits)
+        value = resolve(parameter, levels, limits)
         if value is None:
-            place = self.top.at("merge_method") if source is None else source.place
-            of = "" if source is None else f" for {source.reference.model}"
-            raise place.fail(
-                f"{self.method_name} needs the parameter `{parameter.name}`{of}, and for every tensor: after filters, "
+            entry = self.document.at("merge_method") if source is None else source.entry
+            model = "" if source is None else f" for {source.reference.model}"
+            raise entry.fail(
+                f"{self.method_name} needs the parameter `{parameter.name}`{model} for every tensor. After filters, "
                 "add a last `- value:`"
             )
         return value
 
-    def _check_parameters(self, place: YamlValue, one_model: bool) -> None:
-        """Note parameters that have no effect, and stop at one that is probably misspelt."""
+    def _check_parameters(self, parameters: YamlValue, of_model: bool) -> None:
+        """Note parameters without effect; raise an error for one that looks misspelled."""
         known = {parameter.name: parameter for parameter in self.method.parameters}
-        for name in place.mapping().keys:
-            parameter = known.get(name)
-            if parameter is not None:
-                if one_model and parameter.scope == "shared":
-                    self._note(place.at(name), f"of a single model has no effect in {self.method_name}")
-            elif name in (*IDLE, *self.method.idle):
-                if name == "eps" and place.at(name).number() > 1e-6:
-                    raise place.at(name).fail("eps: more than 1e-6 is not supported")
-                self._note(place.at(name), "changes no result")
+        for name in parameters.mapping().keys:
+            value = parameters.at(name)
+            if name in known:
+                if of_model and known[name].scope == "shared":
+                    self._note(value, f"of a single model has no effect in {self.method_name}")
+            elif name in (*IGNORED, *self.method.ignored):
+                if name == "eps" and value.number() > 1e-6:
+                    raise value.fail("eps: values above 1e-6 are not supported")
+                self._note(value, "does not change the result")
             else:
-                elsewhere = {parameter.name for method in MERGEKIT_METHODS.values() for parameter in method.parameters}
-                if name not in elsewhere:
-                    self._check_spelling(place.at(name), str(name), [*known, *self.method.idle])
-                self._note(place.at(name), f"is no parameter of {self.method_name}, and has no effect")
+                if name not in ALL_PARAMETERS:
+                    self._check_spelling(value, str(name), [*known, *self.method.ignored])
+                self._note(value, f"is not a parameter of {self.method_name} and has no effect")
 
-    def _check_keys(self, place: YamlValue, known: Collection[str]) -> None:
-        for key in place.keys:
+    def _check_keys(self, mapping: YamlValue, known: Collection[str]) -> None:
+        for key in mapping.keys:
             if key not in known:
-                self._check_spelling(place.at(key), str(key), known)
-                self._note(place.at(key), "is no key of mergekit's here, and has no effect")
+                self._check_spelling(mapping.at(key), str(key), known)
+                self._note(mapping.at(key), "is not a mergekit key and has no effect")
             elif key == "residual_weight":
-                self._note(place.at(key), "has no effect in mergekit either")
+                self._note(mapping.at(key), "has no effect in mergekit either")
 
-    def _check_spelling(self, place: YamlValue, word: str, known: Collection[str]) -> None:
+    def _check_spelling(self, value: YamlValue, word: str, known: Collection[str]) -> None:
         close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.8)
         if close:
-            raise place.fail(f"{word}: mergekit would not read it; did you mean {close[0]!r}?")
+            raise value.fail(f"{word}: mergekit ignores this key; did you mean {close[0]!r}?")
 
-    def _note(self, place: YamlValue, text: str) -> None:
-        note = Note(f"{place.where}: {place.name} {text}")
+    def _required(self, mapping: YamlValue, key: str) -> YamlValue:
+        value = mapping.get(key)
+        if value is None:
+            raise mapping.fail(f"{mapping.name}: `{key}` is missing")
+        return value
+
+    def _note(self, value: YamlValue, text: str) -> None:
+        note = Note(f"{value.where}: {value.name} {text}")
         if note not in self.notes:
             self.notes.append(note)
 
-    # What is written
+    # Output
 
     def _output(self) -> dict[str, Any]:
         types = {}
         for key in ("dtype", "out_dtype"):
-            place = self.top.get(key)
-            if place is not None:
-                types[key] = place.text().removeprefix("torch.")
-                if types[key] not in TYPES:
-                    raise place.fail(f"{key}: there is no type {types[key][:60]!r}; known are {', '.join(TYPES)}")
+            value = self.document.get(key)
+            if value is not None:
+                types[key] = value.text().removeprefix("torch.")
+                if types[key] not in DTYPES:
+                    raise value.fail(f"{key}: unknown type {types[key][:60]!r}; known are {', '.join(DTYPES)}")
         if types.get("dtype", "float32") != "float32":
-            self._note(self.top.at("dtype"), "is the type of the result; the arithmetic is in float32")
+            self._note(self.document.at("dtype"), "is the type of the result; gradmerge computes in float32")
         return {"output": {"dtype": types.get("out_dtype", types.get("dtype", "widest"))}}
 
     def _vocabulary(self) -> dict[str, Any]:
-        source, choice = self.top.get("tokenizer_source"), self.top.get("tokenizer")
-        if source is not None and choice is not None:
-            raise choice.fail("tokenizer: stands instead of `tokenizer_source`; leave one of the two out")
-        made: dict[str, Any] = {}
+        source, tokenizer, template = map(self.document.get, ("tokenizer_source", "tokenizer", "chat_template"))
+        keys: dict[str, Any] = {}
+        if source is not None and tokenizer is not None:
+            raise tokenizer.fail("tokenizer: give either `tokenizer` or `tokenizer_source`")
         if source is not None:
-            made["tokenizer"] = self._tokenizer_source(source)
-        elif choice is not None:
-            made["tokenizer"] = self._tokenizer(choice.mapping())
-        template = self.top.get("chat_template")
+            keys["tokenizer"] = self._tokenizer_source(source)
+        elif tokenizer is not None:
+            self._check_keys(tokenizer.mapping(), ("source", "tokens", "pad_to_multiple_of"))
+            source, tokens, multiple = map(tokenizer.get, ("source", "tokens", "pad_to_multiple_of"))
+            choice: dict[str, Any] = {"source": "union" if source is None else self._tokenizer_source(source)}
+            if tokens is not None:
+                choice["tokens"] = {str(token): self._token(tokens.at(token)) for token in tokens.mapping().keys}
+            if multiple is not None:
+                choice["pad_to_multiple_of"] = multiple.whole()
+            keys["tokenizer"] = choice
         if template is not None:
             text = TEMPLATES.get(template.text(), template.text())
-            if text in LEFT_OUT:
-                raise template.fail(f"chat_template: {text} comes with mergekit; give the template itself")
+            if text in UNSUPPORTED:
+                raise template.fail(f"chat_template: {text} is not supported by name; give the template itself")
             if text != "auto" and "{" not in text:
-                known = f"{', '.join(TEMPLATES)}{nearest(text, TEMPLATES)}"
-                raise template.fail(f"chat_template: {text[:60]!r} is neither auto nor a template nor one of {known}")
-            made["chat_template"] = "common" if text == "auto" else text
-        return made
+                known = f"auto, {', '.join(TEMPLATES)} or a template{nearest(text, TEMPLATES)}"
+                raise template.fail(f"chat_template: {text[:60]!r} is not {known}")
+            keys["chat_template"] = "common" if text == "auto" else text
+        return keys
 
-    def _tokenizer_source(self, place: YamlValue) -> str:
-        if place.value in ("union", "base"):
-            return str(place.value)
-        return self.find(self._reference(place).model)
+    def _tokenizer_source(self, value: YamlValue) -> str:
+        return str(value.value) if value.value in ("union", "base") else self._model_path(value)
 
-    def _tokenizer(self, place: YamlValue) -> dict[str, Any]:
-        self._check_keys(place, ("source", "tokens", "pad_to_multiple_of"))
-        source, tokens, multiple = (place.get(key) for key in ("source", "tokens", "pad_to_multiple_of"))
-        made: dict[str, Any] = {"source": "union" if source is None else self._tokenizer_source(source)}
-        if tokens is not None:
-            made["tokens"] = {str(token): self._token(tokens.at(token).mapping()) for token in tokens.mapping().keys}
-        return made | ({} if multiple is None else {"pad_to_multiple_of": multiple.whole()})
-
-    def _token(self, place: YamlValue) -> dict[str, Any]:
-        """Where the rows of a token come from."""
-        self._check_keys(place, ("source", "force"))
-        source, force = place.get("source"), place.get("force")
-        made: dict[str, Any] = {} if force is None else {"force": force.truth()}
+    def _token(self, entry: YamlValue) -> dict[str, Any]:
+        """Return the rule for the row of a token."""
+        self._check_keys(entry.mapping(), ("source", "force"))
+        source, force = entry.get("source"), entry.get("force")
+        rule: dict[str, Any] = {} if force is None else {"force": force.truth()}
         if source is None:
-            return made
+            return rule
         if not isinstance(source.value, dict) or "kind" not in source.value:
-            return {"source": self.find(self._reference(source).model)} | made
+            return rule | {"source": self._model_path(source)}
         self._check_keys(source, ("kind", "model", "token", "token_id"))
         kind = source.at("kind").text()
         if kind == "zero":
-            return {"source": {"kind": "zero"}} | made
+            return rule | {"source": {"kind": kind}}
         if kind != "model_token":
-            raise source.at("kind").fail(f"kind: {kind[:60]!r} is neither zero nor model_token")
-        of: dict[str, Any] = {"kind": kind, "model": self.find(self._reference(self._model(source)).model)}
-        which = [key for key in ("token", "token_id") if source.get(key) is not None]
-        if len(which) != 1:
-            raise source.fail("model_token: give either its `token` or its `token_id`")
-        return {"source": of | {which[0]: source.at(which[0]).value}} | made
-
-
-def _path(place: YamlValue) -> str:
-    """A path, or a mapping with path and revision."""
-    if not isinstance(place.value, dict):
-        return place.text()
-    path, revision = place.get("path"), place.get("revision")
-    if path is None:
-        raise place.fail(f"{place.name}: `path` is missing")
-    return path.text() + ("" if revision is None else f"@{revision.text()}")
+            raise source.at("kind").fail(f"kind: {kind[:60]!r} is not zero or model_token")
+        keys = [key for key in ("token", "token_id") if source.get(key) is not None]
+        if len(keys) != 1:
+            raise source.fail("model_token: give either `token` or `token_id`")
+        model = self._model_path(self._required(source, "model"))
+        return rule | {"source": {"kind": kind, "model": model, keys[0]: source.at(keys[0]).value}}
