@@ -204,7 +204,8 @@ def test_special_tokens_and_settings_that_differ_are_noted(tmp_path: Path) -> No
     result = make_tokenizer(a, [b], union=True)
     assert [note.partition(":")[0] for note in result.notes] == ["b", "eos_token", "mask_token"]
     assert json.loads(result.written["tokenizer_config.json"])["mask_token"] == "<mask>"
-    assert "<t>" in json.loads(result.written["tokenizer_config.json"])["extra_special_tokens"]
+    added = {entry["content"]: entry for entry in json.loads(result.written["tokenizer.json"])["added_tokens"]}
+    assert added["<t>"]["special"]
     apart = make_tokenizer(a, [b], union=False).notes
     assert [note.partition(":")[0] for note in apart] == ["eos_token", "mask_token"]
 

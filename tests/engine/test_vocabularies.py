@@ -107,9 +107,11 @@ def test_the_vocabulary_of_one_model_is_taken_with_its_files(source: str, tmp_pa
 
 def test_a_tokenizer_from_elsewhere_is_taken_if_its_tokens_have_rows(tmp_path: Path) -> None:
     models = Models(tmp_path)
+    save_model(tmp_path / "base", models.states["base"], eos_token_id=0)
     ids = save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>"])
     models.merge(tokenizer="elsewhere")
     assert models.check(ROWED[:2]) == ids
+    assert read_config(tmp_path / "out")["eos_token_id"] == ids["</s>"]
     save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>", "<nobody's>"])
     with pytest.raises(InputError):
         models.merge(tokenizer="elsewhere")

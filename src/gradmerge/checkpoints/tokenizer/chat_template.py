@@ -15,7 +15,7 @@ from ..checkpoint import Checkpoint, folders_of
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
-#: Files that hold only templates. Processors of older versions have the second.
+#: Files that hold only templates. Processors of older versions have the second; the first replaces it.
 TEMPLATE_PATTERNS = (TEMPLATE_FILE, "chat_template.json", f"{TEMPLATE_FOLDER}/*.jinja")
 DEFAULT = "default"
 """Name of the template that transformers uses if the caller names none."""
@@ -113,8 +113,6 @@ def read_template_file(path: Path) -> Templates:
 
 def write_templates(folder: Path, templates: Templates) -> None:
     """Replace the templates in a folder. They go to .jinja files, as in transformers, and not to the config."""
-    processor = folder / "chat_template.json"
-    has_processor = processor.is_file()
     for pattern in TEMPLATE_PATTERNS:
         for path in folder.glob(pattern):
             path.unlink()
@@ -122,8 +120,6 @@ def write_templates(folder: Path, templates: Templates) -> None:
         path = folder / (TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja")
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, "utf-8")
-    if has_processor and DEFAULT in templates:
-        processor.write_text(to_json({"chat_template": templates[DEFAULT]}) + "\n", "utf-8")
     config_path = folder / "tokenizer_config.json"
     if config_path.is_file():
         config = read_json(config_path)

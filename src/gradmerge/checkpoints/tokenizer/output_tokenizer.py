@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,8 @@ class ResultFiles:
     """Rows of the embeddings, including rows without a token."""
     from_template: bool = True
     """The tokenizer is that of the template model, possibly extended."""
-    new_id: Callable[[int], int | None] = field(default=lambda number: number)
-    """Token id of the template model → id in the result, None if the result lacks the token."""
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The configs beside the tokenizer, if it is not that of the template model."""
+    """The configs beside a tokenizer of another model. Their token ids replace those of the template model."""
     templates: Templates | None = None
     """Chat templates that replace those of the tokenizer."""
     reads: list[Path] = field(default_factory=list)
@@ -52,7 +49,7 @@ class ResultFiles:
             for path in (folder / name for name in CONFIGS):
                 if path.is_file():
                     before = read_json(path)
-                    after = self._config(before, path.name, self.tokenizer.special)
+                    after = self._config(before, path.name, self.tokenizer)
                     if after != before:
                         path.write_text(json.dumps(after, indent=2) + "\n", "utf-8")
         if self.templates is not None:
@@ -74,25 +71,25 @@ class ResultFiles:
         for name, text in tokenizer.written.items():
             (folder / name).write_text(text, "utf-8")
 
-    def _config(self, config: dict[str, Any], name: str, special: dict[str, int]) -> dict[str, Any]:
+    def _config(self, config: dict[str, Any], name: str, tokenizer: OutputTokenizer) -> dict[str, Any]:
         """Return a config with the number of rows and the token ids of the result."""
         config = json.loads(json.dumps(config))
         text = config.get("text_config")
         size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
         source = dict(parts(self.configs.get(name, {})))
+        named = {f"{kind}_id": tokenizer.ids[token] for kind, token in tokenizer.source.special.items()}
         for path, section in list(parts(config)):
             assert isinstance(section, dict)
             if size is not None and section.get("vocab_size") == size:
                 section["vocab_size"] = self.rows
-            ids = {key: value for key, value in source.get(path, {}).items() if TOKEN_KEYS.fullmatch(key)}
-            mapped = {key: self._new_ids(value) for key, value in section.items() if TOKEN_KEYS.fullmatch(key)}
-            section.update(mapped | ids)
-        config.update({f"{kind}_id": row for kind, row in special.items() if config.get(f"{kind}_id") is None})
+            if self.from_template:
+                continue
+            for key in [key for key in section if TOKEN_KEYS.fullmatch(key)]:
+                value = section.pop(key)
+                if name not in self.configs and key in named:
+                    section[key] = value if value is None else named[key]
+            section.update((key, ids) for key, ids in source.get(path, {}).items() if TOKEN_KEYS.fullmatch(key))
+        for kind, row in tokenizer.special.items():
+            if config.get(f"{kind}_id") is None:
+                config[f"{kind}_id"] = row
         return dict(config)
-
-    def _new_ids(self, value: Any) -> Any:
-        """Map token ids, alone or in lists, to the result; tokens that it lacks are left out."""
-        if isinstance(value, list):
-            return [mapped for item in value if (mapped := self._new_ids(item)) is not None]
-        is_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        return self.new_id(value) if is_id else value

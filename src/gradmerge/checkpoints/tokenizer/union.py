@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import InputError
 from ...quiet import quiet_transformers
 from ...text import some, to_json
-from .vocabulary import PLAIN, SPECIAL, VOCABULARY_FILES, Vocabulary, reraise_as_input_error
+from .vocabulary import EXTRA, PLAIN, SPECIAL, VOCABULARY_FILES, Vocabulary, reraise_as_input_error
 
 WORD = {**PLAIN, "single_word": True, "normalized": True}
 """Settings of added words in a WordPiece tokenizer, so that it does not find them inside other words."""
@@ -57,7 +57,6 @@ def make_tokenizer(
     words: list[str] = []
     added: dict[str, dict[str, Any] | None] = {}
     notes: list[str] = []
-    extra: list[str] = []
     for other in others if union else ():
         for token in other.by_row:
             if token not in source.ids and token in other.added:
@@ -68,7 +67,6 @@ def make_tokenizer(
         differ = [token for token, settings in other.added.items() if known.get(token, settings) != settings]
         if differ:
             notes.append(f"{other.label}: some added tokens have other settings in a model before it: {_list(differ)}")
-        extra += [token for token in other.extra if token not in source.extra]
     words = [token for token in dict.fromkeys(words) if token not in added]
     is_wordpiece = source.tokenizer["model"].get("type") == "WordPiece"
     more: dict[str, dict[str, Any] | None] = dict.fromkeys(words, WORD if is_wordpiece else None)
@@ -79,16 +77,17 @@ def make_tokenizer(
     special, special_notes = _special_tokens(source, others, union)
     ids = dict(source.ids) | {token: source.size + place for place, token in enumerate(more)}
     result = OutputTokenizer(source, ids, source.files, notes=[*notes, *special_notes])
-    if not more and not special and not extra:
+    if not more and not special:
         return result
     result.special = {kind: ids[token] for kind, token in special.items()}
     result.notes += _notes_on_words(source, words, others)
-    result.written = _extended_files(source, ids, more, special, list(dict.fromkeys(extra)))
-    old = [path for path in source.files if any(fnmatch(path.name, pattern) for pattern in VOCABULARY_FILES.split())]
-    result.copied = [path for path in source.files if path not in old and path.name not in result.written]
-    if old:
-        names = ", ".join(path.name for path in old)
-        result.notes.append(f"tokenizer: not copied, because the tokens of other models are missing there: {names}")
+    result.written = _extended_files(source, ids, more, special)
+    patterns = ["special_tokens_map.json", *VOCABULARY_FILES.split()]  # these would repeat or lack tokens
+    result.copied = [
+        path
+        for path in source.files
+        if path.name not in result.written and not any(fnmatch(path.name, pattern) for pattern in patterns)
+    ]
     _check_loading(result)
     return result
 
@@ -130,12 +129,12 @@ def _list(tokens: Sequence[str]) -> str:
 
 
 def _extended_files(
-    source: Vocabulary, ids: Mapping[str, int], more: Settings, special: Mapping[str, str], extra: Sequence[str]
+    source: Vocabulary, ids: Mapping[str, int], more: Settings, special: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the contents of tokenizer.json and of the files that name special tokens, with the further tokens."""
+    """Return the contents of tokenizer.json and tokenizer_config.json with the further tokens."""
     added = source.added | {token: settings for token, settings in more.items() if settings is not None}
     # Special tokens must be found as a whole, also if this tokenizer has them as words.
-    added |= {token: {**PLAIN, "special": True} for token in (*special.values(), *extra) if token not in added}
+    added |= {token: {**PLAIN, "special": True} for token in special.values() if token not in added}
     entries = sorted(({"id": ids[token], "content": token, **added[token]} for token in added), key=lambda e: e["id"])
     tokenizer = {**source.tokenizer, "added_tokens": entries}
     if any(settings is None for settings in more.values()) or _loaded_ids(tokenizer) != ids:
@@ -146,32 +145,15 @@ def _extended_files(
             f"{source.label}: its tokenizer cannot be extended by the tokens of other models, because the tokenizers "
             f"library gives them other ids. {INSTEAD}"
         )
-    config: dict[str, Any] = {**source.config, **special}
-    if "added_tokens_decoder" in config:
-        config["added_tokens_decoder"] = {
-            str(entry["id"]): {key: value for key, value in entry.items() if key != "id"} for entry in entries
-        }
-    config |= _with_extra(config, extra)
-    files = {
+    # tokenizer.json has all added tokens, so the config does not repeat them.
+    config = {key: value for key, value in source.config.items() if key != "added_tokens_decoder"}
+    config = {**source.special, **config, **special}
+    if source.extra and not any(key in config for key in EXTRA):  # they were in special_tokens_map.json
+        config["extra_special_tokens"] = source.extra
+    return {
         "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False, indent=2) + "\n",
         "tokenizer_config.json": to_json(config) + "\n",
     }
-    special_path = source.folder / "special_tokens_map.json"
-    if special_path.is_file():
-        before = json.loads(special_path.read_bytes())
-        files[special_path.name] = to_json({**before, **special, **_with_extra(before, extra)}) + "\n"
-    return files
-
-
-def _with_extra(config: Mapping[str, Any], extra: Sequence[str]) -> dict[str, Any]:
-    """Return the list of further special tokens, under the key that the config uses."""
-    key = "additional_special_tokens" if "additional_special_tokens" in config else "extra_special_tokens"
-    before = config.get(key) or []
-    if not extra:
-        return {}
-    if isinstance(before, Mapping):  # processors store them by name
-        return {key: {**before, **{f"extra_{number}": token for number, token in enumerate(extra)}}}
-    return {key: [*before, *extra]}
 
 
 def _extended_model(model: Mapping[str, Any], ids: Mapping[str, int], source: Vocabulary) -> Any:

@@ -265,15 +265,7 @@ class _Alignment:
 
     def files(self) -> ResultFiles:
         """Return the tokenizer files and token ids of the result."""
-        template = self.vocabularies[self.models.template]
-        tokens = {row: token for token, row in template.ids.items()}
-        from_template = self.source is template
-
-        def new_id(number: int) -> int | None:
-            if number in tokens:
-                return self.tokenizer.ids.get(tokens[number])
-            return number if from_template and number < self.rows else None
-
+        from_template = self.source is self.vocabularies[self.models.template]
         configs = {name: self.source.folder / name for name in (() if from_template else CONFIGS)}
         reads = [path for vocabulary in self.vocabularies.values() for path in vocabulary.files]
         reads += [*self.source.files, *configs.values()]
@@ -281,43 +273,28 @@ class _Alignment:
             self.tokenizer,
             self.rows,
             from_template,
-            new_id,
             {name: read_json(path) for name, path in configs.items() if path.is_file()},
             reads=[path for path in dict.fromkeys(reads) if path.is_file()],
             notes=[*self.tokenizer.notes, *self._notes()],
         )
 
     def _notes(self) -> Iterator[str]:
+        base = self.models.base
         for model, own in self.own.items():
-            ids, (count, _) = self.vocabularies[model].ids, self.tensors[model]
-            beyond = [repr(token) for token, row in ids.items() if row >= count]
-            if beyond:
-                yield f"{model.label}: {counted(beyond, 'token')} with ids beyond its {count} rows: {some(beyond)}"
-            unused = count - len(ids) + len(beyond)
+            unused = self.tensors[model][0] - len(set(own[own >= 0].tolist()))
             if unused:
-                yield f"{model.label}: {unused} of its {count} rows have no token and are left out"
-            dropped = [repr(token) for token in ids if token not in self.tokenizer.ids]
-            if dropped:
-                yield f"{model.label}: {counted(dropped, 'token')} that the result does not have: {some(dropped)}"
+                yield f"{model.label}: {unused} of its {self.tensors[model][0]} rows are not in the result"
             missing = self._tokens(np.flatnonzero(own == MISSING).tolist())
             if missing:
+                donor = "" if base is None or base is model else f"{base.label}, else "
+                rules = " or `tokens`" if self.choice.tokens else ""
                 yield (
-                    f"{model.label}: lacks {counted(missing, 'token')} of the result ({some(missing)}); "
-                    f"{self._source_of_missing(model)}"
+                    f"{model.label}: no rows for {counted(missing, 'token')} of the result ({some(missing)}); they "
+                    f"come from {donor}the mean over the models that have them{rules}"
                 )
         padding = self.rows - len(self.tokenizer.ids)
         if padding:
-            yield (
-                f"tokenizer: {padding} of the result's {self.rows} rows have no token; each is the mean of the other "
-                "rows"
-            )
-
-    def _source_of_missing(self, model: Checkpoint) -> str:
-        rules = " or from `tokens`" if self.choice.tokens else ""
-        base = self.models.base
-        if base is None or base is model:
-            return f"their rows are the mean over the models that have them{rules}"
-        return f"their rows come from {base.label}, else from the mean over the models that have them{rules}"
+            yield f"tokenizer: {padding} of the {self.rows} rows have no token; they are the mean of the others"
 
 
 def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, own: Templates | None, label: str) -> None:
