@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .full import gradient_matching_full, removal_full
+from .gradient_matching import gradient_matching_full, removal_full
 from .spec import Help, Option, Rule, rule
 
 ENTRY_POINTS = "gradmerge.rules"

@@ -1,4 +1,4 @@
-"""Spherical interpolation between two models."""
+"""Interpolation on a sphere: SLERP, NuSLERP, Multi-SLERP and the Karcher mean."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
+import torch
 from torch import Tensor
 
-from .measures import PRODUCTS
-from .spec import Help, rule
+from .measures import DELTA_PRODUCTS, PRODUCTS, Sums, inner_products, spanned, square
+from .spec import Help, negative_weights, rule
 
 
 def arc_factors(cosine: float, t: float) -> tuple[float, float]:
@@ -50,3 +51,170 @@ def slerp(
     else:
         from_base, from_tuned = arc_factors(cosine, t)
     return (base * from_base).add_(tuned[0], alpha=from_tuned)
+
+
+_TINY = 1e-7
+_STRAIGHT = 1e-16  # of the squared sine
+#: Vectors count as opposite if their cosine is this close to −1; the arc between them would be rounding error.
+_OPPOSITE = 1e-7
+
+
+def _along(first: Tensor, second: Tensor, t: float, axis: int) -> Tensor:
+    """The arc between every two vectors along an axis."""
+    vectors = [x.double() for x in (first, second)]
+    norms = [x.norm(dim=axis, keepdim=True).clamp_(min=_TINY) for x in vectors]
+    cosine = (vectors[0] * vectors[1]).sum(axis, keepdim=True).div_(norms[0] * norms[1]).clamp_(-1, 1)
+    straight = (1 - cosine.square() <= _STRAIGHT) | (1 + cosine <= _OPPOSITE)
+    angle = torch.where(straight, 0.0, cosine).acos_()
+    factors = [((1 - t) * angle).sin() / angle.sin(), (t * angle).sin() / angle.sin()]
+    a, b = (torch.where(straight, line, factor) for line, factor in zip((1 - t, t), factors, strict=True))
+    return (vectors[0].mul_(a) + vectors[1].mul_(b)).to(first.dtype)
+
+
+@rule(
+    "nuslerp",
+    matching_form=("w_t / Σ w", "on an arc", "0"),
+    reference="Goddard et al., Arcee's MergeKit, EMNLP 2024; Shoemake, SIGGRAPH 1985",
+    optional={"base"},
+    needs_float64=negative_weights,
+    measures={"products": DELTA_PRODUCTS},
+    when={"products": ("axis", "all")},
+    granularity=lambda options: {"last": "rows", "first": "tensor"}.get(options["axis"], "entries"),
+)
+def nuslerp(
+    base: Tensor | None,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    products: Sequence[float] | None = None,
+    *,
+    axis: Annotated[
+        Literal["all", "last", "first"],
+        Help("compute the angle between whole tensors, or between vectors along their last or first axis"),
+    ] = "all",
+) -> Tensor:
+    """θ_0 + (sin((1−t)φ) Δ_1 + sin(tφ) Δ_2) / sin φ, the arc between the changes of two models, t = w_2 / (w_1 + w_2).
+
+    φ is the angle between Δ_1 and Δ_2. Without a base it is the arc between the two models themselves. Parallel and
+    opposite vectors are interpolated linearly. A zero vector counts as orthogonal. With `axis: first` each tensor is
+    read into memory as a whole.
+    """
+    if len(tuned) != 2:
+        raise ValueError(f"needs two fine-tuned models, not {len(tuned)}; multislerp and karcher take more")
+    whole = sum(weights)
+    t = 0.5 if abs(whole) < 1e-6 else weights[1] / whole
+    if axis != "all":
+        first, second = (model if base is None else model - base for model in tuned)
+        if first.dim() == 0:
+            first, second = first.reshape(1), second.reshape(1)
+        merged = _along(first, second, t, -1 if axis == "last" else 0).reshape(tuned[0].shape)
+        return merged if base is None else merged.add_(base)
+    assert products is not None
+    norms = [max(math.sqrt(product), _TINY) for product in (products[0], products[2])]
+    cosine = products[1] / (norms[0] * norms[1])
+    straight = 1 - cosine * cosine <= _STRAIGHT or not _OPPOSITE - 1 < cosine < 1  # also if it is NaN
+    return spanned(base, tuned, (1.0 - t, t) if straight else arc_factors(cosine, t))
+
+
+_SMALL = 1e-8
+#: A shorter mean direction is rounding error.
+_CANCELLED = 1e-6
+
+
+@rule(
+    "multislerp",
+    matching_form=("w_t, and by length", "on a sphere", "0"),
+    reference="Goddard, Multi-SLERP, in MergeKit 2025",
+    optional={"base"},
+    needs_float64=negative_weights,
+    measures={"products": DELTA_PRODUCTS},
+)
+def multislerp(
+    base: Tensor | None,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    products: Sequence[float],
+    *,
+    normalize: Annotated[bool, Help("divide the weights by their sum")] = True,
+) -> Tensor:
+    """θ_0 + (Σ w_t ‖Δ_t‖) · m / ‖m‖ with m = Σ w_t Δ_t / ‖Δ_t‖, the mean direction of the Δ_t.
+
+    Lengths and angles are those of whole tensors. Without a base, Δ_t are the models themselves. This interpolates on
+    the sphere in the tangent space at the mean direction. If the directions cancel, the result is θ_0 + Σ w_t Δ_t. A
+    single model is returned unchanged.
+    """
+    if len(tuned) == 1:
+        return tuned[0].clone()
+    if normalize:
+        whole = math.fsum(weights)
+        if abs(whole) <= 1e-12 * math.fsum(map(abs, weights)):
+            raise ValueError("the weights sum to 0; change them, or set options.normalize: false")
+        weights = [weight / whole for weight in weights]
+    inner, shares = square(products), torch.tensor(weights, dtype=torch.float64)
+    lengths = inner.diagonal().sqrt()
+    factors = shares / (lengths + _SMALL)
+    length = math.sqrt(max(0.0, float(factors @ inner @ factors)))
+    if length < _CANCELLED:
+        return spanned(base, tuned, weights)
+    return spanned(base, tuned, (factors * (float(shares @ lengths) / length)).tolist())
+
+
+def _mean_direction(inner: Tensor, shares: Tensor, steps: int, tolerance: float) -> Tensor:
+    """The factors with which unit vectors with these inner products combine to their mean on the sphere."""
+
+    def length(factors: Tensor) -> float:
+        return math.sqrt(max(0.0, float(factors @ inner @ factors)))
+
+    mean, start = shares, length(shares)
+    mean = torch.eye(len(shares), dtype=torch.float64)[0] if start < tolerance else shares / start
+    for _ in range(steps):
+        tangent = torch.zeros_like(mean)
+        for i, (cosine, share) in enumerate(zip((inner @ mean).tolist(), shares.tolist(), strict=True)):
+            angle = math.acos(max(-1.0, min(1.0, cosine)))
+            if tolerance <= angle <= math.pi - 1e-6:  # no direction leads to the opposite point
+                pull = share * angle / math.sin(angle)
+                tangent -= pull * cosine * mean
+                tangent[i] += pull
+        step = length(tangent)
+        if step < tolerance:
+            break
+        mean = math.cos(step) * mean + math.sin(step) / step * tangent
+        if (end := length(mean)) > tolerance:
+            mean = mean / end
+    return mean
+
+
+@rule(
+    "karcher",
+    matching_form=("w_t, and by length", "on a sphere", "0"),
+    reference="Karcher, Riemannian center of mass, 1977; Buss and Fillmore, Spherical averages, 2001",
+    measures={"products": Sums(lambda tuned: inner_products(tuned))},
+    propagates_nonfinite=False,
+)
+def karcher(
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    products: Sequence[float],
+    *,
+    steps: Annotated[int, Help("maximum number of iterations", ge=0)] = 10,
+    tolerance: Annotated[float, Help("steps and angles below it count as 0", gt=0, le=1)] = 1e-5,
+) -> Tensor:
+    """(Σ w_t ‖θ_t‖) · u, where the unit vector u minimizes Σ w_t · angle(u, θ_t)² and the weights sum to 1.
+
+    Lengths and angles are those of whole tensors. Gradient steps from the mean direction find u. The base takes part
+    only if it is one of the models. Tensors shorter than the tolerance have no direction.
+    """
+    if len(tuned) == 1:
+        return tuned[0].clone()
+    whole = math.fsum(weights)
+    if min(weights) < 0 or whole == 0:
+        raise ValueError("weights must not be negative or all 0: the mean is then not defined")
+    shares = torch.tensor(weights, dtype=torch.float64) / whole
+    inner = square(products)
+    lengths = inner.diagonal().sqrt()
+    seen = (lengths > tolerance) & (shares != 0)
+    factors = torch.zeros_like(lengths)
+    if bool(seen.any()):
+        units = inner[seen][:, seen] / (lengths[seen] * lengths[seen, None])
+        mean = _mean_direction(units, shares[seen] / shares[seen].sum(), steps, tolerance)
+        factors[seen] = mean / lengths[seen] * float(shares @ lengths)
+    return spanned(None, tuned, factors.tolist())

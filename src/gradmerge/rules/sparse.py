@@ -1,4 +1,4 @@
-"""Sparse fine-tuning, and helpers of the rules that keep only some entries of every Δ_t."""
+"""Rules that keep the largest entries of every Δ_t: sparse fine-tuning, TIES and Model Breadcrumbs."""
 
 from __future__ import annotations
 
@@ -206,3 +206,94 @@ def sparse_finetuning(
     if normalize:
         total.div_(count.masked_fill_(_cancelled(count, sizes), 1.0))
     return total.add_(base)
+
+
+def _trimmed(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[float]) -> list[Tensor]:
+    return [trim(model - base, threshold) for model, threshold in zip(tuned, thresholds, strict=True)]
+
+
+@rule(
+    "ties",
+    matching_form=("w_t", "0", "0/1 mask after trimming and sign election"),
+    reference="Yadav et al., TIES-Merging, NeurIPS 2023",
+    ranks=largest,
+    measures={"norms": l1_norms(_trimmed)},
+    when={"norms": ("rescale", "norm")},
+)
+def ties(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    thresholds: Sequence[float],
+    norms: Sequence[float] | None = None,
+    *,
+    density: Share = 0.2,
+    scope: Scope = "model",
+    normalize: Annotated[bool, Help("divide by the sum of the weights that agree")] = True,
+    rescale: Rescale = "none",
+    scale: Scale = 1.0,
+    vote: Vote = "strict",
+) -> Tensor:
+    """θ_0 + scale · the weighted average of the trimmed Δ_t whose sign wins a vote.
+
+    Each Δ_t is trimmed to τ_t: its ⌊density · n⌋ largest entries (at least 1, with all that equal the smallest of
+    them; none if the density is 0). For each entry the sign of Σ w_t τ_t is elected, and the entries with this sign are
+    averaged with weights w_t.
+    """
+    trimmed = rescale_to(norms, _trimmed(base, tuned, thresholds))
+    return elect_and_average(trimmed, weights, base, scale, normalize, vote)
+
+
+def middle(entries: int, models: int, options: Mapping[str, Any]) -> list[list[int]]:
+    """The ranks of the largest and the smallest kept entry of each Δ_t; 0 if none is kept."""
+    ranks = []
+    for density, gamma in zip(*(per_model(options[name], range(models)) for name in ("density", "gamma")), strict=True):
+        kept = entries if density >= 1 else int(density * entries)
+        above = min(int(gamma * entries), entries - kept)
+        ranks.append([above + 1, above + kept] if kept else [0, 0])
+    return ranks
+
+
+def _kept(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[Sequence[float]]) -> list[Tensor]:
+    kept = []
+    for model, (high, low) in zip(tuned, thresholds, strict=True):
+        delta = trim(model - base, low)
+        # hardshrink keeps what is above its limit: the outliers, which are subtracted.
+        kept.append(delta.sub_(torch.hardshrink(delta, high)) if high < math.inf else delta)
+    return kept
+
+
+@rule(
+    "breadcrumbs",
+    matching_form=("w_t", "0", "0/1 mask of medium-sized entries"),
+    reference="Davari and Belilovsky, Model Breadcrumbs, ECCV 2024",
+    ranks=middle,
+    measures={"norms": l1_norms(_kept)},
+    when={"norms": ("rescale", "norm")},
+    propagates_nonfinite=False,
+)
+def breadcrumbs(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    thresholds: Sequence[Sequence[float]],
+    norms: Sequence[float] | None = None,
+    *,
+    density: Share = 0.15,
+    gamma: Annotated[
+        float, Help("share of the entries of each Δ_t to drop as outliers, the largest", ge=0, le=1, per_model=True)
+    ] = 0.01,
+    scope: Scope = "tensor",
+    combine: Combine = "task-arithmetic",
+    normalize: Normalize = "auto",
+    rescale: Rescale = "none",
+    scale: Scale = 1.0,
+    vote: Vote = "strict",
+) -> Tensor:
+    """θ_0 + scale · Σ w_t m_t Δ_t, where m_t keeps large entries of Δ_t except the outliers.
+
+    m_t drops the ⌊gamma · n⌋ largest entries of Δ_t (fewer if density + gamma > 1). It keeps the next ⌊density · n⌋
+    entries, and all that equal the first or the last of them in size. A density of 1 keeps everything.
+    """
+    kept = rescale_to(norms, _kept(base, tuned, thresholds))
+    return combined(base, kept, weights, combine, normalize, scale, vote)

@@ -1,4 +1,4 @@
-"""Helpers of the rules that use singular values of whole matrices."""
+"""Rules on the singular values of whole matrices: TSV-Merge and Iso-C."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from .measures import spanned
+from .sparse import Scale
+from .spec import extreme_weights, rule
 
 
 def plain_mean(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], scale: float) -> Tensor:
@@ -46,3 +50,64 @@ def rounding(base: Tensor) -> float:
     rows, columns = base.shape
     size = float(base.double().norm()) / math.sqrt(rows * columns)
     return 2 * torch.finfo(base.dtype).eps * size * (math.sqrt(rows) + math.sqrt(columns))
+
+
+@rule(
+    "tsv",
+    matching_form=("w_t", "I", "0, between orthogonal directions"),
+    reference="Gargiulo et al., Task Singular Vectors, CVPR 2025",
+    granularity="tensor",
+    needs_float64=extreme_weights,
+    workspace=8,
+)
+def tsv(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
+    """θ_0 + scale · U_⊥ Σ V_⊥ᵀ for matrices: the leading 1/T of each Δ_t's singular vectors, orthogonalized together.
+
+    U has the leading ⌊r/T⌋ (at least 1) left singular vectors of every Δ_t side by side, where r is the shorter side of
+    the matrix. V has the right ones, and Σ the singular values times w_t. U_⊥ and V_⊥ are the nearest matrices with
+    orthonormal columns. So tasks do not share directions, which would make them interfere. Other tensors (vectors,
+    convolutions) become θ_0 + (scale/T) Σ w_t Δ_t.
+
+    Each matrix is decomposed on one thread or the device. The time grows with the cube of the width.
+    """
+    if base.dim() != 2 or min(base.shape) == 0:
+        return plain_mean(base, tuned, weights, scale)
+    kept = max(1, min(base.shape) // len(tuned))
+    noise, left, values, right = rounding(base), [], [], []
+    for model, weight in zip(tuned, weights, strict=True):
+        u, sigma, vh = svd(model - base, noise)
+        left.append(u[:, :kept])
+        values.append(sigma[:kept] * weight)
+        right.append(vh[:kept])
+    if not sum(map(len, values)):
+        return base.clone()
+    outputs, inputs = _orthogonal(torch.cat(left, 1)), _orthogonal(torch.cat(right).T)
+    return (outputs * torch.cat(values)).matmul(inputs.T).mul_(scale).add_(base)
+
+
+def _orthogonal(vectors: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal columns, or rows if it has more columns than rows."""
+    u, _, vh = svd(vectors)
+    return u @ vh
+
+
+@rule(
+    "iso-c",
+    matching_form=("w_t", "I", "0, all directions equal"),
+    reference="Marczak et al., No task left behind: isotropic model merging, ICML 2025",
+    granularity="tensor",
+    needs_float64=extreme_weights,
+    workspace=6,
+)
+def iso_c(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
+    """θ_0 + scale · σ̄ U Vᵀ for matrices, with U Σ Vᵀ = Σ w_t Δ_t and σ̄ the mean of its singular values.
+
+    No direction counts more because several tasks share it. Directions where Σ w_t Δ_t is 0, such as those outside the
+    rank of adapters, stay 0. Other tensors (vectors, convolutions) become θ_0 + (scale/T) Σ w_t Δ_t.
+
+    Each matrix is decomposed on one thread or the device. The time grows with the cube of the width.
+    """
+    if base.dim() != 2 or min(base.shape) == 0:
+        return plain_mean(base, tuned, weights, scale)
+    u, sigma, vh = svd(spanned(None, [model - base for model in tuned], weights), rounding(base))
+    return (u @ vh).mul_(float(sigma.mean()) * scale).add_(base) if len(sigma) else base.clone()

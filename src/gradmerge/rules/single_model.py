@@ -1,14 +1,55 @@
-"""Arcee Fusion: keep the most important changed entries of one model."""
+"""Rules for one model: passthrough, NearSwap and Arcee Fusion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from .measures import Ranked
-from .spec import rule
+from .spec import Help, per_model, rule
+
+
+@rule(
+    "passthrough",
+    matching_form=("1", "I", "0"),
+    reference="Goddard et al., Arcee's MergeKit, EMNLP 2024",
+    only_one_model=True,
+    propagates_nonfinite=False,
+)
+def passthrough(
+    tuned: Sequence[Tensor],
+    *,
+    scale: Annotated[float, Help("factor of the model's entries", per_model=True)] = 1.0,
+) -> Tensor:
+    """scale · θ_1, the tensors of one model.
+
+    Used to stack layers of several models, or to scale tensors.
+    """
+    factor = per_model(scale, tuned)[0]
+    return tuned[0].clone() if factor == 1 else tuned[0] * factor
+
+
+@rule(
+    "nearswap",
+    matching_form=("1", "0", "min(1, t/|Δ|)"),
+    reference="alchemonaut, QuartetAnemoi-70B-t0.0001, Hugging Face 2024",
+    only_one_model=True,
+)
+def nearswap(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    *,
+    t: Annotated[float, Help("entries that differ by at most t are replaced", ge=0)] = 1e-4,
+) -> Tensor:
+    """θ_0 + min(1, t/|Δ|) Δ, which moves every entry of the base toward one model by at most t.
+
+    Differences below 1e-6 count as 1e-6.
+    """
+    delta = tuned[0] - base
+    return delta.mul_((t / delta.abs().clamp_(min=1e-6)).clamp_(max=1.0)).add_(base)
 
 
 def importance(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
@@ -24,7 +65,7 @@ def importance(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
     return (model - base).abs_().mul_(divergence.to(model.dtype))
 
 
-def _ranks(entries: int) -> list[int]:
+def _quartile_ranks(entries: int) -> list[int]:
     """The ranks of the lower quartile, the median and the upper quartile."""
     return [entries - int(share * (entries - 1)) for share in (0.25, 0.5, 0.75)]
 
@@ -34,7 +75,7 @@ def _ranks(entries: int) -> list[int]:
     matching_form=("1", "0", "0/1 mask of the most important entries"),
     reference="Goddard et al., Arcee's MergeKit, EMNLP 2024 (arcee_fusion)",
     only_one_model=True,
-    measures={"quartiles": Ranked(importance, _ranks)},
+    measures={"quartiles": Ranked(importance, _quartile_ranks)},
     granularity="rows",
     propagates_nonfinite=False,
 )
