@@ -1,4 +1,4 @@
-"""A LoRA adapter from two whole models."""
+"""Extract a LoRA adapter from a fine-tuned model and its base."""
 
 from __future__ import annotations
 
@@ -30,31 +30,30 @@ def extract_lora(
     dequantize: bool = False,
     progress: bool | Progress = True,
 ) -> MergeResult:
-    """Write what fine-tuning changed as a PEFT LoRA adapter of the base, streamed one matrix at a time.
+    """Write the difference between a fine-tuned model and its base as a PEFT LoRA adapter, one matrix at a time.
 
-    Each matrix of the difference is replaced by the nearest product BA of the rank, or of a lower one that loses
-    nothing. Norms, biases and other tensors that have changed and that LoRA cannot hold are saved whole, and so are
-    embeddings that the model shares with its head.
+    Each matrix of the difference becomes the nearest product BA of this rank, or of a lower one that loses nothing.
+    Changed tensors that LoRA cannot represent (norms, biases, embeddings that are also the head) are saved whole.
 
     Args:
         model: The fine-tuned model: a folder, a `.safetensors` file, a Hub id, or a PEFT adapter folder.
         out: A new folder for the adapter.
-        base: The model that it was tuned from; its folder must have a config.json.
+        base: The base model; its folder must have a config.json.
         rank: The largest rank of a matrix.
-        include: Glob patterns over tensor names: what the adapter may change.
-        exclude: Glob patterns over tensor names: what stays as in the base.
+        include: Glob patterns over names of tensors that the adapter may change.
+        exclude: Glob patterns over names of tensors that stay as in the base.
         dtype: Type of the factors: float32 by default, or float64, bfloat16, float16.
         threads: By default one per core, at most 4.
         force: Replace ``out`` if gradmerge wrote it, or it is empty.
-        resume: Go on with work that was killed.
-        allow_pickle: Also read .bin and .pt checkpoints, of which only the tensors are taken.
-        allow_config: Keys in which configs may differ although they make another function of the weights.
-        dequantize: Read codes of fp8 and bitsandbytes as the numbers that they stand for.
-        progress: A bar on long work; False for none; or what is told how far it is, in bytes.
+        resume: Continue after an earlier run was killed.
+        allow_pickle: Also read .bin and .pt checkpoints (tensors only).
+        allow_config: Keys in which the configs may differ although they change the function of the weights.
+        dequantize: Dequantize fp8 and bitsandbytes weights.
+        progress: Show a progress bar; or an object that is told the progress in bytes.
 
     Returns:
-        What was done. ``lost`` has the share of each matrix's change that the rank does not hold, as squared Frobenius
-        norm, and ``lost_share`` that of all tensors together.
+        The result. ``lost`` is the share of each matrix's change that the rank cannot represent, as squared Frobenius
+        norm, and ``lost_share`` the same over all tensors.
 
     >>> extract_lora("./yelp", "./yelp-lora", base="./base", rank=16).lost_share  # doctest: +SKIP
     0.083

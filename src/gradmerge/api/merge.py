@@ -112,10 +112,6 @@ def merge(
         def run(recipe: Recipe, out: Path, force: bool = False) -> MergeResult:
             with planned(recipe, **reading) as plan:
                 plan.block = block
-                if recipe.output.format == "adapter":
-                    from ..engine.adapter.to_adapter import merge_to_adapter
-
-                    return merge_to_adapter(recipe, plan, out, force=force, **settings)
                 return merge_to_folder(recipe, plan, out, force=force, **settings)
 
         ready = stack.enter_context(_with_named_merges(recipe, out, run, resume=resume))

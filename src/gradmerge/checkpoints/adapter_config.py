@@ -1,4 +1,4 @@
-"""The config of a PEFT adapter: whether its fields are valid, and whether it can be merged from disk."""
+"""The config of a PEFT adapter: whether its fields are valid, and whether the adapter can be merged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 from ..errors import InputError
 from ..io.small_files import read_json, require_within
 
-#: Settings that change what the adapter means, and that are not LoRA as in base + scale · BA.
+#: Settings of adapters whose weights are not base + scale · BA.
 UNSUPPORTED = {
     "layer_replication": "layer replication",
     "alora_invocation_tokens": "activated LoRA",
@@ -21,14 +21,14 @@ UNSUPPORTED = {
     "monteclora_config": "MonteCLoRA",
     "megatron_config": "Megatron layers",
 }
-#: Settings of adapters that are read, although they are more than base + scale · BA of a module's weight.
+#: Settings of adapters that can be merged, although they are more than base + scale · BA of a module's weight.
 MORE_THAN_FACTORS = {
     "target_parameters": "LoRA on bare parameters",
     "use_dora": "DoRA",
     "trainable_token_indices": "trainable tokens",
-    "lora_bias": "LoRA with a bias of its own",
+    "lora_bias": "LoRA with biases",
 }
-#: Initialisations that also change the base's weights, which the adapter file does not show.
+#: Initializations that also change the base's weights, which the adapter's file does not show.
 CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
 ADVICE = "Merge it into its base with PEFT (merge_and_unload) first."
 
@@ -67,36 +67,26 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return the fields of adapter_config.json, with valid types, of an adapter that can be merged from disk."""
+    """Return the fields of adapter_config.json; raise if one has a wrong type, or the adapter cannot be merged."""
     path = folder / "adapter_config.json"
     require_within(path, folder)
     config = read_json(path)
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise InputError(
-            f"{folder}: a PEFT adapter of type {kind}; only LORA adapters can be merged from disk. {ADVICE}"
-        )
+        raise InputError(f"{folder}: a PEFT adapter of type {kind}; only LORA adapters can be merged. {ADVICE}")
     try:
         _FieldTypes.model_validate(config)
     except ValidationError as error:
-        raise InputError(f"{path}: {_explain(error)}") from None
+        first = error.errors(include_url=False)[0]
+        field, value = first["loc"][0], repr(first["input"])[:80]
+        raise InputError(f"{path}: {field} is invalid ({value}): {first['msg']}") from None
     for key, what in UNSUPPORTED.items():
         if config.get(key):
-            raise InputError(f"{folder}: the adapter uses {what} ({key}), which is not base + scale·BA. {ADVICE}")
+            raise InputError(f"{folder}: the adapter uses {what} ({key}), which is not base + scale · BA. {ADVICE}")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.partition("_niter")[0].lower() in CHANGES_BASE:
         raise InputError(
-            f"{folder}: the adapter was initialised with {init}, which changed the base's weights. Convert it to a "
+            f"{folder}: the adapter was initialized with {init}, which changed the base's weights. Convert it to a "
             "plain LoRA adapter with PEFT first."
         )
     return config
-
-
-def _explain(error: ValidationError) -> str:
-    """Name the first invalid field, its value and the types that are allowed."""
-    errors = error.errors(include_url=False)
-    field = str(errors[0]["loc"][0])
-    allowed = dict.fromkeys(e["msg"] for e in errors if e["loc"][0] == field)
-    value = repr(errors[0]["input"])
-    value = value if len(value) <= 80 else value[:79] + "…"
-    return f"{field} is invalid ({value}): {'; or: '.join(allowed)}"

@@ -16,15 +16,15 @@ EXAMPLE = (
     "Examples: gradmerge extract-lora --base ./base ./yelp --rank 16 -o ./yelp-lora   ·   "
     "gradmerge extract-lora --base ./base ./yelp --rank 64 --exclude '*embed*' --exclude '*norm*' -o ./yelp-lora"
 )
-#: Tensors whose loss is printed, those that lose most; --json has all.
-SHOWN = 10
+#: How many tensors are printed, those that lose most; --json has all.
+PRINTED = 10
 
 
 @command
 def extract_lora(
     *,
     model: Model,
-    base: Annotated[str, typer.Option(metavar="MODEL", help="The model that MODEL was tuned from.")],
+    base: Annotated[str, typer.Option(metavar="MODEL", help="The base model of MODEL.")],
     rank: Annotated[int, typer.Option(metavar="N", min=1, max=10**6, help="The largest rank of a matrix.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Adapter folder to write.")],
     include: Annotated[
@@ -39,21 +39,21 @@ def extract_lora(
         str, typer.Option(metavar="TYPE", help="Type of the factors: float32 (auto), float64, bfloat16 or float16.")
     ] = "auto",
     force: Force = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with work that was killed.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue after an earlier run was killed.")] = False,
     options: ReadOptions,
     printing: Printing,
 ) -> None:
-    """Write what fine-tuning changed as a PEFT LoRA adapter of the base, and say what the rank loses of it.
+    """Write the difference between a fine-tuned model and its base as a LoRA adapter, and report the loss.
 
-    One matrix of the difference is held at a time. Changed tensors that LoRA cannot hold (norms, biases, embeddings
-    that are also the head) are saved whole; --exclude leaves them out.
+    One matrix of the difference is in memory at a time. Changed tensors that LoRA cannot represent (norms, biases,
+    embeddings that are also the head) are saved whole; --exclude leaves them out.
     """
     with heavy_imports():
         from ..api.extract_lora import extract_lora as extract
         from ..engine.adapter.peft_config import ROUNDING
 
-    with progress(printing.silent) as shown:
-        found = extract(
+    with progress(printing.silent) as bar:
+        result = extract(
             model,
             out,
             base=base,
@@ -63,7 +63,7 @@ def extract_lora(
             dtype=dtype,
             force=force,
             resume=resume,
-            progress=shown,
+            progress=bar,
             **options.as_keywords(),
         )
     if printing.json:
@@ -73,25 +73,25 @@ def extract_lora(
                 "model": model,
                 "base": base,
                 "rank": rank,
-                "lost_share": found.lost_share,
-                "lost": found.lost,
-                "bytes_written": found.bytes_written,
-                "seconds": round(found.seconds, 3),
-                "already_done": found.already_done,
-                "notes": found.notes,
+                "lost_share": result.lost_share,
+                "lost": result.lost,
+                "bytes_written": result.bytes_written,
+                "seconds": round(result.seconds, 3),
+                "already_done": result.already_done,
+                "notes": result.notes,
             }
         )
         return
-    for text in found.notes:
+    for text in result.notes:
         note(text, printing.quiet and not text.is_warning)
     if printing.quiet:
         return
-    if found.already_done:
+    if result.already_done:
         say(f"{out} is already complete")
         return
-    worst = sorted(found.lost, key=lambda name: -found.lost[name])[:SHOWN]
-    share, lost = found.lost_share or 0.0, "nothing of the change lost"
+    share, loss = result.lost_share or 0.0, "without loss"
     if share > ROUNDING:
-        print_table(["tensor", "lost"], [[name, f"{100 * found.lost[name]:.3g} %"] for name in worst], right=(1,))
-        lost = f"{100 * share:.3g} % of the change lost (squared Frobenius norm)"
-    say(one_line(f"{out}: LoRA of {len(found.lost)} matrices, {lost}, {size(found.bytes_written)}"))
+        worst = sorted(result.lost, key=lambda name: -result.lost[name])[:PRINTED]
+        print_table(["tensor", "lost"], [[name, f"{100 * result.lost[name]:.3g} %"] for name in worst], right=(1,))
+        loss = f"{100 * share:.3g} % of the change lost (squared Frobenius norm)"
+    say(one_line(f"{out}: LoRA of {len(result.lost)} matrices, {loss}, {size(result.bytes_written)}"))

@@ -1,1 +1,1 @@
-"""Merging adapters: adapters in, one adapter out."""
+"""Output as an adapter: what a merge changes of its base, written as one PEFT LoRA adapter."""

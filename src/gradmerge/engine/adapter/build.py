@@ -1,232 +1,384 @@
-"""What a merge changes of its base, tensor by tensor, as the parts of an adapter."""
+"""The output of a merge that is written as one LoRA adapter of its base.
+
+Where the rule is a weighted sum and all models are adapters of the base, the factors are concatenated and no weight of
+the base is read. Every other tensor goes through the rule, and its difference from the base is factorized.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from ...checkpoints.checkpoint import Buffers, Checkpoint, is_same
+from ...checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint, is_same
 from ...checkpoints.lora import AdapterCheckpoint
-from ...errors import InputError
-from ...io.reader import TensorInfo
+from ...errors import InputError, MachineError
+from ...io.atomic_dir import AtomicDir
+from ...io.reader import TensorFile, TensorInfo, bytes_of
+from ...io.writer import ShardWriter
 from ...recipe import Recipe
-from ..plan.jobs import Block, Job, LayerJob, MergedBlock, MergeOptions, torch_type
+from ..plan.jobs import Block, Job, LayerJob, MergedBlock, MergeOptions
 from ..plan.plan import Plan
 from ..run.executor import merge_blocks
-from ..run.linear import linear_weights
+from ..run.journal import Finished, Journal
 from ..run.rounding import rounded
 from ..run.statistics import Statistics
-from .layout import AdapterLayout
-from .low_rank import factored, narrowed
-from .parts import Part, read_part, squares, write_part
+from ..thread_pool import run_parallel
+from .linear import linear_weights
+from .low_rank import LowRank, factorize, truncate
+from .peft_config import AdapterReport, ModuleTree, lay_out
 
-#: A difference from the base below this share of an entry is rounding: nothing has changed.
+#: A difference from the base below this share of an entry is a rounding error.
 ROUNDING = 2.0**-22
+#: Elements that are copied at once.
+CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a merge changes of one tensor, in a file: factors A and B, the `whole` tensor, or nothing."""
+
+    path: Path
+    infos: Mapping[str, TensorInfo]
+    norm: float
+    """The squared Frobenius norm of the change."""
+    lost: float
+    """The same of what the factors lack."""
+
+    @property
+    def rank(self) -> int:
+        return self.infos["A"].shape[0]
+
+
+def save_change(path: Path, tensors: Mapping[str, Tensor], norm: float = 0.0, lost: float = 0.0) -> Change:
+    """Save a change; a killed process leaves no incomplete file."""
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        facts = json.dumps({"norm": norm, "lost": lost})
+        save_file({key: value.contiguous() for key, value in tensors.items()}, unfinished, {"facts": facts})
+        unfinished.rename(path)
+    except (OSError, SafetensorError) as error:
+        raise MachineError(f"{path}: writing failed: {error}") from error
+    return load_change(path)
+
+
+def load_change(path: Path) -> Change:
+    file = TensorFile(path)
+    file.close()
+    return Change(path, dict(file.entries), **json.loads(file.metadata["facts"]))
 
 
 @dataclass
-class Changes:
-    """What a merge changes of its base, tensor by tensor, as the parts of an adapter."""
+class PendingTensor:
+    """A tensor whose blocks are being merged: its difference from the base, or the ``whole`` of it."""
 
-    recipe: Recipe
-    plan: Plan
-    base: Checkpoint
-    stored: dict[str, TensorInfo]
-    """The tensors as a model would store them."""
-    folder: Path
-    device: str
-    allow_nonfinite: bool
-    statistics: Statistics | None = None
-    parts: dict[str, Part] = field(default_factory=dict)
-    bytes_read: int = 0
+    values: Tensor
+    whole: bool
+    missing: int
+    """Elements that have not been merged yet."""
+    changed: bool = False
+    norms: list[float] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        tuned = self.plan.inputs.tuned
-        own = [c for c in tuned if isinstance(c, AdapterCheckpoint) and is_same(c.base, self.base)]
-        self.adapters = own if len(own) == len(tuned) else []
-        """The models, if all of them are adapters of the base."""
-        self.layout = AdapterLayout(self.base, own)
-        self._numbers = {name: number for number, name in enumerate(self.stored)}
-        self.jobs = {name: job for job in self.plan.jobs for name in job.tensors}
+
+class AdapterOutput:
+    """The unfinished adapter, with the interface of :class:`~gradmerge.engine.run.output.Output`.
+
+    Each finished tensor has a file, which a resumed merge does not make again.
+    """
+
+    def __init__(
+        self, recipe: Recipe, plan: Plan, folder: AtomicDir, journal: Journal, threads: int, options: MergeOptions
+    ) -> None:
+        self.base = adapter_base(recipe, plan)
+        adapters = [c for c in plan.inputs.tuned if isinstance(c, AdapterCheckpoint) and is_same(c.base, self.base)]
+        self._adapters = adapters if len(adapters) == len(plan.inputs.tuned) else []
+        """The merged models, if all of them are adapters of the base."""
+        self._tree = ModuleTree(self.base, adapters)
+        self._plan, self._folder, self._journal = plan, folder, journal
+        self._threads, self._options, self._rank = threads, options, recipe.output.rank
+        self._dtype = getattr(torch, recipe.output.dtype, torch.float32)  # also for `auto` and `widest`
+        self._stored = plan.merged_tensors
+        plan.jobs = [in_float64(job) for job in plan.jobs]
+        self._blocks: dict[str, list[Block]] = {job.name: [] for job in plan.merged}
+        for block in plan.blocks():
+            if block.job.name in self._blocks:
+                self._blocks[block.job.name].append(block)
+        self._changes: dict[str, Change] = {}
+        self._numbers = {name: number for number, name in enumerate(self._stored)}
+        self._pending: dict[str, PendingTensor] = {}
+        self._wanted_whole: set[str] = set()
+        """Tensors that LoRA could represent, but whose modules are saved whole."""
         self._lock = threading.Lock()
-        self.blocks: dict[str, list[Block]] = defaultdict(list)
-        for block in self.plan.blocks():
-            self.blocks[block.job.name].append(block)
-        self._dtype = getattr(torch, self.recipe.output.dtype, torch.float32)  # also for `auto` and `widest`
-        if self.recipe.output.rank is None:
+        self.report: AdapterReport | None = None
+        if self._rank is None:
             self._require_exact()
 
     def _require_exact(self) -> None:
-        """Stop before any work if something would be lost, and no rank says how much may be."""
+        """Raise before any work if factors cannot hold the whole change and the recipe allows no loss."""
         why = ""
-        if not self.adapters:
+        if not self._adapters:
             why = "not all models are LoRA adapters of the base"
-        elif not all(linear_weights(self.plan, job) for job in self.plan.merged):
-            why = f"{self.plan.rule.name} is no weighted sum of what the adapters change"
+        elif not all(linear_weights(self._plan, job) for job in self._plan.merged):
+            why = f"{self._plan.rule.name} is no weighted sum of what the adapters change"
         else:
-            for job in self.plan.merged:
-                if any(a.changes(job.name) and not self._in_factors(a, job.name) for a in self.adapters):
-                    why = f"the change of {job.name} is more than LoRA's factors, as with DoRA"
+            for name in self._stored:
+                if any(name in adapter.factors and not adapter.has_only_factors(name) for adapter in self._adapters):
+                    why = f"the change of {name} is more than LoRA's factors, as with DoRA"
         if why:
             raise InputError(
-                f"output.rank: {why}, so that the adapter can only come near the merge. Give its rank (such as "
-                "--set output.rank=64); what is lost is reported."
+                f"output.rank: {why}, so that an adapter can only approximate the merge. Set its rank (such as 64); "
+                "the loss is reported."
             )
 
-    def _in_factors(self, adapter: AdapterCheckpoint, name: str) -> bool:
-        """Whether an adapter's change can be kept as it is: as factors, or whole as the adapter itself has it."""
-        return name not in adapter.factors or adapter.has_only_factors(name)
+    def __enter__(self) -> AdapterOutput:
+        return self
 
-    def find(self, job: Job) -> Iterator[int]:
-        """Find the change of a tensor, and of a bias with it, unless an earlier run has; the units that were read."""
-        bias = job.bias[0] if isinstance(job, LayerJob) and job.bias is not None else None
-        path = self._path(job.name)
-        if (done := read_part(path)) is not None:
-            self.parts[job.name] = done
-            if bias is None:
-                return
-            if (part := read_part(self._path(bias))) is not None:
-                self.parts[bias] = part
-                return
-        touching = [adapter for adapter in self.adapters if adapter.changes(job.name)]
-        weights = linear_weights(self.plan, job) if self.adapters else None
-        if self.adapters and not touching and (weights or not self._moves(job)):
-            self.parts[job.name] = write_part(path, {})
-        elif weights and all(adapter.has_only_factors(job.name) for adapter in touching):
-            self.parts[job.name] = self._side_by_side(job, dict(zip(self.adapters, weights, strict=True)))
-        else:
-            whole = any(adapter.changes(job.name) and job.name not in adapter.factors for adapter in self.adapters)
-            self._through_rule(job, whole)
-            yield from (block.number for block in self.blocks[job.name])
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._journal.close()
+        if isinstance(error, InputError):  # a resumed run would fail again
+            self._folder.keep = False
 
-    def _path(self, name: str, suffix: str = "") -> Path:
-        return self.folder / f"{self._numbers[name]:06d}{suffix}.safetensors"
+    # The steps of a merge, in their order
 
-    def _moves(self, job: Job) -> bool:
-        """Whether a tensor that no model changes is changed by the rule all the same: its first block tells."""
-        first = self.blocks[job.name][0]
-        moved = []
+    def open(self, resume: bool) -> Finished:
+        """Open the journal, and return what an earlier run finished."""
+        finished = self._journal.load() if resume else None
+        if finished is None:
+            self._folder.clear()
+        self._folder.keep = True
+        self._journal.open(fresh=finished is None)
+        finished = finished or Finished()
+        self._parts.mkdir(exist_ok=True)
+        self._changes = {name: load_change(path) for name in self._stored if (path := self._path(name)).exists()}
+        finished.blocks = {b.number for blocks in self._blocks.values() for b in blocks if self._is_finished(b.job)}
+        return finished
 
-        def put(block: MergedBlock) -> None:
-            moved.append(_differs(block.values.double(), self._read(block)))
+    def start(self, statistics: Statistics) -> list[Block]:
+        """Concatenate the factors of adapters where that is exact, and return the blocks that must be merged."""
+        self._statistics = statistics
+        left = set[str]()
 
-        self._run([first], put)
-        return any(moved)
+        def work(job: Job) -> None:
+            if not self._is_finished(job) and not self._combine_factors(job):
+                left.add(job.name)
 
-    def _read(self, block: MergedBlock) -> Tensor:
-        """The same block of the base."""
-        return self.base.read(block.job.name, block.start, block.stop, Buffers()).to(torch.float64)
+        run_parallel(self._plan.merged, lambda: work, self._threads)
+        return [block for name, blocks in self._blocks.items() if name in left for block in blocks]
 
-    def _run(self, blocks: list[Block], put: Callable[[MergedBlock], None]) -> None:
-        assert self.statistics is not None
-        options = MergeOptions(torch.device(self.device), self.allow_nonfinite)
-        merge_blocks(self.plan, self.statistics, put, blocks=blocks, options=options)
+    def put(self, block: MergedBlock) -> None:
+        """Add a block to its tensors; the thread with the last block of a tensor factorizes it."""
+        for name, values in block.tensors.items():
+            self._add(name, block.start, values.double())
 
-    def _side_by_side(self, job: Job, weights: dict[AdapterCheckpoint, float]) -> Part:
-        """The factors of all adapters, each B with its weight: their product is the weighted sum of their products."""
-        pairs = [(weight, *a.read_factors(job.name)) for a, weight in weights.items() if a.changes(job.name) and weight]
-        self._count(sum(b.numel() + a.numel() for _, b, a in pairs) * 4)
-        if not pairs:
-            return write_part(self._path(job.name), {})
-        b, a = torch.cat([w * b for w, b, _ in pairs], 1), torch.cat([a for *_, a in pairs])
-        found = narrowed(b, a, self.recipe.output.rank, self._dtype)
-        self._check_finite(job, found.b, found.a)
-        return write_part(self._path(job.name), self._shaped(job, found.b, found.a), found.norm, found.lost)
-
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self.bytes_read += nbytes
-
-    def _shaped(self, job: Job, b: Tensor, a: Tensor) -> dict[str, Tensor]:
-        """Factors as PEFT stores them: those of a convolution have its shape."""
-        shape = job.info.shape
-        if len(shape) > 2:
-            a, b = a.reshape(-1, *shape[1:]), b.reshape(*b.shape, *(1 for _ in shape[2:]))
-        return {"A": a, "B": b}
-
-    def _check_finite(self, job: Job, *tensors: Tensor) -> None:
-        if not self.allow_nonfinite and not all(bool(t.isfinite().all()) for t in tensors):
-            raise InputError(
-                f"the adapter of {job.name} has values that are NaN or infinite, or too large for its type. Set "
-                "output.dtype to a wider type, or pass --allow-nonfinite to go on."
+    def finish(self) -> dict[str, int]:
+        """Write the adapter, and return the bytes of its file."""
+        self._changes = {name: self._changes[name] for name in self._stored}
+        written = lay_out(self._tree, self._changes, self._adapters)
+        needed = {
+            name for name, part in written.entries.values() if part == "whole" and "A" in self._changes[name].infos
+        }
+        if needed:
+            self._wanted_whole = needed
+            blocks = [b for blocks in self._blocks.values() for b in blocks if needed & b.job.tensors.keys()]
+            merge_blocks(
+                self._plan, self._statistics, self.put, blocks=blocks, threads=self._threads, options=self._options
             )
+        sizes = self._write(written.entries)
+        (self._folder.folder / "adapter_config.json").write_text(json.dumps(written.config, indent=2) + "\n", "utf-8")
+        for path in self._parts.iterdir():
+            path.unlink()
+        self._parts.rmdir()
+        changes = self._changes
+        norm = sum(change.norm for change in changes.values())
+        self.report = AdapterReport(
+            self.base,
+            written.config["r"],
+            {name: changes[name].lost / changes[name].norm for name in written.factors},
+            sum(changes[name].lost for name in written.factors) / norm if norm else 0.0,
+            {name: changes[name].rank for name in written.factors},
+            [name for name in written.whole if name in changes and changes[name].norm > 0],
+        )
+        return sizes
 
-    def _through_rule(self, job: Job, whole: bool, suffix: str = "") -> None:
-        """Merge a tensor, and keep its difference from the base as factors, or all of it ``whole``."""
-        bias = job.bias[0] if isinstance(job, LayerJob) and job.bias is not None else None
-        whole = whole or not self._place_if_changed(job.name)
-        merged = torch.empty(job.info.numel, dtype=torch_type(self.stored[job.name]) if whole else torch.float32)
-        moved: list[bool] = []
-        norms: list[float] = []
+    @property
+    def _parts(self) -> Path:
+        return self._folder.folder / "parts"
 
-        def put(block: MergedBlock) -> None:
-            start, stop, base = block.start, block.stop, self._read(block)
-            values = block.values.double()
-            moved.append(_differs(values, base))
-            if whole:
-                merged[start:stop] = rounded(values, merged.dtype)
-                norms.append(squares(values - base))
-            else:
-                merged[start:stop] = values - base
-            if bias is not None:
-                self._keep_bias(bias, block.tensors[bias].double())
+    def _path(self, name: str) -> Path:
+        """The file of a change; those that are made a second time are not resumed."""
+        again = "-again" if name in self._wanted_whole else ""
+        return self._parts / f"{self._numbers[name]:06d}{again}.safetensors"
 
-        self._run(self.blocks[job.name], put)
-        self._count(self.plan.bytes_read(job) + self.base.tensors[job.name].nbytes)
-        path = self._path(job.name, suffix)
-        if not any(moved) and not suffix:
-            self.parts[job.name] = write_part(path, {})
-        elif whole:
-            self._check_finite(job, merged)
-            norm = sum(sorted(norms))
-            self.parts[job.name] = write_part(path, {"whole": merged.reshape(job.info.shape)}, norm)
-        else:
-            matrix = merged.reshape(job.info.shape[0], -1)
-            matrix = matrix.T if self.layout.place(job.name).transposed else matrix
-            assert self.recipe.output.rank is not None
-            found = factored(matrix, self.recipe.output.rank, self._dtype)
-            self._check_finite(job, found.b, found.a)
-            self.parts[job.name] = write_part(path, self._shaped(job, found.b, found.a), found.norm, found.lost)
+    def _is_finished(self, job: Job) -> bool:
+        return all(name in self._changes for name in job.tensors)
 
-    def _keep_bias(self, bias: str, values: Tensor) -> None:
-        info = self.stored[bias]
-        base = self.base.read(bias, 0, info.numel, Buffers()).double()
-        kept = {}
-        if _differs(values.flatten(), base):
-            kept["whole"] = rounded(values, torch_type(info)).reshape(info.shape)
-        self.parts[bias] = write_part(self._path(bias), kept, squares(values.flatten() - base))
+    # Weighted sums of adapters
 
-    def _place_if_changed(self, name: str) -> bool:
-        """Whether LoRA can hold the change of a tensor."""
-        try:
-            return bool(self.layout.place(name).kind) and not self.layout.tied(name)
-        except InputError:  # said where it has changed indeed
+    def _combine_factors(self, job: Job) -> bool:
+        """Save the change of a tensor without merging it, if the factors of the adapters tell it."""
+        if not self._adapters:
             return False
+        weights = linear_weights(self._plan, job)
+        changing = [a for a in self._adapters if any(map(a.changes, job.tensors))]
+        if not changing and (weights or not self._rule_changes(job)):
+            for name in job.tensors:
+                self._keep(name, {})
+            return True
+        if weights is None or not all(adapter.has_only_factors(job.name) for adapter in changing):
+            return False
+        pairs = [
+            (weight, *adapter.read_factors(job.name))
+            for adapter, weight in zip(self._adapters, weights, strict=True)
+            if weight and adapter.changes(job.name)
+        ]
+        if not pairs:
+            self._keep(job.name, {})
+            return True
+        b = torch.cat([weight * b for weight, b, _ in pairs], 1)
+        a = torch.cat([a for *_, a in pairs])
+        self._keep_factors(job.name, truncate(b, a, self._rank, self._dtype))
+        return True
 
-    def whole(self, name: str) -> Part:
-        """A tensor as it is after the merge, whatever was kept of it before."""
-        part = self.parts.get(name)
-        if part is not None and part.is_whole:
-            return part
-        if part is not None and part.keys:
-            self._through_rule(self.jobs[name], whole=True, suffix="-whole")
-            return self.parts[name]
-        self.parts[name] = self.of_base(name)
-        return self.parts[name]
+    def _rule_changes(self, job: Job) -> bool:
+        """Return whether the rule changes a tensor that no model changes, judged by its first block."""
+        changes: list[bool] = []
 
-    def of_base(self, name: str) -> Part:
-        """A tensor as it is in the base."""
-        info = self.base.tensors[name]
-        values = self.base.read(name, 0, info.numel, Buffers()).reshape(info.shape)
-        return write_part(self._path(name, "-base"), {"whole": values})
+        def put(block: MergedBlock) -> None:
+            changes.extend(_differs(v.double(), self._read(n, block.start, v)) for n, v in block.tensors.items())
+
+        merge_blocks(self._plan, self._statistics, put, blocks=self._blocks[job.name][:1], options=self._options)
+        return any(changes)
+
+    # Differences from the base
+
+    def _add(self, name: str, start: int, values: Tensor) -> None:
+        """Add merged values of a tensor from element ``start``."""
+        base = self._read(name, start, values)
+        with self._lock:
+            if name not in self._pending:
+                self._pending[name] = self._new_pending(name)
+            pending = self._pending[name]
+        stop = start + len(values)
+        pending.values[start:stop] = rounded(values, pending.values.dtype) if pending.whole else values - base
+        with self._lock:
+            pending.changed |= _differs(values, base)
+            pending.norms.append(_squares(values - base))
+            pending.missing -= len(values)
+            if pending.missing:
+                return
+            del self._pending[name]
+        self._finish_tensor(name, pending)
+
+    def _read(self, name: str, start: int, values: Tensor) -> Tensor:
+        """The same elements of the base."""
+        return self.base.read(name, start, start + len(values), Buffers()).double()
+
+    def _new_pending(self, name: str) -> PendingTensor:
+        info = self._stored[name]
+        replaced = any(adapter.changes(name) and name not in adapter.factors for adapter in self._adapters)
+        whole = replaced or name in self._wanted_whole or not self._tree.can_factor(name)
+        dtype = TORCH_TYPES[info.dtype] if whole else torch.float32
+        return PendingTensor(torch.empty(info.numel, dtype=dtype), whole, info.numel)
+
+    def _finish_tensor(self, name: str, pending: PendingTensor) -> None:
+        if not pending.changed and name not in self._wanted_whole:
+            self._keep(name, {})
+        elif pending.whole:
+            tensor = pending.values.reshape(self._stored[name].shape)
+            self._keep(name, {"whole": tensor}, math.fsum(pending.norms))
+        else:
+            matrix = pending.values.reshape(self._stored[name].shape[0], -1)
+            matrix = matrix.T if self._tree.find(name).transposed else matrix
+            assert self._rank is not None
+            self._keep_factors(name, factorize(matrix, self._rank, self._dtype))
+
+    def _keep_factors(self, name: str, factors: LowRank) -> None:
+        a, b, shape = factors.a, factors.b, self._stored[name].shape
+        if len(shape) > 2:  # PEFT's factors of a convolution have its shape
+            a, b = a.reshape(-1, *shape[1:]), b.reshape(*b.shape, *(1 for _ in shape[2:]))
+        self._keep(name, {"A": a, "B": b}, factors.norm, factors.lost)
+
+    def _keep(self, name: str, tensors: Mapping[str, Tensor], norm: float = 0.0, lost: float = 0.0) -> None:
+        if not self._options.allow_nonfinite and not all(bool(t.isfinite().all()) for t in tensors.values()):
+            raise InputError(
+                f"the adapter of {name} has values that are NaN or infinite, or too large for its type. Set "
+                "output.dtype to a wider type, or set allow_nonfinite."
+            )
+        self._changes[name] = save_change(self._path(name), tensors, norm, lost)
+
+    # The adapter's file
+
+    def _write(self, entries: Mapping[str, tuple[str, str]]) -> dict[str, int]:
+        """Write adapter_model.safetensors; what has not changed comes from the base. Return its size by name."""
+        infos: dict[str, TensorInfo] = {}
+        for key, (name, part) in sorted(entries.items()):
+            change = self._changes.get(name)
+            infos[key] = self.base.tensors[name] if change is None or part not in change.infos else change.infos[part]
+        described = {key: (info.dtype, info.shape) for key, info in infos.items()}
+        # PEFT looks for a single file, however large.
+        with ShardWriter(self._folder.folder, "adapter_model", described, 1 << 62, {"format": "pt"}) as writer:
+            for key, (name, part) in entries.items():
+                change = self._changes.get(name)
+                if change is None or part not in change.infos:
+                    _copy(self.base, name, writer, key)
+                else:
+                    with Checkpoint(str(change.path), files=[TensorFile(change.path)]) as saved:
+                        _copy(saved, part, writer, key)
+            writer.finish()
+            return writer.sizes
+
+
+def adapter_base(recipe: Recipe, plan: Plan) -> Checkpoint:
+    """Return the model that the adapter is for: the recipe's base, or the base of all merged adapters."""
+    if recipe.output.curvature:
+        raise InputError("output.curvature: an adapter has no curvature; write a model for that")
+    base = plan.inputs.base
+    if base is None:
+        if recipe.exclude or recipe.include != ["*"]:
+            raise InputError("output.format: with include or exclude, name the base that the other tensors come from")
+        bases = [c.base for c in plan.inputs.tuned if isinstance(c, AdapterCheckpoint)]
+        if len(bases) < len(plan.inputs.tuned) or not all(is_same(bases[0], other) for other in bases):
+            raise InputError("output.format: an adapter needs a base: name it in the recipe, as base")
+        base = bases[0]
+    if isinstance(base, AdapterCheckpoint):
+        raise InputError(
+            f"output.format: the base is itself an adapter, of {base.label}, and an adapter names a model as its base. "
+            "Merge it into its base first."
+        )
+    return base
+
+
+def in_float64(job: Job) -> Job:
+    """Return a job whose result is not rounded, so that its difference from the base is exact."""
+    if job.rule is None:
+        return job
+    job = replace(job, info=TensorInfo("F64", job.info.shape), compute=torch.float64)
+    if isinstance(job, LayerJob) and job.bias is not None:
+        name, info = job.bias
+        job = replace(job, bias=(name, TensorInfo("F64", info.shape)))
+    return job
 
 
 def _differs(values: Tensor, base: Tensor) -> bool:
-    """Whether values are others than the base's, by more than rounding."""
+    """Return whether values differ from those of the base by more than rounding errors."""
     return bool(((values - base).abs() > ROUNDING * base.abs()).any())
+
+
+def _squares(values: Tensor) -> float:
+    return float(values.square().sum())
+
+
+def _copy(source: Checkpoint, name: str, writer: ShardWriter, key: str) -> None:
+    """Copy a tensor to the adapter's file, a chunk at a time."""
+    info, buffers = source.tensors[name], Buffers()
+    for start in range(0, info.numel, CHUNK):
+        block = source.read(name, start, min(start + CHUNK, info.numel), buffers)
+        writer.write(key, start, bytes_of(rounded(block, TORCH_TYPES[info.dtype])))

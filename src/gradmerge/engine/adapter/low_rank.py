@@ -1,4 +1,4 @@
-"""Matrices as products of two narrow ones, B (out × rank) and A (rank × in), and what that loses."""
+"""Matrices as products B (out × rank) · A (rank × in), and the error of that."""
 
 from __future__ import annotations
 
@@ -10,31 +10,27 @@ from torch import Tensor
 
 from ..run.rounding import rounded
 
-#: Entries of a matrix that are widened to float64 at once.
+#: Entries of a matrix that are converted to float64 at once.
 PANEL = 1 << 20
-#: Singular values below this share of the largest are rounding, and take no rank.
+#: Singular values below this share of the largest are rounding errors.
 NEGLIGIBLE = 1e-7
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """B and A, with the squared Frobenius norms of the matrix that they stand for and of what they lack of it."""
+    """B and A, with the squared Frobenius norms of the matrix and of its difference from BA."""
 
     b: Tensor
     a: Tensor
     norm: float
     lost: float
 
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
 
+def factorize(matrix: Tensor, rank: int, dtype: torch.dtype) -> LowRank:
+    """Return the nearest product of at most this rank, stored in ``dtype``.
 
-def factored(matrix: Tensor, rank: int, dtype: torch.dtype) -> LowRank:
-    """The nearest product of this rank to a matrix, or of a lower one that loses nothing more; stored in ``dtype``.
-
-    The eigenvectors of the smaller Gram matrix, summed up in float64, are the singular vectors of its side. What is
-    lost is measured on the factors as they are stored.
+    The singular vectors of the shorter side are the eigenvectors of its Gram matrix, in float64. The loss is measured
+    on the stored factors. Singular values that are rounding errors are left out.
     """
     tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
     gram = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64)
@@ -42,20 +38,20 @@ def factored(matrix: Tensor, rank: int, dtype: torch.dtype) -> LowRank:
         gram.addmm_(panel.T, panel)
     norm = float(gram.trace())
     values, vectors = torch.linalg.eigh(gram)
-    roots, vectors = _leading(values.clamp_(min=0).sqrt_(), vectors, rank)
-    narrow = rounded((vectors * roots.sqrt()).T.contiguous(), dtype)
+    roots, vectors = _largest(values.clamp_(min=0).sqrt_(), vectors, rank)
+    short = rounded((vectors * roots.sqrt()).T.contiguous(), dtype)
     directions = vectors / roots.sqrt()
     long = torch.empty(tall.shape[0], len(roots), dtype=dtype)
-    lost, wide = 0.0, narrow.double()
+    lost, short64 = 0.0, short.double()
     for row, panel in _panels(tall):
         part = long[row : row + len(panel)] = rounded(panel @ directions, dtype)
-        lost += float((panel - part.double() @ wide).square_().sum())
-    b, a = (long, narrow) if tall is matrix else (narrow.T.contiguous(), long.T.contiguous())
+        lost += float((panel - part.double() @ short64).square_().sum())
+    b, a = (long, short) if tall is matrix else (short.T.contiguous(), long.T.contiguous())
     return LowRank(b, a, norm, lost)
 
 
-def narrowed(b: Tensor, a: Tensor, rank: int | None, dtype: torch.dtype) -> LowRank:
-    """A product of factors that are given in float64; where they are wider than ``rank``, the nearest of that rank."""
+def truncate(b: Tensor, a: Tensor, rank: int | None, dtype: torch.dtype) -> LowRank:
+    """Return the nearest product of at most ``rank`` to BA, whose factors are in float64; None keeps their rank."""
     norm, lost = float(((b.T @ b) * (a @ a.T)).sum()), 0.0
     if rank is not None and a.shape[0] > rank:
         left, left_core = torch.linalg.qr(b)
@@ -66,8 +62,8 @@ def narrowed(b: Tensor, a: Tensor, rank: int | None, dtype: torch.dtype) -> LowR
     return LowRank(rounded(b.contiguous(), dtype), rounded(a.contiguous(), dtype), norm, lost)
 
 
-def _leading(roots: Tensor, vectors: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The largest singular values, in falling order, with their vectors; each vector's largest entry is positive."""
+def _largest(roots: Tensor, vectors: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The largest singular values with their vectors, in falling order; each vector's largest entry is positive."""
     roots, vectors = roots.flip(0)[:rank], vectors.flip(1)[:, :rank]
     kept = int((roots > NEGLIGIBLE * roots[0]).sum()) if len(roots) else 0
     roots, vectors = roots[:kept], vectors[:, :kept]
@@ -76,7 +72,7 @@ def _leading(roots: Tensor, vectors: Tensor, rank: int) -> tuple[Tensor, Tensor]
 
 
 def _panels(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """A few rows at a time, in float64, each with the number of its first."""
+    """A few rows at a time in float64, each with the number of its first."""
     step = max(1, PANEL // max(1, matrix.shape[1]))
     for row in range(0, matrix.shape[0], step):
         yield row, matrix[row : row + step].double()

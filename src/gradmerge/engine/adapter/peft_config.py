@@ -1,140 +1,256 @@
-"""From what a merge changes to the entries of an adapter's file and its config, with what was lost."""
+"""The tensors of a base in a PEFT adapter: which module each belongs to, its keys in the adapter's file, the config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from ...cards.markdown import as_code, markdown_table
 from ...checkpoints.adapter_config import read_adapter_config
+from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.compat.tied_weights import in_layer
+from ...checkpoints.lora import AdapterCheckpoint
+from ...curvature.checkpoint_names import names_of_parameters, stored_sources
+from ...curvature.match_parameters import empty_model
 from ...errors import InputError
 from ...notes import Note
 from ...urls import redact
-from .build import Changes
-from .layout import PREFIX, AdapterLayout, Place, task_of_adapter
-from .parts import Part
 
-#: A share that is lost to the rounding of factors in float32, and not to their rank.
+if TYPE_CHECKING:
+    from .build import Change
+
+PREFIX = "base_model.model."
+#: Task of an adapter → what the names of its architectures end in, and the heads that PEFT saves whole for it.
+TASKS = {
+    "CAUSAL_LM": (("ForCausalLM", "LMHeadModel"), ()),
+    "SEQ_2_SEQ_LM": (("ForConditionalGeneration", "ForSeq2SeqLM"), ()),
+    "SEQ_CLS": (("ForSequenceClassification",), ("classifier", "score")),
+    "TOKEN_CLS": (("ForTokenClassification",), ("classifier", "score")),
+    "QUESTION_ANS": (("ForQuestionAnswering",), ("qa_outputs",)),
+}
+#: A share that is lost to the rounding of the factors, and not to their rank.
 ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class ModuleTensor:
+    """A tensor of the base as a parameter of a module."""
+
+    module: str
+    parameter: str
+    kind: str = ""
+    """`linear`, `conv1d` (stored as in × out), `embedding` or `conv`; empty if LoRA cannot represent its change."""
+
+    @property
+    def transposed(self) -> bool:
+        return self.kind in ("conv1d", "embedding")
+
+    @property
+    def key(self) -> str:
+        """The key of the tensor itself in the adapter's file."""
+        return f"{PREFIX}{self.module}.{self.parameter}"
+
+    def factor_key(self, letter: str) -> str:
+        """The key of its factor A or B."""
+        name = f"lora_embedding_{letter}" if self.kind == "embedding" else f"lora_{letter}.weight"
+        return f"{PREFIX}{self.module}.{name}"
+
+
+class ModuleTree:
+    """The modules of a base: those that its adapters name, and all others from the class that its config names."""
+
+    def __init__(self, base: Checkpoint, adapters: Sequence[AdapterCheckpoint]) -> None:
+        self.base = base
+        self._known: dict[str, ModuleTensor] = {}
+        for adapter in adapters:
+            for name, factors in adapter.factors.items():
+                if factors.slice is not None:
+                    continue
+                kind = "linear" if len(base.tensors[name].shape) == 2 else "conv"
+                kind = "conv1d" if factors.transposed else kind
+                kind = "embedding" if ".lora_embedding_" in factors.a else kind
+                self._known[name] = ModuleTensor(factors.module, "weight", kind)
+
+    @functools.cached_property
+    def _model(self) -> nn.Module:
+        if self.base.folder is None:
+            raise InputError(
+                f"{self.base.label}: a file without a config.json, so that the modules of an adapter are unknown. "
+                "Give the folder of the model."
+            )
+        try:
+            return empty_model(self.base.folder)
+        except InputError as error:
+            raise InputError(f"output.format: the modules of an adapter are unknown. {error}") from error
+
+    @functools.cached_property
+    def _paths(self) -> dict[str, str]:
+        """Tensor of the base → its path in the model."""
+        sources, prefix = stored_sources(self._model), f"{getattr(self._model, 'base_model_prefix', '')}."
+        buffers = {name for name, _ in self._model.named_buffers()}
+        shapes = {name: tuple(value.shape) for name, value in self._model.state_dict().items()}
+        paths = {}
+        for name, info in self.base.tensors.items():
+            names = (name, prefix + name, name.removeprefix(prefix))
+            path = next((sources.get(n, n) for n in names if n in sources or n in buffers), None)
+            # transformers fuses experts: a stored tensor of another shape is only a part of the parameter.
+            if path is not None and shapes.get(path) == info.shape:
+                paths[name] = path
+        return paths
+
+    def find(self, name: str) -> ModuleTensor:
+        """Return the module and parameter of a tensor of the base."""
+        if name in self._known:
+            return self._known[name]
+        path = self._paths.get(name)
+        if path is None or "." not in path:
+            raise InputError(
+                f"output.format: {name} has changed, and no module of {type(self._model).__name__} that an adapter "
+                "could hold has it alone. Exclude it, to keep that of the base, or write a model."
+            )
+        module, _, parameter = path.rpartition(".")
+        return ModuleTensor(
+            module, parameter, _kind(self._model.get_submodule(module)) if parameter == "weight" else ""
+        )
+
+    def can_factor(self, name: str) -> bool:
+        """Return whether LoRA can represent the change of a tensor."""
+        try:
+            return bool(self.find(name).kind) and not self.tied(name)
+        except InputError:  # raised again if the tensor has changed
+            return False
+
+    def tied(self, name: str) -> list[ModuleTensor]:
+        """Return the other parameters that share a tensor: PEFT would change one of them alone."""
+        if in_layer(name):
+            return []
+        found = self.find(name)
+        if self.base.folder is None:
+            return []
+        path = f"{found.module}.{found.parameter}"
+        groups = (names for names in names_of_parameters(self._model).values() if path in names)
+        others = (other.rpartition(".") for names in groups for other in names if other != path)
+        return [ModuleTensor(module, parameter) for module, _, parameter in others]
+
+    def tensors_in(self, module: str) -> dict[str, ModuleTensor]:
+        """Return the tensors of the base in a module, or in the model ("")."""
+        return {
+            name: ModuleTensor(*path.rpartition(".")[::2])
+            for name, path in self._paths.items()
+            if not module or path.startswith(f"{module}.")
+        }
+
+    def modules_to_save(self, names: Iterable[str], task: str | None) -> list[str]:
+        """Return the modules that PEFT must save whole for some tensors, for those tied to them, and for the task.
+
+        PEFT saves all modules whose path ends with the path that it is given.
+        """
+        ends = {found.module for name in names for found in (self.find(name), *self.tied(name))}
+        ends |= set(TASKS[task][1]) if task in TASKS else set()
+        modules = {path for end in ends for path, _ in self._model.named_modules() if path.endswith(end)}
+        modules |= {path for end in modules for path, _ in self._model.named_modules() if path.endswith(end)}
+        return sorted(m for m in modules if not any(m.startswith(f"{other}.") for other in modules))
+
+    def target_modules(self, factors: Mapping[str, ModuleTensor]) -> list[str]:
+        """Return names for modules with factors: the last part of the path if no other module has it, else the path."""
+        others = {name.removesuffix(".weight").rpartition(".")[2] for name in self.base.tensors if name not in factors}
+        modules = {found.module for found in factors.values()}
+        return sorted({m if m.rpartition(".")[2] in others else m.rpartition(".")[2] for m in modules})
+
+
+def _kind(module: nn.Module) -> str:
+    """Return how PEFT adapts a module; subclasses of embeddings and grouped convolutions are different."""
+    if type(module) is nn.Embedding:
+        return "embedding"
+    if isinstance(module, nn.Linear):
+        return "" if type(module).__name__ == "NonDynamicallyQuantizableLinear" else "linear"
+    if type(module).__name__ == "Conv1D":
+        return "conv1d"
+    return "conv" if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and module.groups == 1 else ""
 
 
 @dataclass
 class WrittenAdapter:
-    """An adapter whose parts are all there."""
+    """The config of an adapter and the entries of its file."""
 
     config: dict[str, Any]
-    entries: dict[str, tuple[Part, str]]
-    """Key in the adapter's file → the part, and its key there."""
-    lost: dict[str, float]
-    lost_share: float
+    entries: dict[str, tuple[str, str]]
+    """Key in the adapter's file → tensor of the base, and what is stored of it: A, B, `whole` (merged) or `base`."""
+    factors: list[str]
     whole: list[str]
-    ranks: dict[str, int]
-
-    def facts(self) -> dict[str, Any]:
-        return {"rank": self.config["r"], "lost_share": self.lost_share, "lost": self.lost, "saved_whole": self.whole}
-
-    def notes(self) -> Iterator[Note]:
-        if self.lost_share > ROUNDING:
-            worst = max(self.lost, key=lambda name: self.lost[name])
-            yield Note(
-                f"rank {self.config['r']} holds {100 * (1 - self.lost_share):.4g} % of what the merge changes (as "
-                f"squared Frobenius norm); {100 * self.lost_share:.3g} % is lost, of {worst} "
-                f"{100 * self.lost[worst]:.3g} %"
-            )
-        if self.whole:
-            more = f" and {len(self.whole) - 3} more" if len(self.whole) > 3 else ""
-            yield Note(f"saved whole, as LoRA cannot hold them: {', '.join(self.whole[:3])}{more}")
-
-    def text(self) -> str:
-        """For the card."""
-        intro = "A LoRA adapter that holds all that the merge changes of its base."
-        if self.lost_share > ROUNDING:
-            intro = (
-                f"A LoRA adapter of rank {self.config['r']}. It lacks {100 * self.lost_share:.3g} % of what the merge "
-                "changes of its base (squared Frobenius norm). Most is lost in"
-            )
-            worst = sorted(self.lost, key=lambda name: -self.lost[name])[:10]
-            rows = [(as_code(name), str(self.ranks[name]), f"{100 * self.lost[name]:.3g} %") for name in worst]
-            intro += "\n\n" + markdown_table(["tensor", "rank", "lost"], rows)
-        return intro
 
 
-def lay_out(changes: Changes) -> WrittenAdapter:
-    """The parts under their names in the adapter, with whatever else the modules that are saved whole hold."""
-    layout, parts = changes.layout, changes.parts
-    for name in changes.plan.merged_tensors:  # in the order of the plan, whichever thread was first
-        parts[name] = parts.pop(name)
-    configs = [read_adapter_config(c.folder) for c in changes.adapters if c.folder is not None]
-    task = task_of_adapter(changes.base, configs)
-    factors = {name: layout.place(name) for name, part in parts.items() if "A" in part.keys}
-    others = {name: layout.place(name) for name, part in parts.items() if part.is_whole}
-    narrow = {place.module for place in factors.values()}
-    biases = {name: place for name, place in others.items() if place.parameter == "bias" and place.module in narrow}
-    modules = _modules_to_save(layout, [name for name in others if name not in biases], task)
-    saved = {name: place for module in modules for name, place in layout.below(module).items()}
-    entries = {place.key: (changes.whole(name), "whole") for name, place in saved.items()}
-    tied = {other.key: (parts[name], "whole") for name in saved for other in layout.tied(name)}
-    factors = {name: place for name, place in factors.items() if name not in saved}
-    biases = {name: place for name, place in biases.items() if name not in saved}
+def lay_out(tree: ModuleTree, changes: Mapping[str, Change], adapters: Sequence[AdapterCheckpoint]) -> WrittenAdapter:
+    """Return the adapter that holds some changes.
+
+    Tensors that LoRA cannot represent are saved with all of their module. Biases beside factors are saved under PEFT's
+    `bias: all`, which saves every bias of the model.
+    """
+    task = _task(tree.base, [read_adapter_config(a.folder) for a in adapters if a.folder is not None])
+    factors = {name: tree.find(name) for name, change in changes.items() if "A" in change.infos}
+    whole = {name: tree.find(name) for name, change in changes.items() if "whole" in change.infos}
+    factored = {found.module for found in factors.values()}
+    biases = [name for name, found in whole.items() if found.parameter == "bias" and found.module in factored]
+    modules = tree.modules_to_save([name for name in whole if name not in biases], task)
+    saved = {name: found for module in modules for name, found in tree.tensors_in(module).items()}
+    factors = {name: found for name, found in factors.items() if name not in saved}
+    biases = [name for name in biases if name not in saved]
     if not factors:
-        found = "no tensor that LoRA can hold" if others else "nothing"
+        what = "no tensor that LoRA can represent" if whole else "nothing"
         raise InputError(
-            f"output.format: {found} differs from the base, and an adapter without factors is none for PEFT. "
+            f"output.format: {what} differs from the base, and PEFT does not load an adapter without factors. "
             "Write a model."
         )
-    entries = tied | entries | (_all_biases(changes, factors, modules) if biases else {})
-    for name, place in factors.items():
-        entries |= {place.key_of(letter): (parts[name], letter) for letter in "AB"}
-    moved = sum(part.norm for part in parts.values())
-    config = _config(changes, task, factors) | {"modules_to_save": modules or None}
+    tied = {other.key: (name, "whole") for name in saved for other in tree.tied(name)}
+    entries = tied | {found.key: (name, "whole") for name, found in saved.items()}
+    if biases:
+        entries |= _all_biases(tree, {found.module for found in factors.values()}, modules)
+    for name, found in factors.items():
+        entries |= {found.factor_key(letter): (name, letter) for letter in "AB"}
+    config = _config(tree, changes, factors, task) | {"modules_to_save": modules or None}
     config |= {"bias": "all" if biases else "none"} | ({"ensure_weight_tying": True} if tied else {})
-    return WrittenAdapter(
-        config,
-        entries,
-        {name: parts[name].share for name in factors},
-        sum(parts[name].lost for name in factors) / moved if moved else 0.0,
-        [name for name in (*saved, *biases) if parts[name].norm > 0],
-        {name: parts[name].rank for name in factors},
-    )
+    return WrittenAdapter(config, entries, list(factors), [*saved, *biases])
 
 
-def _all_biases(changes: Changes, factors: Mapping[str, Place], modules: Sequence[str]) -> dict[str, tuple[Part, str]]:
-    """Every bias of the model: PEFT's `bias: all`, which it takes to keep one that changes beside its module's factors.
-
-    Under the names that PEFT gives them: those of modules that are saved whole come twice, as they are and were.
-    """
-    narrow = {place.module for place in factors.values()}
-    found = {}
-    for name, place in changes.layout.below("").items():
-        if place.parameter != "bias":
+def _all_biases(tree: ModuleTree, factored: set[str], modules: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the entries of every bias under PEFT's keys: in modules that are saved whole, before and after."""
+    entries = {}
+    for name, found in tree.tensors_in("").items():
+        if found.parameter != "bias":
             continue
-        merged = (changes.whole(name), "whole")
-        module = next((m for m in modules if f"{place.module}.".startswith(f"{m}.")), None)
+        module = next((m for m in modules if f"{found.module}.".startswith(f"{m}.")), None)
         if module is not None:
-            rest = place.key.removeprefix(f"{PREFIX}{module}.")
-            found[f"{PREFIX}{module}.modules_to_save.{rest}"] = merged
-            found[f"{PREFIX}{module}.original_module.{rest}"] = (changes.of_base(name), "whole")
+            rest = found.key.removeprefix(f"{PREFIX}{module}.")
+            entries[f"{PREFIX}{module}.modules_to_save.{rest}"] = (name, "whole")
+            entries[f"{PREFIX}{module}.original_module.{rest}"] = (name, "base")
         else:
-            inner = "base_layer.bias" if place.module in narrow else "bias"
-            found[f"{PREFIX}{place.module}.{inner}"] = merged
-    return found
+            inner = "base_layer.bias" if found.module in factored else "bias"
+            entries[f"{PREFIX}{found.module}.{inner}"] = (name, "whole")
+    return entries
 
 
-def _modules_to_save(layout: AdapterLayout, names: Sequence[str], task: str | None) -> list[str]:
-    """The modules of some tensors and of those tied to them, with all that PEFT takes to be meant by their names."""
-    found = {place.module for name in names for place in (layout.place(name), *layout.tied(name))}
-    found |= set(layout.heads(task))
-    found |= {path for module in found for path in layout.fitting(module)}
-    return sorted(m for m in found if not any(m.startswith(f"{other}.") for other in found))
+def _task(base: Checkpoint, configs: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the task of an adapter: that of all merged adapters, or else that of the base's architecture."""
+    tasks = {config.get("task_type") for config in configs}
+    if len(tasks) == 1 and (task := tasks.pop()) is not None:
+        return str(task)
+    named = base.config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    return next((task for task, (ends, _) in TASKS.items() if name.endswith(ends)), None)
 
 
-def _config(changes: Changes, task: str | None, places: Mapping[str, Place]) -> dict[str, Any]:
-    """adapter_config.json. alpha is the rank everywhere: the scale is 1 for whoever reads rank_pattern or not."""
-    ranks = [changes.parts[name].rank for name in places]
+def _config(
+    tree: ModuleTree, changes: Mapping[str, Change], factors: Mapping[str, ModuleTensor], task: str | None
+) -> dict[str, Any]:
+    """Return adapter_config.json. alpha is the rank of every module, so that the scale is 1 without patterns too."""
+    ranks = [changes[name].rank for name in factors]
     rank = max(ranks, key=ranks.count)
-    pattern = {place.module: own for place, own in zip(places.values(), ranks, strict=True) if own != rank}
-    base = changes.base
+    pattern = {found.module: r for found, r in zip(factors.values(), ranks, strict=True) if r != rank}
+    base = tree.base
     hub_id, _, revision = (base.hub_id or "").partition("@")
     return {
         "peft_type": "LORA",
@@ -145,11 +261,52 @@ def _config(changes: Changes, task: str | None, places: Mapping[str, Place]) -> 
         "lora_alpha": rank,
         "rank_pattern": pattern,
         "alpha_pattern": pattern,
-        "target_modules": changes.layout.targets(places),
-        "fan_in_fan_out": any(place.kind == "conv1d" for place in places.values()),
+        "target_modules": tree.target_modules(factors),
+        "fan_in_fan_out": any(found.kind == "conv1d" for found in factors.values()),
         "lora_dropout": 0.0,
         "use_rslora": False,
         "use_dora": False,
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+@dataclass
+class AdapterReport:
+    """What an adapter lacks of the merge, for the result, the record, the card and the notes."""
+
+    base: Checkpoint
+    rank: int
+    """Of most modules."""
+    lost: dict[str, float]
+    """Tensor → the share of its change (squared Frobenius norm) that its factors lack."""
+    lost_share: float
+    """The same over all tensors together."""
+    ranks: dict[str, int]
+    saved_whole: list[str]
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of gradmerge.json."""
+        shares = {"lost_share": self.lost_share, "lost": self.lost}
+        return {"format": "adapter", "rank": self.rank, **shares, "saved_whole": self.saved_whole}
+
+    def notes(self) -> Iterator[Note]:
+        if self.lost_share > ROUNDING:
+            worst = max(self.lost, key=lambda name: self.lost[name])
+            yield Note(
+                f"rank {self.rank} holds {100 * (1 - self.lost_share):.4g} % of what the merge changes (as squared "
+                f"Frobenius norm); {100 * self.lost_share:.3g} % is lost, of {worst} {100 * self.lost[worst]:.3g} %"
+            )
+        if self.saved_whole:
+            more = f" and {len(self.saved_whole) - 3} more" if len(self.saved_whole) > 3 else ""
+            yield Note(f"saved whole, as LoRA cannot represent them: {', '.join(self.saved_whole[:3])}{more}")
+
+    def card_text(self) -> str:
+        if self.lost_share <= ROUNDING:
+            return "A LoRA adapter that holds all that the merge changes of its base."
+        worst = sorted(self.lost, key=lambda name: -self.lost[name])[:10]
+        rows = [(as_code(name), str(self.ranks[name]), f"{100 * self.lost[name]:.3g} %") for name in worst]
+        return (
+            f"A LoRA adapter of rank {self.rank}. It lacks {100 * self.lost_share:.3g} % of what the merge changes of "
+            "its base (squared Frobenius norm). Most is lost in\n\n"
+        ) + markdown_table(["tensor", "rank", "lost"], rows)

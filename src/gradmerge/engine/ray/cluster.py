@@ -20,7 +20,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import GradmergeError, InputError, MachineError
 from ...io.atomic_dir import AtomicDir
@@ -34,6 +34,9 @@ from ..run.output import Output
 from ..run.reduce import Advance, BlockFunction, add_up, ignore
 from ..run.statistics import Statistics
 from .worker import MergeTask, Range, run_task, sign_folder, versions
+
+if TYPE_CHECKING:
+    from ..adapter.build import AdapterOutput
 
 #: Entries of a task: at most, and so few that each worker has this many tasks.
 MAX_ENTRIES, TASKS_PER_WORKER = 1 << 27, 16
@@ -123,11 +126,12 @@ class RayCluster:
         plan: Plan,
         statistics: Statistics,
         blocks: Sequence[Block],
-        output: Output,
+        output: Output | AdapterOutput,
         options: MergeOptions,
         advance: Advance = ignore,
     ) -> None:
         """Merge blocks and write them to the files of the output."""
+        assert isinstance(output, Output)  # adapters are written by the local engine alone
         output.files.close()  # so that every machine sees them
         files = {block.job.name: output.files.locate(block.job.name) for block in blocks}
         in_file_order = sorted(blocks, key=lambda block: (*files[block.job.name], block.start))

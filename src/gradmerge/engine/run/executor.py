@@ -15,6 +15,7 @@ from .reduce import Advance, BlockFunction, ignore, reduce_blocks, share_of
 from .statistics import Statistics
 
 if TYPE_CHECKING:
+    from ..adapter.build import AdapterOutput
     from .output import Output
 
 
@@ -71,7 +72,7 @@ class LocalExecutor:
         plan: Plan,
         statistics: Statistics,
         blocks: Sequence[Block],
-        output: Output,
+        output: Output | AdapterOutput,
         options: MergeOptions,
         advance: Advance = ignore,
     ) -> None:

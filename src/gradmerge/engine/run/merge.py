@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...cards.metadata import license_notes, read_all_metadata
-from ...checkpoints.sidecars import copy_sidecars, sidecars
 from ...display import Displayed
 from ...errors import InputError, MachineError
 from ...io.atomic_dir import AtomicDir
-from ...io.reader import FLOATS
 from ...notes import Note
 from ...progress import NoProgress, Progress
 from ...recipe import Recipe, reduction_factor
@@ -36,6 +34,7 @@ from .statistics import compute_statistics
 from .write_cards import write_cards
 
 if TYPE_CHECKING:
+    from ..adapter.build import AdapterOutput
     from ..ray.cluster import RayCluster
 
 
@@ -76,7 +75,7 @@ def merge_to_folder(
     progress: Progress | None = None,
     cluster: RayCluster | None = None,
 ) -> MergeResult:
-    """Merge as planned, on this machine or on a cluster, and write the folder ``out``.
+    """Merge as planned, on this machine or on a cluster, and write the folder ``out``: a model or an adapter.
 
     The weights are written to a temporary folder, with a journal of finished blocks. ``resume`` continues an unfinished
     merge with the same fingerprint: the recipe, and the state of every input file. The folder is renamed when complete.
@@ -100,9 +99,16 @@ def merge_to_folder(
         plan.note(folder.notes)
         if cluster is not None:
             cluster.begin(recipe, plan, folder, fingerprint, state, options)
+        output: Output | AdapterOutput
+        if recipe.output.format == "adapter":
+            from ..adapter.build import AdapterOutput
+
+            output = AdapterOutput(recipe, plan, folder, journal, threads, options)
+        else:
+            output = Output(recipe, plan, folder, journal)
         check_merge(recipe, plan, executor.reduce, progress, accept_untrusted)
 
-        with timed(timings, "total"), Output(plan, folder, journal, recipe.output.shard_size) as output:
+        with timed(timings, "total"), output:
             finished = output.open(resume)
             resumed = len(finished.blocks)
             statistics = finished.statistics
@@ -113,20 +119,20 @@ def merge_to_folder(
                     statistics = compute_statistics(plan, executor.reduce, progress.advance)
                 journal.statistics(statistics)
                 result.bytes_read += plan.statistics_read
-            blocks = list(plan.blocks())
-            left = [block for block in blocks if block.number not in finished.blocks]
-            done = plan.total_read * (len(blocks) - len(left)) // max(1, len(blocks))
-            progress.begin("merging", plan.total_read, done)
             with timed(timings, "merge"):
+                left = output.start(statistics)
+                blocks = sum(1 for _ in plan.blocks())
+                done = plan.total_read * (blocks - len(left)) // max(1, blocks)
+                progress.begin("merging", plan.total_read, done)
                 executor.merge(plan, statistics, left, output, options, progress.advance)
+                sizes = output.finish()
             result.bytes_read += plan.total_read - done
             check_unchanged(files, state, folder)
-            sizes = output.finish()
-            copy_sidecars(plan.inputs.template, folder.folder, config_dtype(recipe, plan))
-            if plan.inputs.result_files is not None:
-                plan.inputs.result_files.write(folder.folder)
 
         result.output, result.bytes_written, result.seconds = folder.out, plan.total_written, timings["total"]
+        if (report := output.report) is not None:
+            result.bytes_written, result.lost, result.lost_share = sum(sizes.values()), report.lost, report.lost_share
+            plan.note(report.notes())
         if cluster is not None:
             timings["start"] = cluster.seconds
         write_cards(
@@ -138,6 +144,9 @@ def merge_to_folder(
             sizes=sizes,
             timings=timings,
             resumed=resumed,
+            adapter_base=report.base if report else None,
+            adapter_facts=report.record() if report else None,
+            adapter_text=report.card_text() if report else "",
         )
         if folder.upload is None:  # otherwise it is needed until everything is uploaded
             journal.remove()
@@ -165,8 +174,6 @@ def check_merge(recipe: Recipe, plan: Plan, reduce: Reduce, progress: Progress, 
     plan.note(check_step_size(plan, reduce, progress.advance, refuse=not accept_untrusted))
     plan.note(coefficient_notes(recipe, plan, reduce))
     plan.note(license_notes(read_all_metadata(plan.inputs.checkpoints), recipe.output.license))
-    template = plan.inputs.template
-    plan.note(sidecars(template).note(template.label))
 
 
 def check_unchanged(files: list[Path], state: State, folder: AtomicDir) -> None:
@@ -177,16 +184,6 @@ def check_unchanged(files: list[Path], state: State, folder: AtomicDir) -> None:
             f"{path}: changed during the merge, so that the result may be inconsistent. Nothing was written; merge "
             "again."
         )
-
-
-def config_dtype(recipe: Recipe, plan: Plan) -> str:
-    """Return the dtype for the result's config; `auto` if that of the template is right."""
-    if recipe.output.dtype != "widest":
-        return recipe.output.dtype
-    merged, template = plan.merged_tensors, plan.inputs.template
-    types = {info.dtype for info in merged.values()}
-    unchanged = types == {template.tensors[name].dtype for name in merged}
-    return "auto" if unchanged or len(types) != 1 else FLOATS[types.pop()]
 
 
 @contextmanager

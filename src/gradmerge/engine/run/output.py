@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from ...checkpoints.sidecars import sidecars, stems
+from ...checkpoints.sidecars import copy_sidecars, sidecars, stems
 from ...curvature.curvature_card import OF_MERGES, write_curvature_card
 from ...curvature.format import STEM, metadata
 from ...errors import InputError, MachineError
 from ...io.atomic_dir import AtomicDir
-from ...io.reader import bytes_of
+from ...io.reader import FLOATS, bytes_of
 from ...io.writer import ShardWriter
-from ..plan.jobs import MergedBlock
+from ...recipe import Recipe
+from ..plan.jobs import Block, MergedBlock
 from ..plan.plan import Plan
 from .journal import Finished, Journal
+from .statistics import Statistics
 
 
 class WeightFiles:
@@ -55,10 +57,13 @@ class WeightFiles:
 class Output:
     """The unfinished result of a merge. An error keeps it for a later run to resume, unless the input is to blame."""
 
-    def __init__(self, plan: Plan, folder: AtomicDir, journal: Journal, shard_size: int) -> None:
-        self._plan, self._folder, self._journal = plan, folder, journal
+    report: None = None
+    """An adapter has a report of what it lacks of the merge."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, folder: AtomicDir, journal: Journal) -> None:
+        self._recipe, self._plan, self._folder, self._journal = recipe, plan, folder, journal
         self._finished = Finished()
-        self.files = WeightFiles(plan, folder.folder, folder.out.name, shard_size)
+        self.files = WeightFiles(plan, folder.folder, folder.out.name, recipe.output.shard_size)
         self._writers = self.files.writers
         self._outgoing = None
         if folder.upload is not None:
@@ -115,11 +120,30 @@ class Output:
         if self._outgoing is not None:
             self._outgoing.done(numbers)
 
+    def start(self, statistics: Statistics) -> list[Block]:
+        """Return the blocks that are left to merge."""
+        return [block for block in self._plan.blocks() if block.number not in self._finished.blocks]
+
     def finish(self) -> dict[str, int]:
-        """Write the indexes, close the files, and return the bytes of each by its name in the result."""
+        """Complete the weight files, copy the small files, and return the bytes of the former by name."""
         for writer in self._writers:
             writer.finish()
         if len(self._writers) > 1:
             write_curvature_card(self._writers[1].folder, what=OF_MERGES)
-        folders = ((writer.folder.relative_to(self._folder.folder), writer.sizes) for writer in self._writers)
-        return {str(folder / name): nbytes for folder, sizes in folders for name, nbytes in sizes.items()}
+        template, folder = self._plan.inputs.template, self._folder.folder
+        self._plan.note(sidecars(template).note(template.label))
+        copy_sidecars(template, folder, config_dtype(self._recipe, self._plan))
+        if self._plan.inputs.result_files is not None:
+            self._plan.inputs.result_files.write(folder)
+        folders = ((writer.folder.relative_to(folder), writer.sizes) for writer in self._writers)
+        return {str(path / name): nbytes for path, sizes in folders for name, nbytes in sizes.items()}
+
+
+def config_dtype(recipe: Recipe, plan: Plan) -> str:
+    """Return the dtype for the result's config; `auto` if that of the template is right."""
+    if recipe.output.dtype != "widest":
+        return recipe.output.dtype
+    merged, template = plan.merged_tensors, plan.inputs.template
+    types = {info.dtype for info in merged.values()}
+    unchanged = types == {template.tensors[name].dtype for name in merged}
+    return "auto" if unchanged or len(types) != 1 else FLOATS[types.pop()]
