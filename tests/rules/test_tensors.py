@@ -225,7 +225,7 @@ def test_neither_blocks_nor_threads_nor_chunks_change_a_result(label: str, monke
     assert all(torch.allclose(other[name], want[name], atol=1e-6) for name in want)
 
 
-@pytest.mark.parametrize("label", CASES)
+@pytest.mark.parametrize("label", {CASES[label][0]: label for label in CASES}.values())
 def test_empty_tensors_stay_empty(label: str) -> None:
     method, models, weights, options, _ = CASES[label]
     state = {"none": torch.empty(0), "rows": torch.empty(0, 3), "columns": torch.empty(3, 0), "one": torch.ones(2, 2)}
