@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict
 
 import pytest
 import typer
 
+import gradmerge as gm
 from gradmerge.cli.app import app
+from gradmerge.cli.merge import MergeOptions
 from gradmerge.cli.options import LoadingOptions
 from gradmerge.tasks.loading import DEFAULTS
 
@@ -20,6 +23,13 @@ def test_options_of_loading_are_those_of_python_with_the_same_defaults() -> None
         **DEFAULTS,
         "columns": {"text": "review", "label": "stars"},
     }
+
+
+def test_options_of_merge_are_those_of_python_with_the_same_defaults() -> None:
+    parameters = inspect.signature(gm.merge).parameters
+    others = {"recipe", "out", "device", "allow_code", "progress", "block"}
+    defaults = {name: parameter.default for name, parameter in parameters.items() if name not in others}
+    assert MergeOptions().as_keywords() == defaults
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
