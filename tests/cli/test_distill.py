@@ -15,7 +15,7 @@ import gradmerge as gm
 from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_llama_checkpoint, write_jsonl
 from .test_calibrate import data_of, fine_tune, invoke, merge_recipe, state_of
 
-STEPS = ("--steps", 20, "--lr", 0.003, "--batch-size", 10)
+STEPS = ("--steps", 20, "--lr", 0.0003, "--batch-size", 10)
 
 
 @pytest.fixture(scope="module")

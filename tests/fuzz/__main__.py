@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, metavar="N", help="processes to kill")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--processes", type=int, default=2, metavar="N")
-    parser.add_argument("--kinds", metavar="A,B", help="only these kinds of input")
+    parser.add_argument("--kinds", metavar="A,B", help="only these kinds of input and of killed commands")
     parser.add_argument("--only", metavar="KIND:NUMBER", help="run one case, and show what it did")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the counts there")
     parser.add_argument(
@@ -63,7 +63,8 @@ def run_all(given: argparse.Namespace, root: Path) -> int:
     begun = time.monotonic()
     results = run_inputs(chosen, given.inputs, given.seed, given.processes, root, given.failures)
     between = time.monotonic()
-    kills = run_kills(given.kills, given.seed, given.processes, root, given.failures)
+    names = given.kinds.split(",") if given.kinds else []
+    kills = run_kills(names, given.kills, given.seed, given.processes, root, given.failures)
     report: dict[str, Any] = {
         "gradmerge": __version__,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),

@@ -24,6 +24,7 @@ from gradmerge.errors import GradmergeError
 from tests.making import near, random_curvature, random_state, write_model
 
 from .killing import kill_before_change
+from .refinement import TEXTS, write_refinement_inputs
 from .trial import Broken, command, files_in, write_files
 
 #: Seconds that a command may take; it is killed then, and counted as a failure.
@@ -154,7 +155,32 @@ class Estimate(Scenario):
         )
 
 
-SCENARIOS: list[type[Scenario]] = [Merge, Remove, Estimate, Preview, Diagnose]
+class Calibrate(Scenario):
+    name = "calibrate"
+    resumes = False
+
+    def make(self) -> None:
+        write_refinement_inputs()
+
+    def run(self, *, old: bool = False, force: bool = False, resume: bool = False) -> None:
+        data = {name: f"{name}.jsonl" for name in TEXTS}
+        settings = {"curvature": "none", "alpha": 1.0 if old else 0.25, "cache_memory": 0}
+        gm.calibrate("merged", data, out=self.out, force=force, device="cpu", progress=False, **settings)
+
+    def content(self) -> Content:
+        """The page says when it was made, so that only its end is compared."""
+        return {name: c if name != "report.html" else c.rstrip()[-7:] for name, c in super().content().items()}
+
+
+class Distill(Calibrate):
+    name = "distill"
+
+    def run(self, *, old: bool = False, force: bool = False, resume: bool = False) -> None:
+        data = {name: f"{name}.jsonl" for name in TEXTS}
+        gm.distill("merged", data, out=self.out, steps=2 if old else 6, force=force, device="cpu", progress=False)
+
+
+SCENARIOS: list[type[Scenario]] = [Merge, Remove, Estimate, Preview, Diagnose, Calibrate, Distill]
 
 
 @dataclass
@@ -258,15 +284,15 @@ def _check_unlocked(scenario: Scenario) -> None:
             os.close(descriptor)
 
 
-def _share(arguments: tuple[int, int, int, int, Path, Path]) -> dict[str, Counter[str]]:
+def _share(arguments: tuple[list[type[Scenario]], int, int, int, int, Path, Path]) -> dict[str, Counter[str]]:
     """The kills of one process: every ``processes``-th, from ``first`` on."""
-    first, kills, processes, seed, root, failures = arguments
+    kinds, first, kills, processes, seed, root, failures = arguments
     torch.set_num_threads(1)
     counts: dict[str, Counter[str]] = {}
     scenarios: dict[str, Scenario] = {}
     for number in range(first, kills, processes):
-        # Not number % 5 alone: every process has its share of all scenarios.
-        kind = SCENARIOS[number // processes % len(SCENARIOS)]
+        # Not number % len(kinds) alone: every process has its share of all scenarios.
+        kind = kinds[number // processes % len(kinds)]
         if kind.name not in scenarios:
             scenarios[kind.name] = kind(root / f"kills-{first}" / kind.name)
         scenario = scenarios[kind.name]
@@ -287,16 +313,21 @@ def _share(arguments: tuple[int, int, int, int, Path, Path]) -> dict[str, Counte
     return counts
 
 
-def run_kills(kills: int, seed: int, processes: int, root: Path, failures: Path) -> dict[str, dict[str, int]]:
-    """Kill so many processes; for each command, what was found under OUT afterwards."""
+def run_kills(
+    names: list[str], kills: int, seed: int, processes: int, root: Path, failures: Path
+) -> dict[str, dict[str, int]]:
+    """Kill so many processes of the commands in ``names``, or of all; for each, what was under OUT afterwards."""
     total: dict[str, Counter[str]] = {}
-    if kills:
+    kinds = [kind for kind in SCENARIOS if not names or kind.name in names]
+    if kills and kinds:
         # What every process would import by itself.
+        import gradmerge.api.calibrate
         import gradmerge.api.diagnose
+        import gradmerge.api.distill
         import gradmerge.api.preview
         import gradmerge.cli.app  # noqa: F401
 
-        shares = [(first, kills, processes, seed, root, failures.absolute()) for first in range(processes)]
+        shares = [(kinds, first, kills, processes, seed, root, failures.absolute()) for first in range(processes)]
         with multiprocessing.get_context("fork").Pool(processes) as pool:
             for counts in pool.map(_share, shares, chunksize=1):
                 for name, counter in counts.items():

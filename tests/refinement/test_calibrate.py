@@ -16,8 +16,6 @@ from gradmerge.refinement.calibrate import (
     InputProducts,
     Settings,
     calibrate_layers,
-    count_rows,
-    hold_out,
     solve,
 )
 from gradmerge.refinement.output_factors import output_factors
@@ -179,16 +177,6 @@ def test_activations_that_are_not_finite_are_refused_with_block_and_layer():
     assert "bert.encoder.layer.1" in message and "intermediate.dense" in message
 
 
-def test_every_tenth_row_is_held_out():
-    batches = split(rows("bert", count=25)["task0"], 7)
-    found = hold_out(batches)
-    assert sum(map(count_rows, found.held_out)) == 2 and sum(map(count_rows, found.fit)) == 23
-    held = torch.cat([batch["input_ids"] for batch in found.held_out])
-    torch.testing.assert_close(held, torch.cat([batch["input_ids"] for batch in batches])[[9, 19]])
-    few = hold_out(split(rows("bert", count=3)["task0"], 2))
-    assert sum(map(count_rows, few.held_out)) == 1 and sum(map(count_rows, few.fit)) == 2
-
-
 def test_a_module_is_calibrated_with_all_rows_and_comes_back_as_a_copy():
     merged, teachers = make("gpt2", scale=0.5)
     before = copy.deepcopy(merged.state_dict())
@@ -213,8 +201,8 @@ def test_auto_compares_three_candidates_and_takes_the_closest():
 
 def test_the_merge_comes_back_if_nothing_is_closer():
     merged, teachers = make("bert")
-    data = {task: split(batch, 6) for task, batch in rows("bert", count=6).items()}
-    # A ridge this small fits five rows exactly, and nothing else.
+    data = {task: split(batch, 6) for task, batch in rows("bert", count=4).items()}
+    # A ridge this small fits three rows exactly, and nothing else.
     done = gm.calibrate(merged, data, teachers=teachers, curvature="none", ridge=1e-9, progress=False)
     assert not done.improved and done.chosen == MERGE and done.notes
     assert all(torch.equal(a, b) for a, b in zip(done.model.parameters(), merged.parameters(), strict=True))
@@ -246,6 +234,6 @@ def test_wrong_requests_are_refused():
     assert "alpha" in refused(alpha=1.5)
     assert "ridge" in refused(ridge=-1.0)
     assert "check" in refused(check=False)
-    assert "check" in refused(data={task: split(batch, 1)[:1] for task, (batch,) in data.items()})
+    assert "task0" in refused(data={task: split(batch, 1)[:1] for task, (batch,) in data.items()})
     other, _ = make("mpnet")
     assert "task0" in refused(teachers=teachers | {"task0": other})

@@ -10,8 +10,8 @@ from torch import nn
 
 import gradmerge as gm
 from gradmerge import InputError
-from gradmerge.refinement.calibrate import hold_out
-from gradmerge.refinement.distill import default_steps, task_loss
+from gradmerge.refinement.distill import default_steps, task_loss, teacher_outputs
+from gradmerge.refinement.rows import hold_out
 
 from .calibration_families import make, rows, split
 
@@ -22,6 +22,10 @@ def last_hidden(model, row):
     encoder = model.base_model
     with torch.no_grad():
         return encoder(**row).last_hidden_state[0], model(**row).logits[0]
+
+
+def distance(model, teacher, batch, match):
+    return task_loss(model, batch, teacher_outputs(teacher, batch, match), match)
 
 
 def single_rows(batch):
@@ -41,9 +45,9 @@ def test_the_loss_is_that_of_single_rows_without_padding(name):
         divergence += float((p.exp() * (p - q)).sum())
         count += len(z) if z.dim() > 1 else 1
     with torch.no_grad():
-        assert float(task_loss(merged, teacher, batch, "representations")) == pytest.approx(apart / size, rel=1e-4)
-        assert float(task_loss(merged, teacher, batch, "answers")) == pytest.approx(divergence / count, rel=1e-3)
-        both = float(task_loss(merged, teacher, batch, "both"))
+        assert float(distance(merged, teacher, batch, "representations")) == pytest.approx(apart / size, rel=1e-4)
+        assert float(distance(merged, teacher, batch, "answers")) == pytest.approx(divergence / count, rel=1e-3)
+        both = float(distance(merged, teacher, batch, "both"))
     assert both == pytest.approx(apart / size + divergence / count, rel=1e-3)
 
 
@@ -60,8 +64,8 @@ def test_a_module_comes_back_closer_to_the_fine_tuned_models_on_held_out_rows(na
     assert sum(best.values()) < 0.9 * sum(first.values())
     with torch.no_grad():  # what is kept is what was measured
         for task in data:
-            held = hold_out(data[task]).held_out
-            losses = [float(task_loss(done.model, teachers[task], one, match)) for one in held]
+            held = hold_out(task, data[task]).held_out
+            losses = [float(distance(done.model, teachers[task], one, match)) for one in held]
             sizes = [len(next(iter(one.values()))) for one in held]
             mean = sum(a * b for a, b in zip(losses, sizes, strict=True)) / sum(sizes)
             assert mean == pytest.approx(best[task], rel=1e-4)
@@ -95,7 +99,7 @@ def test_frozen_parameters_stay_as_they_are():
 
 
 def test_the_number_of_steps_grows_with_the_root_of_the_rows():
-    few, many = ({"task": hold_out([{"x": torch.zeros(rows, 1)}])} for rows in (72, 1136))
+    few, many = ({"task": hold_out("task", [{"x": torch.zeros(rows, 1)}])} for rows in (72, 1136))
     for match in ("answers", "representations"):
         assert default_steps(many, match) == pytest.approx(4 * default_steps(few, match), rel=0.03)
 

@@ -3,76 +3,54 @@
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from ..arguments import check_known, checked
-from ..cards.metadata import name_of
-from ..curvature.batches import moved
-from ..display import Displayed, View
-from ..engine.input_state import changed, model_paths, state_of
-from ..errors import InputError, MachineError
-from ..io.atomic_dir import AtomicDir
-from ..notes import Note
+from ..curvature.batches import batch_rows, examples_in
+from ..errors import InputError
 from ..progress import Progress, shown
-from ..refinement.blocks import Batch, BlockModel, HiddenCache, Structure, block_lists, examine, is_linear
-from ..refinement.calibrate import (
-    ALPHA,
-    CANDIDATES,
-    MERGE,
-    RIDGE,
-    Calibration,
-    Settings,
-    TaskRows,
-    calibrate_model,
-    count_rows,
-    hold_out,
-    take_rows,
-)
+from ..refinement.blocks import Batch, BlockModel, HiddenCache, block_lists, examine, is_linear
+from ..refinement.calibrate import ALPHA, CANDIDATES, MERGE, RIDGE, Calibration, Settings, calibrate_model
 from ..refinement.distances import Distances
-from ..refinement.inputs import MergeInputs, find_teachers, model_reference, opened_inputs, recorded_models
-from ..refinement.output_factors import output_factors
-from ..refinement.result_folder import write_card, write_record, write_weights
-from ..refinement.streaming import ModelFiles, WeightMemory, load_model_whole, load_whole
+from ..refinement.inputs import MergeInputs, find_teachers, opened_inputs
+from ..refinement.output_factors import layers_with_factors, output_factors, sizes_of
+from ..refinement.rows import TaskRows
+from ..refinement.streaming import WeightMemory, load_model_whole, load_whole
 from ..report.calibration_page import calibration_page, calibration_verdict
-from ..report.page import write_report
+from ..report.page import Page
 from ..tasks import LoadOptions, complete
-from ..tasks.data_sources import data_paths
-from ..tasks.encoder import encoder_prefix, representation_modules
+from ..tasks.encoder import encoder_prefix
 from ..tasks.models import device_of
 from ..text import count, parse_size
 from .dry_run import PROCESS, JobSize, free_disk, free_memory
+from .refine import RefinementResult, paths_by_name, refine_folder, refine_module
 
 #: Layers with more inputs or outputs have no output factor.
 MAX_KRONECKER_DIM = 16384
+#: Rows of a batch, and tokens with padding: a language model's answers take memory for each.
+BATCH_SIZE, BATCH_TOKENS = 32, 8192
 #: Share of the free memory that hidden states may take, and that all G matrices together may take.
 CACHE_SHARE, FACTOR_SHARE = 0.5, 0.5
 
 
-@dataclass(repr=False)
-class CalibrationResult(Displayed):
+@dataclass(repr=False, kw_only=True)
+class CalibrationResult(RefinementResult):
     """What a calibration did."""
 
-    output: Path | None
-    """The folder that was written."""
-    model: nn.Module | None
-    """The calibrated module, for a module in memory."""
     chosen: str
     """The candidate that was closest to the fine-tuned models; ``merge`` if calibration did not help."""
     layers: int
     """How many linear layers were solved."""
     distances: dict[str, Distances] = field(default_factory=dict)
     """Candidate → distances on held-out rows; ``merge`` is the model before. Empty if they were not measured."""
-    rows: dict[str, int] = field(default_factory=dict)
-    """Task → number of rows."""
-    seconds: float = 0.0
-    notes: list[Note | str] = field(default_factory=list)
+
+    action: ClassVar[str] = "calibration"
 
     @property
     def verdict(self) -> list[str]:
@@ -84,17 +62,14 @@ class CalibrationResult(Displayed):
         """Whether the result differs from the merge."""
         return self.chosen != MERGE
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+    def facts(self) -> dict[str, Any]:
+        """Return what was done, for the record and ``--json``."""
         return {
-            "output": None if self.output is None else str(self.output),
             "chosen": self.chosen,
             "improved": self.improved,
             "layers": self.layers,
             "distances": {name: asdict(one) | {"total": one.total} for name, one in self.distances.items()},
             "rows": self.rows,
-            "seconds": self.seconds,
-            "notes": self.notes,
         }
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
@@ -115,13 +90,19 @@ class CalibrationResult(Displayed):
             for task in before.representations
         ]
 
+    def card_text(self) -> str:
+        """What the model card says first."""
+        what = "The merge was calibrated" if self.improved else "Calibration did not improve the merge"
+        return f"{what} with gradmerge on unlabeled rows, layer by layer."
+
+    def page(self, merged: str, provenance: Mapping[str, str], commands: list[str]) -> Page:
+        """Build the report."""
+        notes, title = list(map(str, self.notes)), f"Calibration of {merged}"
+        return calibration_page(title, self.chosen, self.layers, self.distances, notes, provenance, commands)
+
     def _line(self) -> list[str]:
         where = [] if self.output is None else [str(self.output)]
         return [*where, self.chosen, f"{self.layers} layers", f"{self.seconds:.1f} s"]
-
-    def _view(self) -> View:
-        columns, rows = self.table()
-        return columns, rows, self.verdict
 
 
 @checked()
@@ -168,7 +149,7 @@ def calibrate(
         force: Replace ``out`` if gradmerge wrote it.
         command: What the report says to repeat the run with.
         loading: For folders: how models and rows are loaded, as :class:`gradmerge.LoadOptions` says. ``limit`` is the
-            number of rows per task, 256 by default.
+            number of rows per task, 256 by default. ``batch_size`` is 32 by default, or fewer rows of long texts.
 
     Returns:
         The chosen candidate and the distances to each fine-tuned model, before and after.
@@ -186,18 +167,33 @@ def calibrate(
     if not data:
         raise InputError("data: give rows for at least one task")
     memory = None if cache_memory is None else _bytes(cache_memory)
-    request = _Request(curvature, Settings(alpha, ridge), max_kronecker_dim, memory, check, seed)
+    options = _Options(curvature, Settings(alpha, ridge), max_kronecker_dim, memory, check, seed, progress)
     if isinstance(merged, nn.Module):
         if out is not None or loading:
             raise InputError("out and options for loading are for a model folder, not for a module")
-        return _calibrate_module(merged, data, dict(teachers or {}), request, progress)
+
+        def calibrate_module(
+            model: nn.Module, copies: dict[str, nn.Module], rows: dict[str, TaskRows], shared: bool
+        ) -> CalibrationResult:
+            return _calibrate_module(model, copies, rows, shared, options)
+
+        return refine_module(merged, data, dict(teachers or {}), calibrate_module, check=check)
     if out is None:
         raise InputError("out is missing: name the folder to write")
-    sources, given = data_by_path("data", data), data_by_path("teachers", teachers or {})
-    options = complete(loading, calibrate)
-    if options["dtype"] not in ("auto", "float32"):
-        raise InputError(f"dtype {options['dtype']}: calibration computes in float32")
-    return _calibrate_folder(str(merged), sources, given, Path(out), request, options, progress, force, command)
+    return refine_folder(
+        str(merged),
+        paths_by_name("data", data),
+        paths_by_name("teachers", teachers or {}),
+        Path(out),
+        lambda inputs, folder: _calibrate_files(inputs, folder, options),
+        complete({"batch_size": BATCH_SIZE, **loading}, calibrate),
+        action="calibration",
+        settings={"curvature": curvature, "alpha": alpha, "ridge": ridge},
+        check=check,
+        tokens=None if "batch_size" in loading else BATCH_TOKENS,
+        force=force,
+        command=command,
+    )
 
 
 def _bytes(size: int | str) -> int:
@@ -207,118 +203,146 @@ def _bytes(size: int | str) -> int:
         raise InputError(f"cache_memory {size}: {error}") from None
 
 
-def data_by_path(what: str, given: Mapping[str, Any]) -> dict[str, str]:
-    """Task → path or name; raise for anything else, such as a module."""
-    for name, value in given.items():
-        if not isinstance(value, str | Path):
-            kind = type(value).__name__
-            raise InputError(f"{what}[{name!r}]: must be a path or a name for a model folder, not {kind}")
-    return {name: str(value) for name, value in given.items()}
-
-
 @dataclass(frozen=True)
-class _Request:
+class _Options:
     curvature: str
     settings: Settings
     max_kronecker_dim: int
     cache_memory: int | None
     check: bool
     seed: int
-
-    def cache(self, device: torch.device, folder: Path | None = None) -> HiddenCache:
-        free = free_memory(device) or 4_000_000_000
-        return HiddenCache(int(CACHE_SHARE * free) if self.cache_memory is None else self.cache_memory, folder)
-
-
-# --- a module in memory
+    progress: bool | Progress
 
 
 def _calibrate_module(
-    merged: nn.Module,
-    data: Mapping[str, Any],
-    teachers: dict[str, Any],
-    request: _Request,
-    progress: bool | Progress,
+    model: nn.Module, copies: dict[str, nn.Module], rows: dict[str, TaskRows], shared: bool, options: _Options
 ) -> CalibrationResult:
-    begun = time.perf_counter()
-    check_modules(merged, data, teachers)
-    device = next(merged.parameters()).device
-    batches = {task: on_device(task, given, device) for task, given in data.items()}
-    copies = {task: copy.deepcopy(model).eval().requires_grad_(False) for task, model in teachers.items()}
-    model = copy.deepcopy(merged).eval().requires_grad_(False)
-    shared = same_heads(model, copies)
-    prefix = encoder_prefix(model)
+    model.requires_grad_(False)
+    structure, prefix = examine(model, _two_rows(rows)), encoder_prefix(model)
+    merged = BlockModel(model, structure)
+    teachers = {task: BlockModel(one, structure) for task, one in copies.items()}
+    result, done = _calibrate(
+        merged,
+        teachers,
+        rows,
+        options,
+        device=next(model.parameters()).device,
+        keep=lambda layer: not shared and not layer.startswith(prefix),
+        with_head=lambda task: model if shared else _with_head(model, copies[task], prefix),
+        shared_head=shared,
+    )
+    result.model = done.model.module
+    return result
 
-    def keep(layer: str) -> bool:
-        return not shared and not layer.startswith(prefix)
 
-    def with_head(task: str) -> nn.Module:
-        return model if shared else _with_head(model, copies[task], prefix)
+def _calibrate_files(inputs: MergeInputs, folder: Path, options: _Options) -> tuple[CalibrationResult, dict[str, Any]]:
+    """Calibrate block by block, with weights that stay in their files. Return tensor → new value too."""
+    files, device, notes = inputs.merged, inputs.device, []
+    batch, source = _two_rows(inputs.rows), files.source(device)
+    structure = examine(files.module, batch, source)
+    if structure.lists:
+        store = HiddenCache(0, folder)
+        inputs.on_exit.callback(store.close)
+        merged = BlockModel(files.module, structure, source, store)
+        memory = WeightMemory(device)  # one fine-tuned model at a time has weights in memory
+        teachers = {
+            task: BlockModel(one.module, structure, one.source(device, memory)) for task, one in inputs.teachers.items()
+        }
+    else:
+        notes.append("the model runs whole, and all models are in memory")
+        load_whole(files, device)
+        structure = examine(files.module, batch)
+        merged = BlockModel(files.module, structure)
+        teachers = {task: BlockModel(load_whole(one, device), structure) for task, one in inputs.teachers.items()}
+    task, prefix = files.info.task, encoder_prefix(files.module)
 
-    structure = examine(model, _two_rows(batches))
-    rows = {task: hold_out(given) for task, given in batches.items()}
-    cache = request.cache(device)
+    def with_head(name: str) -> nn.Module:
+        whole = load_model_whole(files.reference, task, device)
+        if inputs.shared_head:
+            return whole
+        return _with_head(whole, load_model_whole(inputs.teachers[name].reference, task, device), prefix)
+
+    result, done = _calibrate(
+        merged,
+        teachers,
+        inputs.rows,
+        options,
+        device=device,
+        keep=inputs.keeps,
+        with_head=None if task == "embedding" else with_head,
+        shared_head=inputs.shared_head,
+        folder=folder,
+    )
+    result.notes = [*notes, *result.notes]
+    if done.model.source is not None:
+        return result, {files.names[name]: value for name, value in done.model.changed.items()}
+    names = [f"{layer}.{part}" for layer in done.report.layers for part in ("weight", "bias")]
+    values = dict(done.model.module.named_parameters())
+    return result, {files.names[name]: values[name] for name in names if name in values}
+
+
+def _calibrate(
+    merged: BlockModel,
+    teachers: Mapping[str, BlockModel],
+    rows: Mapping[str, TaskRows],
+    options: _Options,
+    *,
+    device: torch.device,
+    keep: Callable[[str], bool],
+    with_head: Callable[[str], nn.Module] | None,
+    shared_head: bool,
+    folder: Path | None = None,
+) -> tuple[CalibrationResult, Calibration]:
+    """Calibrate a merge.
+
+    ``with_head`` returns the whole merge with the head of a task; None if the model has no answers.
+    """
+    structure, notes, find_factors = merged.structure, list(merged.structure.notes), None
+    if all(keep(name) for groups in structure.groups.values() for group in groups for name in group):
+        raise InputError("the merge has no linear layer that calibration can solve")
+    free = free_memory(device)
+    if options.curvature != "none" and with_head is None:
+        notes.append("an embedding model has no answers to sample: curvature none is used")
+    elif options.curvature != "none":
+        limit = None if free is None else int(FACTOR_SHARE * free)
+        layers, more = layers_with_factors(merged.module, structure, keep, options.max_kronecker_dim, len(rows), limit)
+        notes += more
+        if layers:
+
+            def find_factors(task: str, batches: Any, first_row: int) -> dict[str, Tensor]:
+                assert with_head is not None
+                return output_factors(with_head(task), batches, layers, options.seed, first_row)
+
+    memory = int(CACHE_SHARE * (free or 8_000_000_000)) if options.cache_memory is None else options.cache_memory
+    cache = HiddenCache(memory, folder)
     try:
-        with shown(progress, "blocks") as bar:
+        with shown(options.progress, "blocks") as bar:
             done = calibrate_model(
-                BlockModel(model, structure),
-                {task: BlockModel(one, structure) for task, one in copies.items()},
+                merged,
+                teachers,
                 rows,
                 cache,
-                request.settings,
-                curvature=request.curvature,
-                find_factors=_factor_finder(model, structure, keep, with_head, request, device, len(rows)),
+                options.settings,
+                curvature=options.curvature,
+                find_factors=find_factors,
                 keep=keep,
-                shared_head=shared,
-                check=request.check,
+                shared_head=shared_head,
+                check=options.check,
                 progress=bar,
             )
     finally:
         cache.close()
-    result = done.model.module.train(merged.training)
-    for own, original in zip(result.parameters(), merged.parameters(), strict=True):
-        own.requires_grad_(original.requires_grad)
-    return _result(done, structure, rows, None, result, time.perf_counter() - begun, [])
+    if cache.spilled:
+        notes.append(f"{cache.spilled / 1e9:.1f} GB of hidden states went to a temporary file (cache_memory)")
+    notes += [*done.notes, *_notes_on_layers(done)]
+    number = len(done.report.layers)
+    return CalibrationResult(chosen=done.chosen, layers=number, distances=done.distances, notes=notes), done
 
 
-def on_device(task: str, given: Any, device: torch.device) -> list[Batch]:
-    batches = [moved(batch, device) for batch in given]
-    if not batches or not sum(map(count_rows, batches)):
-        raise InputError(f"data[{task!r}]: there are no rows")
-    return batches
-
-
-def _two_rows(batches: Mapping[str, Sequence[Batch]]) -> Batch:
-    first = next(iter(batches.values()))[0]
-    return take_rows(first, range(min(2, count_rows(first))))
-
-
-def same_heads(merged: nn.Module, teachers: Mapping[str, nn.Module]) -> bool:
-    """Whether all modules have the same head: the same parameters outside the encoder, and the same classes."""
-    prefix = encoder_prefix(merged)
-    if not prefix:
-        return True
-
-    def head(module: nn.Module) -> Any:
-        shapes = {name: p.shape for name, p in module.named_parameters() if not name.startswith(prefix)}
-        return shapes, getattr(getattr(module, "config", None), "id2label", None)
-
-    return all(head(teacher) == head(merged) for teacher in teachers.values())
-
-
-def check_modules(merged: nn.Module, data: Mapping[str, Any], teachers: Mapping[str, Any]) -> None:
-    """Raise if a task has no teacher, or a teacher other parameters than the merge."""
-    if set(teachers) != set(data):
-        raise InputError(f"teachers: give a module for every task: {', '.join(data)}")
-    for task, teacher in teachers.items():
-        if not isinstance(teacher, nn.Module):
-            raise InputError(f"teachers[{task!r}]: must be a module, as the merge is one")
-    prefix = "" if same_heads(merged, teachers) else encoder_prefix(merged)
-    ours = {name: p.shape for name, p in merged.named_parameters() if name.startswith(prefix)}
-    for task, teacher in teachers.items():
-        theirs = {name: p.shape for name, p in teacher.named_parameters() if name.startswith(prefix)}
-        if wrong := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
-            raise InputError(f"teachers[{task!r}]: {wrong} is missing or has another shape than in the merge")
+def _two_rows(rows: Mapping[str, TaskRows]) -> Batch:
+    first = next(iter(rows.values())).fit[0]
+    two: Batch = batch_rows(first, slice(0, min(2, examples_in(first))))
+    return two
 
 
 def _with_head(merged: nn.Module, teacher: nn.Module, prefix: str) -> nn.Module:
@@ -331,72 +355,8 @@ def _with_head(merged: nn.Module, teacher: nn.Module, prefix: str) -> nn.Module:
     return model
 
 
-def _factor_finder(
-    merged: nn.Module,
-    structure: Structure,
-    keep: Callable[[str], bool],
-    with_head: Callable[[str], nn.Module],
-    request: _Request,
-    device: torch.device,
-    tasks: int,
-    notes: list[str] | None = None,
-) -> Callable[[str, Sequence[Batch], int], dict[str, Tensor]] | None:
-    """What computes G for a task; None if G is not wanted, or does not fit into memory."""
-    notes = [] if notes is None else notes
-    if request.curvature == "none":
-        return None
-    head, _ = representation_modules(merged)
-    layers: list[str] = []
-    wide: list[str] = []
-    for name in (name for groups in structure.groups.values() for group in groups for name in group):
-        layer = merged.get_submodule(name)
-        if keep(name) or layer is head:
-            continue
-        size = max(_sizes(layer))
-        (wide if size > request.max_kronecker_dim else layers).append(name)
-    if wide:
-        notes.append(
-            f"{count(len(wide))} layers wider than {request.max_kronecker_dim} have no output factor: {wide[0]}, …"
-        )
-    needed = 2 * tasks * sum(4 * _sizes(merged.get_submodule(name))[0] ** 2 for name in layers)
-    needed += 2 * sum(4 * p.numel() for p in merged.parameters())
-    free = free_memory(device)
-    if not layers or (free is not None and needed > FACTOR_SHARE * free):
-        notes.append("the output factors do not fit into memory: curvature none is used")
-        return None
-
-    def find(task: str, batches: Sequence[Batch], first_row: int) -> dict[str, Tensor]:
-        return output_factors(with_head(task), batches, layers, request.seed, first_row)
-
-    return find
-
-
-def _sizes(layer: nn.Module) -> tuple[int, int]:
-    """Outputs and inputs of a layer, per group of a convolution."""
-    assert is_linear(layer)
-    weight: Any = layer.weight
-    shape = weight.T.shape if type(layer).__name__ == "Conv1D" else weight.shape
-    groups = getattr(layer, "groups", 1)
-    return shape[0] // groups, weight.numel() // shape[0]
-
-
-def _result(
-    done: Calibration,
-    structure: Structure,
-    rows: Mapping[str, TaskRows],
-    out: Path | None,
-    model: nn.Module | None,
-    seconds: float,
-    notes: Sequence[str],
-) -> CalibrationResult:
-    counted = {task: sum(map(count_rows, [*one.fit, *one.held_out])) for task, one in rows.items()}
-    found = [*notes, *structure.notes, *done.notes, *_notes_on_layers(done, structure)]
-    layers = len(done.report.layers)
-    return CalibrationResult(out, model, done.chosen, layers, done.distances, counted, seconds, found)
-
-
-def _notes_on_layers(done: Calibration, structure: Structure) -> list[str]:
-    notes = []
+def _notes_on_layers(done: Calibration) -> list[str]:
+    structure, report, notes = done.model.structure, done.report, []
     kept = {
         "run more than once or share their weight": structure.reused,
         "did not run": structure.unused,
@@ -405,175 +365,16 @@ def _notes_on_layers(done: Calibration, structure: Structure) -> list[str]:
     for why, layers in kept.items():
         if layers:
             notes.append(f"{count(len(layers))} layers {why} and keep the merge's weights: {layers[0]}, …")
-    if done.report.ridges:
-        name, ridge = max(done.report.ridges.items(), key=lambda item: item[1])
-        notes.append(f"{len(done.report.ridges)} layers needed a larger ridge, at most {ridge:.1g} in {name}")
-    if done.report.residuals:
-        name, residual = max(done.report.residuals.items(), key=lambda item: item[1])
-        number = len(done.report.residuals)
+    if report.ridges:
+        name, ridge = max(report.ridges.items(), key=lambda item: item[1])
+        notes.append(f"{len(report.ridges)} layers needed a larger ridge, at most {ridge:.1g} in {name}")
+    if report.residuals:
+        name, residual = max(report.residuals.items(), key=lambda item: item[1])
+        number = len(report.residuals)
         notes.append(
             f"conjugate gradients did not converge in {number} layers; worst residual {residual:.1g} in {name}"
         )
     return notes
-
-
-# --- folders
-
-
-def _calibrate_folder(
-    merged: str,
-    data: Mapping[str, str],
-    given: Mapping[str, str],
-    out: Path,
-    request: _Request,
-    options: LoadOptions,
-    progress: bool | Progress,
-    force: bool,
-    command: str,
-) -> CalibrationResult:
-    begun = time.perf_counter()
-    device = device_of(options["device"])
-    teachers = find_teachers(merged, list(data), given)
-    models = [path for one in (merged, *teachers.values()) for path in model_paths(one)]
-    sources = [path for source in data.values() for path in data_paths(source)]
-    with AtomicDir(out, "calibration", force=force, reads=[*models, *sources]) as staging:
-        before = state_of(models) + state_of(sources, deep=True)
-        with opened_inputs(merged, data, given, **reading_options(options)) as inputs:
-            done, structure, rows, notes = _calibrate_inputs(inputs, request, device, staging.folder, progress)
-            if changed_path := changed(before, state_of(models) + state_of(sources, deep=True)):
-                raise MachineError(
-                    f"{changed_path}: changed during the calibration. Nothing was written. Run it again."
-                )
-            seconds = time.perf_counter() - begun
-            result = _result(done, structure, rows, out, None, seconds, [*staging.notes, *notes])
-            sizes = write_weights(staging, inputs.merged.checkpoint, _changed_tensors(inputs.merged, done))
-            done.model.close()
-            _write_texts(staging, inputs, result, request, teachers, data, sizes, command)
-    return result
-
-
-def reading_options(options: LoadOptions) -> dict[str, Any]:
-    names = ("task", "columns", "limit", "batch_size", "max_length", "model_args")
-    return {name: value for name, value in options.items() if name in names}
-
-
-def _calibrate_inputs(
-    inputs: MergeInputs, request: _Request, device: torch.device, folder: Path, progress: bool | Progress
-) -> tuple[Calibration, Structure, dict[str, TaskRows], list[str]]:
-    notes = list(inputs.notes)
-    batches = {task: [moved(b, device) for b in one.batches] for task, one in inputs.rows.items()}
-    cache, store = request.cache(device, folder), HiddenCache(0, folder)
-    source = inputs.merged.source(device)
-    structure = examine(inputs.merged.module, _two_rows(batches), source)
-    if structure.lists:
-        merged = BlockModel(inputs.merged.module, structure, source, store)
-        memory = WeightMemory(device)  # one fine-tuned model at a time has weights in memory
-        teachers = {
-            task: BlockModel(one.module, structure, one.source(device, memory)) for task, one in inputs.teachers.items()
-        }
-    else:
-        notes.append("the model runs whole, and all models are in memory")
-        load_whole(inputs.merged, device)
-        structure = examine(inputs.merged.module, _two_rows(batches))
-        merged = BlockModel(inputs.merged.module, structure)
-        teachers = {task: BlockModel(load_whole(one, device), structure) for task, one in inputs.teachers.items()}
-    layers = [name for groups in structure.groups.values() for group in groups for name in group]
-    if all(map(inputs.keeps, layers)):
-        raise InputError(f"{inputs.merged.reference}: has no linear layer that calibration can solve")
-    rows = {task: hold_out(given) for task, given in batches.items()}
-    finder = _disk_factor_finder(inputs, structure, request, device, notes)
-    try:
-        with shown(progress, "blocks") as bar:
-            done = calibrate_model(
-                merged,
-                teachers,
-                rows,
-                cache,
-                request.settings,
-                curvature=request.curvature,
-                find_factors=finder,
-                keep=inputs.keeps,
-                shared_head=inputs.shared_head,
-                check=request.check,
-                progress=bar,
-            )
-    finally:
-        cache.close()
-    if cache.spilled:
-        notes.append(f"{cache.spilled / 1e9:.1f} GB of hidden states went to a temporary file (cache_memory)")
-    return done, structure, rows, notes
-
-
-def _disk_factor_finder(
-    inputs: MergeInputs, structure: Structure, request: _Request, device: torch.device, notes: list[str]
-) -> Callable[[str, Sequence[Batch], int], dict[str, Tensor]] | None:
-    """The same for models on disk: the merge is read whole while G is computed."""
-    task, prefix = inputs.merged.info.task, encoder_prefix(inputs.merged.module)
-    if task == "embedding":
-        if request.curvature != "none":
-            notes.append("an embedding model has no answers to sample: curvature none is used")
-        return None
-
-    def with_head(name: str) -> nn.Module:
-        merged = load_model_whole(inputs.merged.reference, task, device)
-        if inputs.shared_head:
-            return merged
-        return _with_head(merged, load_model_whole(inputs.teachers[name].reference, task, device), prefix)
-
-    return _factor_finder(
-        inputs.merged.module, structure, inputs.keeps, with_head, request, device, len(inputs.teachers), notes
-    )
-
-
-def _changed_tensors(merged: ModelFiles, done: Calibration) -> dict[str, Any]:
-    """Tensor of the checkpoint → calibrated value."""
-    if done.model.source is not None:
-        return {merged.names[name]: value for name, value in done.model.changed.items()}
-    names = [f"{layer}.{part}" for layer in done.report.layers for part in ("weight", "bias")]
-    values = dict(done.model.module.named_parameters())
-    return {merged.names[name]: values[name] for name in names if name in values}
-
-
-def _write_texts(
-    staging: AtomicDir,
-    inputs: MergeInputs,
-    result: CalibrationResult,
-    request: _Request,
-    teachers: Mapping[str, str],
-    data: Mapping[str, str],
-    sizes: Mapping[str, int],
-    command: str,
-) -> None:
-    """Write the card, the record and the report."""
-    names = {task: name_of(source) for task, source in data.items()}
-    rows = "\n".join(f"| {task} | {result.rows[task]} |" for task in names)
-    what = (
-        "The merge was calibrated" if result.improved else "Calibration did not improve the merge, which is unchanged"
-    )
-    text = f"{what} with gradmerge on unlabeled rows, layer by layer.\n\n| task | rows |\n|---|---:|\n{rows}\n"
-    write_card(staging, inputs.merged, "calibration", text)
-    models = {**recorded_models(inputs.merged.info.folder), **teachers}
-    facts = {
-        "chosen": result.chosen,
-        "curvature": request.curvature,
-        "alpha": request.settings.alpha,
-        "ridge": request.settings.ridge,
-        "layers": result.layers,
-        "rows": result.rows,
-        "data": names,
-        "distances": result.to_dict()["distances"],
-    }
-    relative = {name: model_reference(reference, Path(), staging.out) for name, reference in models.items()}
-    write_record(
-        staging, inputs.merged, "calibration", facts, relative, sizes, result.seconds, list(map(str, result.notes))
-    )
-    provenance = {"merged model": inputs.merged.reference, **{f"rows of {task}": name for task, name in names.items()}}
-    commands = [command] if command else []
-    title = f"Calibration of {name_of(inputs.merged.reference)}"
-    page = calibration_page(
-        title, result.chosen, result.layers, result.distances, list(map(str, result.notes)), provenance, commands
-    )
-    write_report(staging.folder, page)
 
 
 @checked()
@@ -588,12 +389,11 @@ def dry_run_calibrate(
     **loading: Unpack[LoadOptions],
 ) -> JobSize:
     """Return how much a calibration with curvature none reads, writes and holds in memory."""
-    options = complete(loading, dry_run_calibrate)
-    device = device_of(options["device"])
-    free = free_memory(device)
-    sources = {name: str(source) for name, source in data.items()}
-    given = {name: str(model) for name, model in (teachers or {}).items()}
-    with opened_inputs(str(merged), sources, given, **reading_options(options)) as inputs:
+    options = complete({"batch_size": BATCH_SIZE, **loading}, dry_run_calibrate)
+    free = free_memory(device_of(options["device"]))
+    sources = paths_by_name("data", data)
+    references = find_teachers(str(merged), list(sources), paths_by_name("teachers", teachers or {}))
+    with opened_inputs(str(merged), sources, references, options, check=check) as inputs:
         module, checkpoint = inputs.merged.module, inputs.merged.checkpoint
         sizes = {name: 4 * p.numel() for name, p in module.named_parameters()}
         blocks = [name for names in block_lists(module) for name in names]
@@ -601,13 +401,13 @@ def dry_run_calibrate(
             [sum(n for k, n in sizes.items() if k.startswith(f"{b}.")) for b in blocks] or [sum(sizes.values())]
         )
         outside = sum(n for k, n in sizes.items() if not any(k.startswith(f"{b}.") for b in blocks))
-        widest = max(_sizes(layer)[1] + 1 for layer in module.modules() if is_linear(layer))
+        widest = max(sizes_of(layer)[1] + 1 for layer in module.modules() if is_linear(layer))
         width = int(getattr(module.config.get_text_config(), "hidden_size", widest))  # type: ignore[operator, union-attr]
-        positions = sum(_positions(batch) for one in inputs.rows.values() for batch in one.batches)
+        positions = sum(_positions(batch) for one in inputs.rows.values() for batch in (*one.fit, *one.held_out))
         # In two models the block's inputs, and in the fine-tuned model those of all its layers.
         captured = max(
             sum(
-                _sizes(layer)[1]
+                sizes_of(layer)[1]
                 for name, layer in module.named_modules()
                 if name.startswith(block) and is_linear(layer)
             )

@@ -2,61 +2,43 @@
 
 from __future__ import annotations
 
-import copy
-import shutil
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import nn
 
 from ..arguments import check_known, checked
-from ..cards.metadata import name_of
 from ..checkpoints.adapter_config import is_adapter
-from ..checkpoints.lora import AdapterCheckpoint
-from ..curvature.batches import moved
 from ..curvature.checkpoint_names import adapter_names
-from ..display import Displayed, View
-from ..engine.input_state import changed, model_paths, state_of
-from ..errors import InputError, MachineError
-from ..io.atomic_dir import AtomicDir
+from ..errors import InputError
 from ..progress import Progress, shown
-from ..refinement.calibrate import TaskRows, count_rows, hold_out
-from ..refinement.distill import (
-    MATCHES,
-    Distillation,
-    default_match,
-    distill_model,
-    head_parameters,
-)
-from ..refinement.inputs import MergeInputs, find_teachers, model_reference, opened_inputs, recorded_models
-from ..refinement.model_io import copy_adapter_config
-from ..refinement.result_folder import write_card, write_record, write_weights
+from ..refinement.distill import MATCHES, Distillation, default_match, distill_model
+from ..refinement.inputs import MergeInputs
+from ..refinement.rows import TaskRows
 from ..refinement.streaming import load_model_whole, load_whole
 from ..report.distillation_page import distillation_page, distillation_verdict
-from ..report.page import write_report
+from ..report.page import Page
 from ..tasks import LoadOptions, complete
-from ..tasks.data_sources import data_paths
-from ..tasks.models import device_of, load_model
-from .calibrate import check_modules, data_by_path, on_device, reading_options, same_heads
+from ..tasks.encoder import encoder_prefix
+from ..tasks.models import load_model
+from .dry_run import free_memory
+from .refine import RefinementResult, paths_by_name, refine_folder, refine_module
+
+#: Share of the free memory for what the fine-tuned models return.
+OUTPUT_SHARE = 0.5
 
 
-@dataclass(repr=False)
-class DistillationResult(Displayed):
+@dataclass(repr=False, kw_only=True)
+class DistillationResult(RefinementResult):
     """What a distillation did."""
 
-    output: Path | None
-    """The folder that was written."""
-    model: nn.Module | None
-    """The trained module, for a module in memory."""
     distillation: Distillation
-    rows: dict[str, int] = field(default_factory=dict)
-    """Task → number of rows."""
-    seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)
+
+    action: ClassVar[str] = "distillation"
 
     @property
     def improved(self) -> bool:
@@ -68,11 +50,10 @@ class DistillationResult(Displayed):
         """What the report says first."""
         return distillation_verdict(self.distillation)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+    def facts(self) -> dict[str, Any]:
+        """Return what was done, for the record and ``--json``."""
         done = self.distillation
         return {
-            "output": None if self.output is None else str(self.output),
             "improved": self.improved,
             "match": done.match,
             "steps": done.steps,
@@ -80,8 +61,6 @@ class DistillationResult(Displayed):
             "best_step": done.best_step,
             "losses": [{"step": step, "tasks": losses} for step, losses in done.losses],
             "rows": self.rows,
-            "seconds": self.seconds,
-            "notes": self.notes,
         }
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
@@ -91,13 +70,20 @@ class DistillationResult(Displayed):
             [task, self.rows[task], before[task], after[task]] for task in before
         ]
 
+    def card_text(self) -> str:
+        """What the model card says first."""
+        steps = self.distillation.steps
+        what = f"The merge was trained for {steps} steps" if self.improved else "Training did not improve the merge"
+        return f"{what} with gradmerge on unlabeled rows, with the fine-tuned models as teachers."
+
+    def page(self, merged: str, provenance: Mapping[str, str], commands: list[str]) -> Page:
+        """Build the report."""
+        notes = list(map(str, self.notes))
+        return distillation_page(f"Distillation of {merged}", self.distillation, notes, provenance, commands)
+
     def _line(self) -> list[str]:
         where = [] if self.output is None else [str(self.output)]
         return [*where, self.distillation.match, f"{self.distillation.steps} steps", f"{self.seconds:.1f} s"]
-
-    def _view(self) -> View:
-        columns, rows = self.table()
-        return columns, rows, self.verdict
 
 
 @checked()
@@ -131,7 +117,7 @@ def distill(
         out: For a folder: the new folder to write.
         match: What is compared with the teachers: ``representations``, ``answers`` or ``both``. By default language
             models match answers, classifiers that share a head both, and all others representations.
-        steps: Number of steps. Default: 50 times the square root of the rows per task, or 6 times if answers are
+        steps: Number of steps. Default: 120 times the square root of the rows per task, or 6 times if answers are
             matched.
         lr: Highest learning rate. Default: 0.06 over the width of the model.
         seed: Of the order of batches.
@@ -147,186 +133,117 @@ def distill(
     >>> distill("calibrated/", {"yelp": "yelp.jsonl", "imdb": "imdb.jsonl"}, out="distilled/")  # doctest: +SKIP
     >>> distill(module, {"yelp": batches}, teachers={"yelp": yelp_module}).model  # doctest: +SKIP
     """
-    check_known(f"match {match!r}", match, ("auto", *MATCHES))
+    if match != "auto":
+        check_known(f"match {match!r}", match, MATCHES)
     if steps is not None and steps < 1:
         raise InputError(f"steps {steps}: must be at least 1")
     if lr is not None and not 0 < lr < float("inf"):
         raise InputError(f"lr {lr}: must be a positive number")
     if not data:
         raise InputError("data: give rows for at least one task")
-    request = _Request(match, steps, lr, seed)
+    train = partial(_train, match=match, steps=steps, lr=lr, seed=seed, progress=progress)
     if isinstance(merged, nn.Module):
         if out is not None or loading:
             raise InputError("out and options for loading are for a model folder, not for a module")
-        return _distill_module(merged, data, dict(teachers or {}), request, progress)
+        task = _task_of(merged)
+
+        def distill_module(
+            model: nn.Module, copies: dict[str, nn.Module], rows: dict[str, TaskRows], shared: bool
+        ) -> DistillationResult:
+            loaders = {name: partial(copies.pop, name) for name in list(copies)}
+            return train(model, loaders, rows, task, shared, next(model.parameters()).device)
+
+        return refine_module(merged, data, dict(teachers or {}), distill_module)
     if out is None:
         raise InputError("out is missing: name the folder to write")
-    options = complete(loading, distill)
-    if options["dtype"] not in ("auto", "float32"):
-        raise InputError(f"dtype {options['dtype']}: weights are trained in float32")
-    sources, given = data_by_path("data", data), data_by_path("teachers", teachers or {})
-    return _distill_folder(str(merged), sources, given, Path(out), request, options, progress, force, command)
+
+    def distill_folder(inputs: MergeInputs, _: Path) -> tuple[DistillationResult, dict[str, Any]]:
+        task, device = inputs.merged.info.task, inputs.device
+        _matched(match, task, inputs.shared_head)  # before anything is loaded
+        loaders = {
+            name: partial(load_model_whole, teacher.reference, task, device)
+            for name, teacher in inputs.teachers.items()
+        }
+        model, names = _student(inputs)
+        result = train(model, loaders, inputs.rows, task, inputs.shared_head, device)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad and result.improved}
+        result.model = None
+        return result, {names[name]: parameter for name, parameter in trained.items()}
+
+    return refine_folder(
+        str(merged),
+        paths_by_name("data", data),
+        paths_by_name("teachers", teachers or {}),
+        Path(out),
+        distill_folder,
+        complete(loading, distill),
+        action="distillation",
+        keep_adapter=True,
+        force=force,
+        command=command,
+    )
 
 
-@dataclass(frozen=True)
-class _Request:
-    match: str
-    steps: int | None
-    lr: float | None
-    seed: int
-
-    def matched(self, task: str, shared_head: bool) -> str:
-        match = default_match(task, shared_head) if self.match == "auto" else self.match
-        if match != "representations" and not shared_head:
-            raise InputError(f"match {match}: the tasks do not share a head. Use representations.")
-        return match
-
-    def run(
-        self,
-        model: nn.Module,
-        teachers: Mapping[str, nn.Module],
-        rows: Mapping[str, TaskRows],
-        task: str,
-        shared_head: bool,
-        progress: bool | Progress,
-    ) -> Distillation:
-        with shown(progress, "steps") as bar:
-            return distill_model(
-                model,
-                teachers,
-                rows,
-                match=self.matched(task, shared_head),
-                steps=self.steps,
-                lr=self.lr,
-                seed=self.seed,
-                progress=bar,
-            )
-
-
-def _distill_module(
-    merged: nn.Module,
-    data: Mapping[str, Any],
-    teachers: dict[str, Any],
-    request: _Request,
-    progress: bool | Progress,
-) -> DistillationResult:
-    begun = time.perf_counter()
-    check_modules(merged, data, teachers)
-    device = next(merged.parameters()).device
-    batches = {task: on_device(task, given, device) for task, given in data.items()}
-    copies = {task: copy.deepcopy(model).eval().requires_grad_(False) for task, model in teachers.items()}
-    model = copy.deepcopy(merged).eval()
-    shared = same_heads(model, copies)
-    name = type(model).__name__
-    task = "causal-lm" if name.endswith(("ForCausalLM", "LMHeadModel")) else "other"
-    task = "seq2seq" if name.endswith("ForConditionalGeneration") else task
-    task = "classify" if name.endswith("Classification") else task
-    rows = {name: hold_out(given) for name, given in batches.items()}
-    done = request.run(model, copies, rows, task, shared, progress)
-    return _result(done, rows, None, model.train(merged.training), time.perf_counter() - begun, [])
-
-
-def _result(
-    done: Distillation,
+def _train(
+    model: nn.Module,
+    teachers: Mapping[str, Callable[[], nn.Module]],
     rows: Mapping[str, TaskRows],
-    out: Path | None,
-    model: nn.Module | None,
-    seconds: float,
-    notes: list[str],
-) -> DistillationResult:
-    counted = {task: sum(map(count_rows, [*one.fit, *one.held_out])) for task, one in rows.items()}
-    return DistillationResult(out, model, done, counted, seconds, notes)
-
-
-def _distill_folder(
-    merged: str,
-    data: Mapping[str, str],
-    given: Mapping[str, str],
-    out: Path,
-    request: _Request,
-    options: LoadOptions,
+    task: str,
+    shared_head: bool,
+    device: torch.device,
+    *,
+    match: str,
+    steps: int | None,
+    lr: float | None,
+    seed: int,
     progress: bool | Progress,
-    force: bool,
-    command: str,
 ) -> DistillationResult:
-    begun = time.perf_counter()
-    device = device_of(options["device"])
-    teachers = find_teachers(merged, list(data), given)
-    models = [path for one in (merged, *teachers.values()) for path in model_paths(one)]
-    sources = [path for source in data.values() for path in data_paths(source)]
-    with AtomicDir(out, "distillation", force=force, reads=[*models, *sources]) as staging:
-        before = state_of(models) + state_of(sources, deep=True)
-        with opened_inputs(merged, data, given, **reading_options(options)) as inputs:
-            task = inputs.merged.info.task
-            request.matched(task, inputs.shared_head)  # before anything is loaded
-            batches = {name: [moved(b, device) for b in one.batches] for name, one in inputs.rows.items()}
-            rows = {name: hold_out(one) for name, one in batches.items()}
-            guides = {name: load_model_whole(one.reference, task, device) for name, one in inputs.teachers.items()}
-            model = _student(inputs, options, device)
-            done = request.run(model, guides, rows, task, inputs.shared_head, progress)
-            if changed_path := changed(before, state_of(models) + state_of(sources, deep=True)):
-                raise MachineError(f"{changed_path}: changed during the training. Nothing was written. Run it again.")
-            notes = [*staging.notes, *inputs.notes]
-            result = _result(done, rows, out, None, time.perf_counter() - begun, notes)
-            sizes = _write_model(staging, inputs, model, done)
-            _write_texts(staging, inputs, result, teachers, data, sizes, command)
-    return result
+    """Train a model in place."""
+    with shown(progress, "steps") as bar:
+        done = distill_model(
+            model,
+            teachers,
+            rows,
+            match=_matched(match, task, shared_head),
+            steps=steps,
+            lr=lr,
+            seed=seed,
+            memory=int(OUTPUT_SHARE * (free_memory(device) or 0)),
+            progress=bar,
+        )
+    return DistillationResult(model=model, distillation=done)
 
 
-def _student(inputs: MergeInputs, options: LoadOptions, device: torch.device) -> nn.Module:
-    """The merge in memory. A head that tasks do not share is frozen; of an adapter only the adapter is trained."""
+def _matched(match: str, task: str, shared_head: bool) -> str:
+    """What is matched; raise if the tasks cannot be compared in it."""
+    match = default_match(task, shared_head) if match == "auto" else match
+    if match != "representations" and not shared_head:
+        raise InputError(f"match {match}: the tasks do not share a head. Use representations.")
+    return match
+
+
+def _task_of(module: nn.Module) -> str:
+    """The kind of task that a module's class is made for, as far as the default of ``match`` depends on it."""
+    name = type(module).__name__
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return "causal-lm"
+    if name.endswith("ForConditionalGeneration"):
+        return "seq2seq"
+    return "classify" if name.endswith("Classification") else "other"
+
+
+def _student(inputs: MergeInputs) -> tuple[nn.Module, dict[str, str]]:
+    """The merge in memory, and the names of its parameters in the files.
+
+    A head that tasks do not share is frozen. Of an adapter only the adapter is trained.
+    """
     merged = inputs.merged
     if is_adapter(merged.info.folder):
-        model, _ = load_model(
-            merged.reference, merged.info.task, device=str(device), dtype="float32", adapter_apart=True
-        )
-        return model
-    model = load_whole(merged, device).requires_grad_(True)
-    in_head = head_parameters(model)
+        device = str(inputs.device)
+        model, _ = load_model(merged.reference, merged.info.task, device=device, dtype="float32", adapter_apart=True)
+        return model, adapter_names(model)
+    model = load_whole(merged, inputs.device)
+    prefix = "" if inputs.shared_head else encoder_prefix(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(inputs.shared_head or not in_head(name))
-    return model
-
-
-def _write_model(staging: AtomicDir, inputs: MergeInputs, model: nn.Module, done: Distillation) -> dict[str, int]:
-    """Write the weights: of an adapter its own tensors, else those of the model."""
-    merged, checkpoint = inputs.merged, inputs.merged.checkpoint
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and done.improved}
-    if not isinstance(checkpoint, AdapterCheckpoint):
-        return write_weights(staging, checkpoint, {merged.names[name]: p for name, p in trained.items()})
-    names = adapter_names(model)
-    changed_tensors = {names[name]: p for name, p in trained.items()}
-    sizes = write_weights(staging, checkpoint.adapter, changed_tensors, stem="adapter_model")
-    copy_adapter_config(merged.info.folder, staging.folder)
-    for path in merged.info.folder.glob("*token*"):
-        if path.is_file():
-            shutil.copyfile(path, staging.folder / path.name)
-    return sizes
-
-
-def _write_texts(
-    staging: AtomicDir,
-    inputs: MergeInputs,
-    result: DistillationResult,
-    teachers: Mapping[str, str],
-    data: Mapping[str, str],
-    sizes: Mapping[str, int],
-    command: str,
-) -> None:
-    """Write the card, the record and the report."""
-    names = {task: name_of(source) for task, source in data.items()}
-    rows = "\n".join(f"| {task} | {result.rows[task]} |" for task in names)
-    done = result.distillation
-    what = f"The merge was trained for {done.steps} steps" if result.improved else "Training did not improve the merge"
-    text = f"{what} with gradmerge on unlabeled rows, with the fine-tuned models as teachers.\n\n"
-    text += f"| task | rows |\n|---|---:|\n{rows}\n"
-    write_card(staging, inputs.merged, "distillation", text)
-    models = {**recorded_models(inputs.merged.info.folder), **teachers}
-    relative = {name: model_reference(reference, Path(), staging.out) for name, reference in models.items()}
-    facts = {name: value for name, value in result.to_dict().items() if name not in ("output", "notes", "seconds")}
-    facts |= {"data": names}
-    write_record(staging, inputs.merged, "distillation", facts, relative, sizes, result.seconds, result.notes)
-    provenance = {"model": inputs.merged.reference, **{f"rows of {task}": name for task, name in names.items()}}
-    commands = [command] if command else []
-    title = f"Distillation of {name_of(inputs.merged.reference)}"
-    write_report(staging.folder, distillation_page(title, done, result.notes, provenance, commands))
+        parameter.requires_grad_(name.startswith(prefix))
+    return model, merged.names

@@ -25,7 +25,7 @@ from ..engine.run.merge import MergeResult
 from ..errors import InputError
 from ..progress import Progress
 from ..recipe import Recipe
-from ..refinement.calibrate import count_rows, hold_out
+from ..refinement.rows import TaskRows, count_rows, select_rows
 from ..tasks import Generation, LoadOptions, complete, measure
 from ..tasks.standard_errors import Difference, difference
 from ..text import nearest, one_line
@@ -378,8 +378,8 @@ class Explorer(Displayed):
             models = self._moves.copies(setting, self.tasks, COPIES)
             batches = {task: list(self._moves.data_of(task).batches()) for task in self.tasks}
         merged = models.pop("")
-        halves = {task: hold_out(given, every=2) for task, given in batches.items()}
-        counted = {task: sum(map(count_rows, half.held_out)) for task, half in halves.items()}
+        halves = {task: _every_other_row(given) for task, given in batches.items()}
+        counted = {task: count_rows(half.held_out) for task, half in halves.items()}
         if short := [task for task, number in counted.items() if number < 2]:
             raise InputError(f"{short[0]}: calibration needs at least four rows of each task")
         unlabeled = {task: self._moves.unlabeled(task, half.fit) for task, half in halves.items()}
@@ -464,3 +464,8 @@ def explore(
     allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     how: dict[str, Any] = {"generation": generation, "memory": memory, "threads": threads or default_threads()}
     return Explorer(found, data, options, **how, allowed=allowed)
+
+
+def _every_other_row(batches: Sequence[Any]) -> TaskRows:
+    count = count_rows(batches)
+    return TaskRows(select_rows(batches, range(0, count, 2)), select_rows(batches, range(1, count, 2)))

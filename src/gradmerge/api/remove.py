@@ -14,6 +14,7 @@ from torch import nn
 
 from ..arguments import check_known, checked
 from ..cards.eval_results import evaluation
+from ..cards.provenance import input_entry
 from ..curvature.kronecker import MAX_KRONECKER_DIM
 from ..curvature.losses import ExampleLoss, loss_named
 from ..engine.input_state import changed, model_paths, state_of
@@ -298,11 +299,13 @@ def _finish(
     described = "held-out rows of the retain set, which chose the step length"
     write_folder(
         staging,
-        loaded,
-        [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad],
+        loaded.stored,
+        loaded.info,
+        loaded.changed_tensors(),
         action="removal",
-        facts={**sources, "max_kronecker_dim": settings.max_kronecker_dim, **result.facts()},
         card=removal_card(result),
+        facts={"removal": {**sources, "max_kronecker_dim": settings.max_kronecker_dim, **result.facts()}},
+        inputs=[input_entry("start", loaded.reference, loaded.stored.files())],
         measured=[evaluation(*named_data(sources["retain"]), numbers, described)],
         seconds=result.seconds,
         notes=result.notes,

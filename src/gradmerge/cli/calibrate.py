@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +27,9 @@ NamedTeacher = Annotated[
         help="The fine-tuned model of a task. Default: the model of that name in MERGED/gradmerge.json. Repeatable.",
     ),
 ]
+if TYPE_CHECKING:
+    from ..tasks import LoadOptions
+
 CacheMemory = Annotated[
     str | None,
     typer.Option(
@@ -33,6 +37,35 @@ CacheMemory = Annotated[
         help="Hidden states kept in memory, such as 8GB; more go to a file. Default: half of what is free.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class RowOptions(LoadingOptions):
+    """How models and unlabeled rows are loaded."""
+
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Read at most N rows of each task.")] = 256
+
+
+@dataclass(frozen=True)
+class CalibrationRowOptions(RowOptions):
+    """The same with larger batches."""
+
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Rows at once; the result does not depend on it.",
+            show_default="32, fewer for long texts",
+        ),
+    ] = None  # type: ignore[assignment]
+
+    def as_keywords(self) -> LoadOptions:
+        """As keywords of the Python functions."""
+        keywords = super().as_keywords()
+        if self.batch_size is None:
+            del keywords["batch_size"]
+        return keywords
 
 
 @command
@@ -59,7 +92,7 @@ def calibrate(
         typer.Option("--check/--no-check", help="Hold out a tenth of the rows, and keep the merge if it is closer."),
     ] = True,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the labels that are sampled.")] = 0,
-    loading: LoadingOptions,
+    loading: CalibrationRowOptions,
     force: Force = False,
     dry_run: DryRun = False,
     printing: Printing,

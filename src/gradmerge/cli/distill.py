@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .calibrate import NamedRows, NamedTeacher
-from .options import Force, LoadingOptions, Printing, command, named
+from .calibrate import NamedRows, NamedTeacher, RowOptions
+from .options import Force, Printing, command, named
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
 from .stdio import say
 
@@ -36,14 +36,14 @@ def distill(
     ] = "auto",
     steps: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Steps. Default: 800 for 256 rows per task; to match answers, 100."),
+        typer.Option(metavar="N", min=1, help="Steps. Default: 1,800 for 256 rows per task; to match answers, 90."),
     ] = None,
     lr: Annotated[
         float | None,
         typer.Option(metavar="R", help="Highest learning rate. Default: 0.06 over the model's width."),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the order of batches.")] = 0,
-    loading: LoadingOptions,
+    loading: RowOptions,
     force: Force = False,
     printing: Printing,
 ) -> None:

@@ -27,6 +27,7 @@ from ..errors import InputError
 from ..progress import NoProgress, Progress
 from .blocks import CONVOLUTIONS, Batch, BlockModel, HiddenCache, RowStream, Stage
 from .distances import Distances, measure
+from .rows import TaskRows, count_rows
 
 #: The equation's μ, λ and the tolerance of conjugate gradients.
 ALPHA, RIDGE, TOLERANCE = 0.25, 0.3, 1e-4
@@ -74,16 +75,6 @@ class PassReport:
     """Steps of conjugate gradients for the layer that took most."""
     residuals: dict[str, float] = field(default_factory=dict)
     """Layer → relative residual, where conjugate gradients did not reach the tolerance."""
-
-
-@dataclass(frozen=True)
-class TaskRows:
-    """Unlabeled rows of one task in batches."""
-
-    fit: Sequence[Batch]
-    """Nine tenths, which candidates are solved with."""
-    held_out: Sequence[Batch]
-    """One tenth, which candidates are compared on."""
 
 
 @dataclass
@@ -225,8 +216,8 @@ def solve(
     matrix = torch.cholesky_solve(right.add_(damping * anchor).mT, root).mT
     if factors is None:
         return Solution(matrix, ridge)
-    products, teachers = [p for p, _ in terms], [w for _, w in terms]
-    matrix, steps, residual = _conjugate_gradients(matrix, products, teachers, anchor, damping, factors, settings)
+    every, teachers = [p for p, _ in terms], [w for _, w in terms]
+    matrix, steps, residual = _conjugate_gradients(matrix, every, teachers, anchor, damping, factors, settings)
     return Solution(matrix, ridge, steps, residual)
 
 
@@ -458,12 +449,8 @@ def calibrate_model(
     if find_factors is None:
         candidates = {PLAIN: None}
     fit = {task: one.fit for task, one in rows.items()}
-    held_out = {task: one.held_out for task, one in rows.items() if one.held_out}
+    held_out = {task: one.held_out for task, one in rows.items()}
     every = {task: [*one.fit, *one.held_out] for task, one in rows.items()}
-    if check and not held_out:
-        raise InputError(
-            "data: every task has one row only, so none can be held out. Give more rows, or check=False (--no-check)"
-        )
     passes = len(candidates) + 1 if check else 1
     progress.begin("calibrating", passes * len(merged.structure.stages))
     factors: dict[str, dict[str, Tensor]] = {}
@@ -501,41 +488,7 @@ def calibrate_model(
         return Calibration(merged, MERGE, distances, PassReport(), notes)
     if candidates[chosen] is not None and find_factors is not None:
         for task, batches in held_out.items():
-            for layer, more in find_factors(task, batches, sum(map(count_rows, fit[task]))).items():
+            for layer, more in find_factors(task, batches, count_rows(fit[task])).items():
                 factors[task][layer] += more
     model, report = solve_candidate(chosen, every)
     return Calibration(model, chosen, distances, report, notes)
-
-
-def count_rows(batch: Batch) -> int:
-    """The number of rows in a batch."""
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    return next(len(value) for value in values if isinstance(value, Tensor))
-
-
-def take_rows(batch: Batch, indices: Sequence[int]) -> Batch:
-    """Some rows of a batch."""
-    size = count_rows(batch)
-
-    def take(value: Any) -> Any:
-        return value[list(indices)] if isinstance(value, Tensor) and len(value) == size else value
-
-    if isinstance(batch, Mapping):
-        return {name: take(value) for name, value in batch.items()}
-    return [take(value) for value in batch]
-
-
-def hold_out(batches: Sequence[Batch], every: int = 10) -> TaskRows:
-    """Hold out every tenth row, or another share of the rows, and at least one if there are two."""
-    total = sum(map(count_rows, batches))
-    out = set(range(every - 1, total, every)) or ({total - 1} if total > 1 else set())
-    fit: list[Batch] = []
-    held_out: list[Batch] = []
-    first = 0
-    for batch in batches:
-        size = count_rows(batch)
-        for chosen, where in ((False, fit), (True, held_out)):
-            if indices := [row for row in range(size) if (first + row in out) is chosen]:
-                where.append(take_rows(batch, indices))
-        first += size
-    return TaskRows(fit, held_out)

@@ -81,9 +81,9 @@ def _measure_outputs(found: Distances, task: str, own: RowStream, other: RowStre
     pairs, divergence, terms = [], 0.0, 0
     for index, batch in enumerate(own.batches):
         mine, wanted = (_finished(stream, index, batch, shared_head) for stream in (own, other))
-        pairs.append((mine.counted_representation(), wanted.counted_representation()))
-        if mine.logits is not None:
-            apart = answer_divergence(mine, wanted)
+        pairs.append((mine.representation, wanted.representation))
+        if mine.logits is not None and wanted.logits is not None:
+            apart = answer_divergence(own.model.module, mine.logits, wanted.logits)
             divergence, terms = divergence + float(apart.double().sum()), terms + len(apart)
     found.representations[task] = _relative(pairs)
     if terms:
@@ -99,13 +99,12 @@ def _finished(stream: RowStream, index: int, batch: Batch, with_head: bool) -> O
 
 @dataclass
 class Outputs:
-    """What a model returns for a batch: the representation before its head, and its answers."""
+    """What a model returns for a batch, without padding."""
 
     representation: Tensor
+    """The input of the language-model head, or else the encoder's output: positions × width."""
     logits: Tensor | None
-    counted: Tensor | None
-    """Which positions of the representation are not padding."""
-    config: Any = None
+    """Rows or positions × classes; None without a head for the task."""
 
     @staticmethod
     def of(module: nn.Module, batch: Batch, run: Callable[[], Any] | None = None, with_head: bool = True) -> Outputs:
@@ -133,19 +132,16 @@ class Outputs:
         logits = _first(result) if logits is None else logits
         representation = kept[-1] if kept else logits
         counted = counted_positions(module, batch, representation)
-        config = getattr(unwrapped(module), "config", None)
-        return Outputs(representation, logits if with_head and kept else None, counted, config)
+        if not (with_head and kept):
+            logits = None
+        elif logits.dim() > 2:
+            same = counted is not None and counted.shape == logits.shape[:2]
+            logits = logits[counted] if same else logits.flatten(0, 1)
+        return Outputs(representation if counted is None else representation[counted], logits)
 
-    def counted_representation(self) -> Tensor:
-        return self.representation if self.counted is None else self.representation[self.counted]
-
-    def counted_logits(self) -> Tensor:
-        """The answers that count, one per row."""
-        assert self.logits is not None
-        if self.logits.dim() < 3:
-            return self.logits
-        counted = self.counted if self.counted is not None and self.counted.shape == self.logits.shape[:2] else None
-        return self.logits.flatten(0, 1) if counted is None else self.logits[counted]
+    @property
+    def nbytes(self) -> int:
+        return self.representation.nbytes + (0 if self.logits is None else self.logits.nbytes)
 
 
 def _first(result: Any) -> Tensor:
@@ -153,10 +149,10 @@ def _first(result: Any) -> Tensor:
     return value
 
 
-def answer_divergence(own: Outputs, teacher: Outputs) -> Tensor:
+def answer_divergence(module: nn.Module, logits: Tensor, wanted: Tensor) -> Tensor:
     """For every row or token the KL from the teacher's answers to the model's; of a regression the squared error."""
-    logits, wanted = own.counted_logits().float(), teacher.counted_logits().float()
-    problem = getattr(own.config, "problem_type", None)
+    logits, wanted = logits.float(), wanted.float()
+    problem = getattr(getattr(unwrapped(module), "config", None), "problem_type", None)
     if problem == "regression" or logits.shape[-1] == 1:
         return (logits - wanted).square().sum(-1)
     if problem == "multi_label_classification":

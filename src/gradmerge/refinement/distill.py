@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,17 +18,16 @@ from torch import Tensor, nn
 from ..curvature.losses import unwrapped
 from ..errors import InputError
 from ..progress import NoProgress, Progress
-from ..tasks.encoder import encoder_prefix
 from .blocks import Batch
-from .calibrate import TaskRows, count_rows
 from .distances import Outputs, answer_divergence
+from .rows import TaskRows, count_rows
 
 MATCHES = ("representations", "answers", "both")
 #: The default learning rate is this over the width of the model: 1e-4 at 640, 3e-4 at 200.
 RATE_TIMES_WIDTH = 0.06
 #: The default number of steps is one of these times the square root of the rows per task. A row of a language model has
 #: many answers to match, so that fewer steps are enough.
-STEPS_PER_ROOT, STEPS_PER_ROOT_OF_TOKENS = 50, 6
+STEPS_PER_ROOT, STEPS_PER_ROOT_OF_TOKENS = 120, 6
 WARMUP_SHARE = 0.1
 EVALUATIONS = 10
 MAX_NORM = 1.0
@@ -64,8 +63,8 @@ def default_match(task: str, shared_head: bool) -> str:
 
 
 def default_steps(rows: Mapping[str, TaskRows], match: str) -> int:
-    """The number of steps for 256 rows per task: 100 if answers are matched, as by language models, and else 800."""
-    most = max(sum(map(count_rows, one.fit)) for one in rows.values())
+    """Return the default number of steps; for 256 rows per task 90 if only answers are matched, and else 1,800."""
+    most = max(count_rows(one.fit) for one in rows.values())
     factor = STEPS_PER_ROOT_OF_TOKENS if match == "answers" else STEPS_PER_ROOT
     return max(10, round(factor * math.sqrt(most)))
 
@@ -84,13 +83,14 @@ def default_rate(model: nn.Module) -> float:
 
 def distill_model(
     model: nn.Module,
-    teachers: Mapping[str, nn.Module],
+    teachers: Mapping[str, Callable[[], nn.Module]],
     rows: Mapping[str, TaskRows],
     *,
     match: str,
     steps: int | None = None,
     lr: float | None = None,
     seed: int = 0,
+    memory: int = 0,
     progress: Progress | None = None,
 ) -> Distillation:
     """Train the parameters of ``model`` that require gradients, in place, and keep the best of them.
@@ -99,12 +99,13 @@ def distill_model(
 
     Args:
         model: The merge.
-        teachers: Task → fine-tuned model, on the same device.
+        teachers: Task → what loads its fine-tuned model, on the same device.
         rows: Task → rows. The weights with the lowest loss on those held out are kept.
         match: ``representations``, ``answers`` or ``both``.
         steps: Number of steps; by default it grows with the square root of the rows.
         lr: Highest learning rate, after a warm-up and before a linear decay; by default it follows the width.
         seed: Of the order of batches.
+        memory: Bytes for what the fine-tuned models return. One whose outputs fit is freed before the next is loaded.
         progress: Is told how many steps are done.
     """
     steps = default_steps(rows, match) if steps is None else steps
@@ -115,18 +116,19 @@ def distill_model(
         raise InputError("the model has no parameters that require gradients")
     done = Distillation(match, steps, lr)
     model.eval()
+    guides = {task: Guide(task, load, rows[task], match, memory // len(teachers)) for task, load in teachers.items()}
     optimizer = torch.optim.AdamW(trained.values(), lr, weight_decay=0.0)
     warmup = max(1, round(WARMUP_SHARE * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1, (k + 1) / warmup) * (1 - k / steps))
-    order = {task: _endless(one.fit, seed + number) for number, (task, one) in enumerate(rows.items())}
+    orders = {task: _endless(len(one.fit), seed + number) for number, (task, one) in enumerate(rows.items())}
     best = _copied(trained)
-    lowest = _evaluate(done, 0, model, teachers, rows, match)
+    lowest = _evaluate(done, 0, model, guides)
     every = max(1, steps // EVALUATIONS)
     progress.begin("distilling", steps)
     for step in range(1, steps + 1):
         optimizer.zero_grad(set_to_none=True)
-        for task, batches in order.items():  # one task at a time, so that activations of one are in memory
-            loss = task_loss(model, teachers[task], next(batches), match)
+        for task, order in orders.items():  # one task at a time, so that activations of one are in memory
+            loss = guides[task].loss(model, next(order))
             if not bool(loss.isfinite()):
                 raise InputError(f"{task}: the loss is not finite at step {step}. Try a smaller lr than {lr:g}.")
             loss.backward()
@@ -135,7 +137,7 @@ def distill_model(
         schedule.step()
         progress.advance(1)
         if step % every == 0 or step == steps:
-            value = _evaluate(done, step, model, teachers, rows, match)
+            value = _evaluate(done, step, model, guides)
             if value < lowest:
                 lowest, done.best_step = value, step
                 best = _copied(trained)
@@ -145,21 +147,51 @@ def distill_model(
     return done
 
 
-def task_loss(model: nn.Module, teacher: nn.Module, batch: Batch, match: str) -> Tensor:
-    """The distillation loss of one batch of a task."""
-    device = next(model.parameters()).device
-    with autocast(device):
-        with torch.no_grad():
-            wanted = Outputs.of(teacher, batch, with_head=match != "representations")
+class Guide:
+    """What a fine-tuned model returns for the rows of its task: computed once, or anew if it takes too much memory."""
+
+    def __init__(self, task: str, load: Callable[[], nn.Module], rows: TaskRows, match: str, memory: int) -> None:
+        self.task, self.match = task, match
+        self.batches = [*rows.fit, *rows.held_out]
+        self.held_out = range(len(rows.fit), len(self.batches))
+        self._teacher: nn.Module | None = load()
+        self._outputs: list[Outputs] = []
+        first = self._run(self.batches[0])
+        if first.nbytes * rows.number <= memory * count_rows(self.batches[:1]):
+            self._outputs = [first, *map(self._run, self.batches[1:])]
+            self._teacher = None
+
+    def loss(self, model: nn.Module, number: int) -> Tensor:
+        """The distillation loss of a batch."""
+        batch = self.batches[number]
+        wanted = self._outputs[number] if self._teacher is None else self._run(batch)
+        return task_loss(model, batch, wanted, self.match)
+
+    def _run(self, batch: Batch) -> Outputs:
+        assert self._teacher is not None
+        return teacher_outputs(self._teacher, batch, self.match)
+
+
+@torch.no_grad()
+def teacher_outputs(teacher: nn.Module, batch: Batch, match: str) -> Outputs:
+    """What a fine-tuned model returns, as far as it is matched."""
+    with autocast(next(teacher.parameters()).device):
+        found = Outputs.of(teacher, batch, with_head=match != "representations")
+    return Outputs(found.representation[:0], found.logits) if match == "answers" else found
+
+
+def task_loss(model: nn.Module, batch: Batch, wanted: Outputs, match: str) -> Tensor:
+    """The distillation loss of one batch of a task, with what its fine-tuned model returns."""
+    with autocast(next(model.parameters()).device):
         found = Outputs.of(model, batch, with_head=match != "representations")
     parts = []
     if match in ("representations", "both"):
-        h, h_t = found.counted_representation().float(), wanted.counted_representation().float()
+        h, h_t = found.representation.float(), wanted.representation.float()
         parts.append((h - h_t).square().sum() / h_t.square().sum().clamp(min=1e-30))
     if match in ("answers", "both"):
-        if found.logits is None:
+        if found.logits is None or wanted.logits is None:
             raise InputError("the model has no head for a task, so only representations can be matched")
-        parts.append(answer_divergence(found, wanted).mean())
+        parts.append(answer_divergence(model, found.logits, wanted.logits).mean())
     return sum(parts[1:], parts[0])
 
 
@@ -172,35 +204,20 @@ def _copied(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: p.detach().cpu().clone() for name, p in parameters.items()}
 
 
-def _endless(batches: Sequence[Batch], seed: int) -> Iterator[Batch]:
-    """The batches in random order, again and again."""
+def _endless(count: int, seed: int) -> Iterator[int]:
+    """Numbers of batches in random order, again and again."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        for index in torch.randperm(len(batches), generator=generator).tolist():
-            yield batches[index]
+        yield from torch.randperm(count, generator=generator).tolist()
 
 
 @torch.no_grad()
-def _evaluate(
-    done: Distillation,
-    step: int,
-    model: nn.Module,
-    teachers: Mapping[str, nn.Module],
-    rows: Mapping[str, TaskRows],
-    match: str,
-) -> float:
-    """The mean over tasks of the loss on held-out rows; of a task without any, on its other rows."""
+def _evaluate(done: Distillation, step: int, model: nn.Module, guides: Mapping[str, Guide]) -> float:
+    """The mean over tasks of the loss on held-out rows."""
     losses = {}
-    for task, one in rows.items():
-        batches = one.held_out or one.fit
-        sizes = [count_rows(batch) for batch in batches]
-        values = [float(task_loss(model, teachers[task], batch, match)) for batch in batches]
+    for task, guide in guides.items():
+        sizes = [count_rows([guide.batches[number]]) for number in guide.held_out]
+        values = [float(guide.loss(model, number)) for number in guide.held_out]
         losses[task] = sum(n * v for n, v in zip(sizes, values, strict=True)) / sum(sizes)
     done.losses.append((step, losses))
     return sum(losses.values()) / len(losses)
-
-
-def head_parameters(model: nn.Module) -> Callable[[str], bool]:
-    """Says whether a parameter belongs to a head for a task, outside the encoder."""
-    prefix = encoder_prefix(model)
-    return lambda name: bool(prefix) and not name.startswith(prefix)

@@ -6,23 +6,28 @@ import contextlib
 import fnmatch
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..cards.metadata import RECORD
 from ..checkpoints.open import HUB_ID
 from ..checkpoints.tokenizer.vocabulary import token_difference
+from ..curvature.batches import moved
 from ..errors import InputError
 from ..io.reader import local_path
 from ..io.small_files import MAX_TOKENIZER, read_json
+from ..tasks import LoadOptions
 from ..tasks.encoder import encoder_prefix
 from ..tasks.model_args import BASIC_KEYS, ModelArgs
+from ..tasks.models import device_of
 from ..tasks.resolve_model import folder_of
-from ..tasks.unlabeled import UnlabeledRows, read_unlabeled
+from ..tasks.unlabeled import read_unlabeled
 from ..text import listed, nearest
+from .rows import TaskRows, cut_batch, hold_out
 from .streaming import ModelFiles, open_model_files
 
 #: Rows per task, unless the user gives another limit.
@@ -35,12 +40,16 @@ class MergeInputs:
 
     merged: ModelFiles
     teachers: dict[str, ModelFiles]
-    rows: dict[str, UnlabeledRows]
+    rows: dict[str, TaskRows]
+    """Task → rows on the device."""
+    device: torch.device
     shared_head: bool
     """Whether all tasks share the merge's head. Otherwise each keeps the head of its fine-tuned model."""
-    excluded: Sequence[str] = ()
+    excluded: Sequence[str]
     """Patterns over tensor names that the merge's recipe excludes."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
+    on_exit: contextlib.ExitStack
+    """Closes what was opened."""
 
     def keeps(self, layer: str) -> bool:
         """Whether a layer keeps the merge's weights: a head that tasks do not share, or one the recipe excludes."""
@@ -93,50 +102,55 @@ def opened_inputs(
     merged: str,
     data: Mapping[str, str],
     teachers: Mapping[str, str],
+    options: LoadOptions,
     *,
-    task: str = "auto",
-    columns: Mapping[str, str] | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    max_length: int | None = None,
-    model_args: Mapping[str, Any] | None = None,
+    check: bool = True,
+    tokens: int | None = None,
 ) -> Iterator[MergeInputs]:
-    """Open the models without their weights, and read the rows. All incompatibilities are in one message."""
-    if not data:
-        raise InputError("data: give rows for at least one task")
-    references = find_teachers(merged, list(data), teachers)
-    args = ModelArgs.parse(model_args, BASIC_KEYS)
+    """Open the models without their weights, and read the rows. All incompatibilities are in one message.
+
+    Args:
+        merged: The merge.
+        data: Task → data source.
+        teachers: Task → fine-tuned model.
+        options: How models and rows are loaded.
+        check: Hold out rows.
+        tokens: Split batches of texts with more tokens.
+    """
+    args, device = ModelArgs.parse(options["model_args"], BASIC_KEYS), device_of(options["device"])
     with contextlib.ExitStack() as stack:
-        opened = open_model_files(merged, task, args.attn_implementation)
+        opened = open_model_files(merged, options["task"], args.attn_implementation)
         stack.callback(opened.checkpoint.close)
-        found: dict[str, ModelFiles] = {}
-        for name, reference in references.items():
-            found[name] = open_model_files(reference, opened.info.task, args.attn_implementation)
-            stack.callback(found[name].checkpoint.close)
+        files: dict[str, ModelFiles] = {}
+        for task, reference in teachers.items():
+            files[task] = open_model_files(reference, opened.info.task, args.attn_implementation)
+            stack.callback(files[task].checkpoint.close)
         excluded = read_record(opened.info.folder).get("recipe", {}).get("exclude", [])
-        shared = shares_head(opened, found, excluded)
-        check_teachers(opened, found, shared)
-        limit = LIMIT if limit is None else limit
-        rows = {
-            name: read_unlabeled(
+        shared = shares_head(opened, files, excluded)
+        check_teachers(opened, files, shared)
+        rows, notes = {}, []
+        for task, source in data.items():
+            read = read_unlabeled(
                 source,
                 opened.module,
                 merged,
                 opened.info,
-                columns=columns,
-                limit=limit,
-                batch_size=batch_size,
-                max_length=max_length,
+                columns=options["columns"],
+                limit=LIMIT if options["limit"] is None else options["limit"],
+                batch_size=options["batch_size"],
+                max_length=options["max_length"],
                 tokenizer=args.tokenizer,
             )
-            for name, source in data.items()
-        }
-        for model in found.values():  # decoders that classify look for the last token that is not padding
+            notes += [f"{task}: {note}" for note in read.notes]
+            batches = [moved(batch, device) for batch in read.batches]
+            if tokens is not None:
+                batches = [part for batch in batches for part in cut_batch(batch, tokens)]
+            rows[task] = hold_out(f"data[{task!r}]", batches) if check else TaskRows(batches, [])
+        for model in files.values():  # decoders that classify look for the last token that is not padding
             _copy_pad_token(opened.module, model.module)
-        notes = [f"{name}: {note}" for name, one in rows.items() for note in one.notes]
         if not shared:
             notes.append("the tasks do not share a head: each keeps the head of its fine-tuned model")
-        yield MergeInputs(opened, found, rows, shared, excluded, notes)
+        yield MergeInputs(opened, files, rows, device, shared, excluded, notes, stack)
 
 
 def shares_head(merged: ModelFiles, teachers: Mapping[str, ModelFiles], excluded: Sequence[str]) -> bool:

@@ -1,8 +1,7 @@
 """Load a model from disk to change its weights, and write the result as a new folder.
 
 In memory the weights are float32, or float64 if the files are, so that small steps add up. The result has the same
-files as the model, with the same tensors in the same dtypes at the same offsets. Parameters that did not change keep
-their bytes.
+tensors in the same dtypes. Tensors that did not change keep their bytes.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,22 +23,26 @@ from ..cards.eval_results import with_evaluations
 from ..cards.metadata import CARD, ModelMetadata, may_be_hub_id, name_of, read_metadata
 from ..cards.provenance import write_record
 from ..checkpoints.adapter_config import is_adapter, read_adapter_config
-from ..checkpoints.checkpoint import TORCH_TYPES, Checkpoint
+from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint
 from ..checkpoints.compat.tied_weights import same_values, tied_to
+from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.quantization import detect_quantization
-from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..checkpoints.sidecars import copy_sidecars, sidecars, stems
 from ..curvature.checkpoint_names import adapter_names, stored_shapes, stored_sources, stored_tensors
 from ..engine.run.rounding import rounded
-from ..errors import InputError, MachineError
+from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
-from ..io.reader import TensorFile, bytes_of, open_files
-from ..io.small_files import lies_within, read_json
+from ..io.reader import bytes_of, open_files
+from ..io.small_files import read_json
+from ..io.writer import ShardWriter
 from ..tasks import LoadedTask, LoadingInfo, LoadOptions, load_model, with_data
 from ..tasks.resolve_model import folder_of
 from ..text import listed
+from .streaming import CHUNK
 
 #: Dtypes of the weights in memory.
 WIDE = ("float32", "float64")
+SHARD_SIZE = 5_000_000_000
 
 
 @dataclass
@@ -75,10 +77,10 @@ class LoadedModel:
                 if parameter.requires_grad:
                     parameter.copy_(rounded(parameter, own.get(name, usual)))
 
-    def facts(self) -> dict[str, Any]:
-        """The model's entry in the record of the result."""
-        files = [{"name": path.name, "bytes": path.stat().st_size} for path in self.stored.files()]
-        return {"source": self.reference, "files": files}
+    def changed_tensors(self) -> dict[str, Tensor]:
+        """Name in the files → value of the parameters that may have changed."""
+        fixed = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        return {name: value for name, value in _values_in(self).items() if self.sources.get(name) not in fixed}
 
 
 @contextlib.contextmanager
@@ -130,37 +132,48 @@ def open_model(reference: str, options: LoadOptions) -> Iterator[LoadedModel]:
 
 def write_folder(
     staging: AtomicDir,
-    loaded: LoadedModel,
-    changed: Collection[str],
+    checkpoint: Checkpoint,
+    info: LoadingInfo,
+    changed: Mapping[str, Any],
     *,
     action: str,
-    facts: Mapping[str, Any],
     card: str,
-    measured: Sequence[Mapping[str, Any]],
+    facts: Mapping[str, Any],
+    inputs: Sequence[Mapping[str, Any]],
+    measured: Sequence[Mapping[str, Any]] = (),
     seconds: float,
     notes: Sequence[str] = (),
 ) -> None:
-    """Write a model folder: weights, configuration and tokenizer files, the record and the model card.
+    """Write a model folder or an adapter folder: weights, configuration and tokenizer files, record and model card.
 
     Args:
         staging: The temporary folder.
-        loaded: The model, with its new weights.
-        changed: Names of the parameters that changed; all others are copied.
-        action: The key of ``facts`` in the record, and a tag of the card.
-        facts: What was done.
+        checkpoint: The model before, or the adapter.
+        info: Where it is.
+        changed: Tensor of the checkpoint → its new value, or what returns it as ``get()``. All others are copied.
+        action: What was done, as a tag of the card.
         card: The text of the model card, in Markdown, without its title.
+        facts: The facts of the record.
+        inputs: The inputs of the record.
         measured: Evaluations of the result, for the card and the record.
         seconds: How long it took.
         notes: What a user should know.
     """
-    sizes = _write_weights(staging.folder, loaded, changed)
-    metadata, name = read_metadata(loaded.stored), staging.out.name
-    base, base_folder = (_adapter_base(loaded), loaded.info.base_folder) if loaded.adapter else (None, None)
+    folder = info.folder
+    adapter = is_adapter(folder) and not isinstance(checkpoint, AdapterCheckpoint)  # this is the full model
+    sizes = _write_weights(staging, checkpoint, changed, "adapter_model" if adapter else "model")
+    copy_sidecars(checkpoint, staging.folder, "auto")
+    base, base_folder = None, None
+    if adapter:
+        copy_adapter_config(folder, staging.folder)
+        name = str(read_adapter_config(folder).get("base_model_name_or_path") or "")
+        base = ModelMetadata(name_of(name), ids=(name,) if may_be_hub_id(name, folder) else ())
+        base_folder = info.base_folder
     write_card(
         staging.folder,
-        name,
+        staging.out.name,
         card.rstrip(),
-        [metadata],
+        [read_metadata(checkpoint)],
         relation="finetune",
         tags=[action],
         base=base,
@@ -168,47 +181,37 @@ def write_folder(
     )
     if measured:
         path = staging.folder / CARD
-        path.write_text(with_evaluations(path.read_text("utf-8"), name, measured), "utf-8")
-    write_record(
-        staging.folder,
-        {action: dict(facts), **({"evaluations": list(measured)} if measured else {})},
-        inputs=[{"role": "start", **loaded.facts()}],
-        sizes=sizes,
-        timings={"total": seconds},
-        notes=notes,
-    )
+        path.write_text(with_evaluations(path.read_text("utf-8"), staging.out.name, measured), "utf-8")
+        facts = {**facts, "evaluations": list(measured)}
+    write_record(staging.folder, facts, inputs=inputs, sizes=sizes, timings={"total": seconds}, notes=notes)
 
 
-def _adapter_base(loaded: LoadedModel) -> ModelMetadata:
-    """The base model that an adapter's config names."""
-    name = str(read_adapter_config(loaded.info.folder).get("base_model_name_or_path") or "")
-    return ModelMetadata(name_of(name), ids=(name,) if may_be_hub_id(name, loaded.info.folder) else ())
-
-
-def _write_weights(folder: Path, loaded: LoadedModel, changed: Collection[str]) -> dict[str, int]:
-    """Write the model's files with the changed parameters, and copy its other files; return the size of each."""
-    values = _values_in(loaded) if changed else {}
-    values = {n: value for n, value in values.items() if n not in loaded.sources or loaded.sources[n] in set(changed)}
-    for name in loaded.stored.tensors:
-        source = tied_to(name, loaded.stored) if name not in values else None
-        if source in values and same_values(loaded.stored, name, source):  # tied weights that are stored twice
-            values[name] = values[source]
-    sizes = {}
-    home = loaded.info.folder
-    try:
-        for path in loaded.stored.files():
-            shutil.copyfile(path, folder / path.name)
-            sizes[path.name] = path.stat().st_size
-            _overwrite(folder / path.name, values, loaded.reference)
-        for path in home.glob("*model.safetensors.index.json"):
-            if lies_within(path, home):
-                shutil.copyfile(path, folder / path.name)
-    except OSError as error:
-        raise MachineError(f"{folder}: writing failed: {error.strerror}") from error
-    copy_sidecars(loaded.stored, folder, "auto")
-    if loaded.adapter:
-        copy_adapter_config(home, folder)
-    return sizes
+def _write_weights(staging: AtomicDir, checkpoint: Checkpoint, changed: Mapping[str, Any], stem: str) -> dict[str, int]:
+    """Write all tensors of a checkpoint, some of them changed; return the bytes of each file."""
+    tensors = {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
+    for module in checkpoint.modules:
+        (staging.folder / module).mkdir(exist_ok=True)
+    folders = stems(checkpoint) if stem == "model" else {"": stem}
+    writer = ShardWriter(staging.folder, stem, tensors, SHARD_SIZE, {"format": "pt"}, folders)
+    staging.require_space(writer.nbytes)
+    buffers = Buffers()
+    with writer:
+        for name, info in checkpoint.tensors.items():
+            value = changed.get(name)
+            if value is None and (source := tied_to(name, checkpoint)) in changed and source is not None:
+                value = changed[source] if same_values(checkpoint, name, source) else None  # tied, but stored twice
+            if value is not None:
+                value = value if isinstance(value, Tensor) else value.get()
+                value = rounded(value.detach().cpu(), TORCH_TYPES[info.dtype])
+                if not bool(value.isfinite().all()):
+                    raise InputError(f"{name}: the new weight is too large for the type {info.dtype}")
+                writer.write(name, 0, bytes_of(value.contiguous().reshape(-1)))
+                continue
+            for start in range(0, info.numel, CHUNK):
+                block = checkpoint.read(name, start, min(start + CHUNK, info.numel), buffers)
+                writer.write(name, start, bytes_of(block.contiguous()))
+        writer.finish()
+    return dict(writer.sizes)
 
 
 def notes_of_folder(loaded: LoadedModel) -> list[str]:
@@ -226,23 +229,6 @@ def _values_in(loaded: LoadedModel, meta: bool = False) -> dict[str, Tensor]:
     if meta:
         return {name: torch.empty(shape, device="meta") for name, shape in stored_shapes(loaded.model).items()}
     return stored_tensors(loaded.model, {name: p.detach() for name, p in loaded.model.named_parameters()})
-
-
-def _overwrite(path: Path, values: Mapping[str, Tensor], reference: str) -> None:
-    """Overwrite tensors of a safetensors file, rounded to their dtypes there."""
-    file = TensorFile(path)
-    file.close()
-    with path.open("r+b") as out:
-        for name, entry in file.entries.items():
-            if name not in values or not entry.is_float:
-                continue
-            value = rounded(values[name].cpu(), TORCH_TYPES[entry.dtype]).contiguous()
-            if tuple(value.shape) != entry.shape:
-                raise InputError(f"{reference}: {name} is {entry} in its files, and {list(value.shape)} in the model")
-            if not bool(value.isfinite().all()):
-                raise InputError(f"{reference}: {name} has values that are too large for {entry}. Nothing was written")
-            out.seek(entry.start)
-            out.write(bytes_of(value.reshape(-1)))
 
 
 def copy_adapter_config(home: Path, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,20 +67,41 @@ def count_rows(batches: Sequence[Any]) -> int:
     return batches.rows if isinstance(batches, RowBatches) else sum(map(examples_in, batches))
 
 
-def hold_out(name: str, batches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Split batches into nine tenths of the rows and a random tenth, at least one row."""
+class TaskRows(NamedTuple):
+    """Rows of one task in batches."""
+
+    fit: Sequence[Any]
+    held_out: Sequence[Any]
+
+    @property
+    def number(self) -> int:
+        """The number of all rows."""
+        return count_rows(self.fit) + count_rows(self.held_out)
+
+
+def hold_out(name: str, batches: Sequence[Any]) -> TaskRows:
+    """Hold out a random tenth of the rows, at least one row."""
     count = count_rows(batches)
     if count < 2:
         raise InputError(f"{name}: has one row, but needs at least two, since one of them is held out")
     order = _permutation(count, "held out")
     held_out = max(1, count // HELD_OUT)
-    return select_rows(batches, sorted(order[held_out:])), select_rows(batches, sorted(order[:held_out]))
+    return TaskRows(select_rows(batches, sorted(order[held_out:])), select_rows(batches, sorted(order[:held_out])))
 
 
 def sample_rows(batches: Sequence[Any], limit: int) -> Sequence[Any]:
     """At most ``limit`` random rows of the batches, in their order."""
     count = count_rows(batches)
     return batches if count <= limit else select_rows(batches, sorted(_permutation(count, "sample")[:limit]))
+
+
+def cut_batch(batch: Any, tokens: int) -> list[Any]:
+    """Split a batch of texts into smaller ones with at most so many tokens, padding included, or one row each."""
+    if not isinstance(batch, Mapping) or "input_ids" not in batch or batch["input_ids"].numel() <= tokens:
+        return [batch]
+    count, length = batch["input_ids"].shape
+    size = max(1, tokens // length)
+    return [batch_rows(batch, slice(first, first + size)) for first in range(0, count, size)]
 
 
 def select_rows(batches: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:

@@ -1,0 +1,232 @@
+"""What `calibrate` and `distill` share: checks, results, copies of modules, and the folder that they write."""
+
+from __future__ import annotations
+
+import copy
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+from ..cards.markdown import as_text, markdown_table
+from ..cards.metadata import name_of
+from ..cards.provenance import input_entry
+from ..checkpoints.lora import AdapterCheckpoint
+from ..curvature.batches import moved
+from ..display import Displayed, View
+from ..engine.input_state import changed, model_paths, state_of
+from ..errors import InputError, MachineError
+from ..io.atomic_dir import AtomicDir
+from ..notes import Note
+from ..refinement.inputs import MergeInputs, find_teachers, model_reference, opened_inputs, recorded_models
+from ..refinement.model_io import write_folder
+from ..refinement.rows import TaskRows, as_batches, hold_out
+from ..report.page import Page, write_report
+from ..tasks import LoadOptions
+from ..tasks.data_sources import data_paths
+from ..tasks.encoder import encoder_prefix
+
+
+@dataclass(repr=False, kw_only=True)
+class RefinementResult(Displayed):
+    """What a calibration or distillation did."""
+
+    output: Path | None = None
+    """The folder that was written."""
+    model: nn.Module | None = None
+    """The new module, for a module in memory."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Task → number of rows."""
+    seconds: float = 0.0
+    notes: list[Note | str] = field(default_factory=list)
+
+    action: ClassVar[str]
+    """The key of the facts in the record, and a tag of the card."""
+
+    @property
+    @abstractmethod
+    def improved(self) -> bool:
+        """Whether the result differs from the merge."""
+
+    @property
+    @abstractmethod
+    def verdict(self) -> list[str]:
+        """What the report says first."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return what was done, for the record and ``--json``."""
+
+    @abstractmethod
+    def table(self) -> tuple[list[str], list[list[Any]]]:
+        """Return columns and rows: every task before and after."""
+
+    @abstractmethod
+    def card_text(self) -> str:
+        """What the model card says first."""
+
+    @abstractmethod
+    def page(self, merged: str, provenance: Mapping[str, str], commands: list[str]) -> Page:
+        """Build the report."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        output = None if self.output is None else str(self.output)
+        return {"output": output, **self.facts(), "seconds": self.seconds, "notes": self.notes}
+
+    def _view(self) -> View:
+        columns, rows = self.table()
+        return columns, rows, self.verdict
+
+
+Result = TypeVar("Result", bound=RefinementResult)
+
+
+def paths_by_name(parameter: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """Task → path or name; raise for anything else, such as a module."""
+    for name, value in values.items():
+        if not isinstance(value, str | Path):
+            kind = type(value).__name__
+            raise InputError(f"{parameter}[{name!r}]: must be a path or a name for a model folder, not {kind}")
+    return {name: str(value) for name, value in values.items()}
+
+
+def refine_module(
+    merged: nn.Module,
+    data: Mapping[str, Any],
+    teachers: Mapping[str, Any],
+    refine: Callable[[nn.Module, dict[str, nn.Module], dict[str, TaskRows], bool], Result],
+    *,
+    check: bool = True,
+) -> Result:
+    """Refine a copy of a module.
+
+    Args:
+        merged: The merge.
+        data: Task → batches.
+        teachers: Task → module.
+        refine: Changes the module; its arguments are copies of the merge and of the fine-tuned models, the rows, and
+            whether all tasks share a head.
+        check: Hold out rows.
+    """
+    begun = time.perf_counter()
+    shared = _check_modules(merged, data, teachers)
+    device = next(merged.parameters()).device
+    rows = {}
+    for task, batches in data.items():
+        ready = as_batches(f"data[{task!r}]", [moved(batch, device) for batch in batches])
+        rows[task] = hold_out(task, ready) if check else TaskRows(ready, [])
+    copies = {task: copy.deepcopy(teachers[task]).eval().requires_grad_(False) for task in data}
+    result = refine(copy.deepcopy(merged).eval(), copies, rows, shared)
+    assert result.model is not None
+    result.model.train(merged.training)
+    for own, original in zip(result.model.parameters(), merged.parameters(), strict=True):
+        own.requires_grad_(original.requires_grad)
+    result.rows = {task: one.number for task, one in rows.items()}
+    result.seconds = time.perf_counter() - begun
+    return result
+
+
+def _check_modules(merged: nn.Module, data: Mapping[str, Any], teachers: Mapping[str, Any]) -> bool:
+    """Return whether all modules share a head. Raise for a missing teacher, or one with other parameters."""
+    if set(teachers) != set(data):
+        raise InputError(f"teachers: give a module for every task: {', '.join(data)}")
+    for task, teacher in teachers.items():
+        if not isinstance(teacher, nn.Module):
+            raise InputError(f"teachers[{task!r}]: must be a module, as the merge is one")
+
+    def shapes(module: nn.Module, part: Callable[[str], bool]) -> dict[str, Any]:
+        return {name: parameter.shape for name, parameter in module.named_parameters() if part(name)}
+
+    prefix = encoder_prefix(merged)
+    classes = [getattr(getattr(model, "config", None), "id2label", None) for model in (merged, *teachers.values())]
+    heads = [shapes(model, lambda name: not name.startswith(prefix)) for model in (merged, *teachers.values())]
+    shared = not prefix or (all(one == classes[0] for one in classes) and all(one == heads[0] for one in heads))
+    compared = "" if shared else prefix
+    ours = shapes(merged, lambda name: name.startswith(compared))
+    for task, teacher in teachers.items():
+        theirs = shapes(teacher, lambda name: name.startswith(compared))
+        if wrong := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
+            raise InputError(f"teachers[{task!r}]: {wrong} is missing or has another shape than in the merge")
+    return shared
+
+
+def refine_folder(
+    merged: str,
+    data: Mapping[str, str],
+    teachers: Mapping[str, str],
+    out: Path,
+    refine: Callable[[MergeInputs, Path], tuple[Result, Mapping[str, Any]]],
+    options: LoadOptions,
+    *,
+    action: str,
+    settings: Mapping[str, Any] | None = None,
+    check: bool = True,
+    tokens: int | None = None,
+    keep_adapter: bool = False,
+    force: bool = False,
+    command: str = "",
+) -> Result:
+    """Refine a model folder and write the result: weights, card, record and report.
+
+    Args:
+        merged: The merge.
+        data: Task → data source.
+        teachers: Task → fine-tuned model, where the record does not name it.
+        out: The folder to write.
+        refine: Computes with the opened models and a folder for temporary files. Returns the result, and tensor → new
+            value.
+        options: How models and rows are loaded.
+        action: What is done.
+        settings: More facts for the record.
+        check: Hold out rows.
+        tokens: Split batches of texts with more tokens.
+        keep_adapter: Write an adapter for an adapter, instead of a full model.
+        force: Replace ``out`` if gradmerge wrote it.
+        command: What repeats the run, for the report.
+    """
+    begun = time.perf_counter()
+    if options["dtype"] not in ("auto", "float32"):
+        raise InputError(f"dtype {options['dtype']}: must be float32, the type of the computation")
+    references = find_teachers(merged, list(data), teachers)
+    models = [path for model in (merged, *references.values()) for path in model_paths(model)]
+    sources = [path for source in data.values() for path in data_paths(source)]
+    with AtomicDir(out, action, force=force, reads=[*models, *sources]) as staging:
+        before = state_of(models) + state_of(sources, deep=True)
+        with opened_inputs(merged, data, references, options, check=check, tokens=tokens) as inputs:
+            result, tensors = refine(inputs, staging.folder)
+            if path := changed(before, state_of(models) + state_of(sources, deep=True)):
+                raise MachineError(f"{path}: changed during the {action}. Nothing was written. Run it again.")
+            result.output = out
+            result.rows = {task: one.number for task, one in inputs.rows.items()}
+            result.notes = [*staging.notes, *inputs.notes, *result.notes]
+            result.seconds = time.perf_counter() - begun
+            checkpoint, info = inputs.merged.checkpoint, inputs.merged.info
+            if keep_adapter and isinstance(checkpoint, AdapterCheckpoint):
+                checkpoint = checkpoint.adapter
+            names = {task: name_of(source) for task, source in data.items()}
+            known = {**recorded_models(info.folder), **references}
+            facts = {**result.facts(), **(settings or {}), "data": names}
+            rows = markdown_table(["task", "rows"], [[as_text(task), str(n)] for task, n in result.rows.items()])
+            write_folder(
+                staging,
+                checkpoint,
+                info,
+                tensors,
+                action=action,
+                card=f"{result.card_text()}\n\n{rows}",
+                facts={
+                    "models": {name: model_reference(model, Path(), out) for name, model in known.items()},
+                    action: facts,
+                },
+                inputs=[input_entry("merged", merged, [])],
+                seconds=result.seconds,
+                notes=list(map(str, result.notes)),
+            )
+        provenance = {"model": merged, **{f"rows of {task}": name for task, name in names.items()}}
+        write_report(staging.folder, result.page(name_of(merged), provenance, [command] if command else []))
+    return result
