@@ -22,7 +22,7 @@ from gradmerge.curvature.gradients import estimate_gradient
 from gradmerge.recipe import make_recipe
 from gradmerge.tasks import load_task
 
-from ..engine import test_layers as layers
+from ..engine import test_kronecker as layers
 from ..making import random_state, read_model, write_model, write_recipe
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
 from .conftest import tuned_from

@@ -39,7 +39,7 @@ from gradmerge.urls import output_path
 
 from ..making import SHAPES, Stop, near, random_curvature, random_state, weight_bytes, write_model
 from ..recipe.test_external_rules import EXAMPLE
-from . import test_layers, test_merge
+from . import test_kronecker, test_merge
 
 OPTIONS: dict[str, dict[str, Any]] = {"slerp": {"t": 0.3}, "nearswap": {"t": 0.1}}
 ONE_MODEL = {"slerp", "nearswap", "arcee-fusion", "passthrough"}
@@ -119,14 +119,14 @@ def test_workers_load_the_file_of_a_rule(cluster: RayCluster, models: Path, tmp_
 
 
 def kronecker(folder: Path) -> dict[str, Any]:
-    states = [random_state(0, test_layers.SHAPES, torch.float64)]
+    states = [random_state(0, test_kronecker.SHAPES, torch.float64)]
     states += [near(states[0], 1), near(states[0], 2)]
     for state in states:
-        state["lm_head.weight"] = state[test_layers.EMBEDDING].clone()
+        state["lm_head.weight"] = state[test_kronecker.EMBEDDING].clone()
     config = {"tie_word_embeddings": True}
     folders = [str(write_model(folder / f"m{i}", state, config=config)) for i, state in enumerate(states)]
-    sources = [test_layers.kronecker(seed) for seed in (4, 5, 6)]
-    return test_layers.recipe_of(folders, sources, folder, "gradient-matching")
+    sources = [test_kronecker.kronecker(seed) for seed in (4, 5, 6)]
+    return test_kronecker.recipe_of(folders, sources, folder, "gradient-matching")
 
 
 def removal(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.checkpoint import Buffers, Checkpoint
+from ..checkpoints.compat.tied_weights import tied_copies
 from ..engine.checks.coefficients import coefficient_notes
 from ..engine.checks.damping import find_damping
 from ..engine.checks.step_size import check_step_size
@@ -175,6 +176,8 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
             for name, info in job.tensors.items()
         ]
 
+    if needs & {"kept", "uniform"}:
+        inputs.tied_copies = tied_copies(inputs.template)
     own = Plan(rule, inputs, [other for job in plan.jobs for other in jobs_of(job)], needs | {"base"})
     dry_check_rule(own)
     find_damping(own, LocalExecutor().reduce)

@@ -85,7 +85,7 @@ class Job(ABC):
         """Return the result of a block."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Block:
     """A range of entries of one tensor: the unit of work of a thread, and of the journal."""
 
