@@ -17,7 +17,6 @@ from gradmerge.checkpoints import Buffers, Checkpoint, compare, open_checkpoint
 from gradmerge.checkpoints.quantization import dequantized, detect_quantization
 from gradmerge.errors import InputError
 from tests.making import near, random_state, read_model, run, write_model
-from tests.tasks.making import sentences, tiny_llama_checkpoint, write_jsonl
 
 State = dict[str, Tensor]
 BODY = random_state(0, {"model.embed_tokens.weight": (20, 8), "model.norm.weight": (8,)}, torch.bfloat16)
@@ -290,29 +289,9 @@ def test_quantized_models_merge_to_a_plain_model(tmp_path: Path) -> None:
         assert ((got[WEIGHT].double() - want).abs() <= want.abs() * 2**-8).all()
         assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
         assert any("fp8" in note for note in result.notes)
+    run("inspect", base, tuned, status=2)
+    run("inspect", base, tuned, "--dequantize")
 
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["inspect", "base", "tuned"],
-        ["merge", "recipe.yml", "--dry-run"],
-        ["diagnose", "recipe.yml", "-o", "out"],
-        ["preview", "recipe.yml", "--weights", "0:1:0.5", "-o", "out"],
-    ],
-    ids=" ".join,
-)
-def test_every_command_that_opens_models_takes_dequantize(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for seed, name in enumerate(("base", "tuned")):
-        write_fp8(tmp_path / name, seed)
-        names = {**{n: v.float().square() for n, v in BODY.items()}, WEIGHT: torch.ones(7, 10)}
-        gm.Curvature(names, 10).save(tmp_path / name / "curvature")
-    Path("recipe.yml").write_text(json.dumps({"method": "gradient-matching", "base": "base", "models": ["tuned"]}))
-    run(*command, status=2)
-    run(*command, "--dequantize")
 
 
 def test_a_dequantized_base_takes_an_adapter(tmp_path: Path) -> None:
@@ -327,25 +306,6 @@ def test_a_dequantized_base_takes_an_adapter(tmp_path: Path) -> None:
     with open_checkpoint(adapter, dequantize=True) as opened:
         torch.testing.assert_close(whole(opened, WEIGHT).double(), plain + (b @ a).double(), atol=1e-5, rtol=1e-5)
 
-
-def test_a_merge_of_quantized_models_is_evaluated_as_preview_evaluates_it(tmp_path: Path) -> None:
-    folders = [tiny_llama_checkpoint(tmp_path / name, seed) for seed, name in enumerate(("base", "tuned"))]
-    name = "model.layers.0.mlp.up_proj.weight"
-    for folder in folders:
-        state = load_file(folder / "model.safetensors")
-        codes = (state[name] * 100).to(torch.float8_e4m3fn)
-        stored = state | {name: codes, f"{name}_scale_inv": torch.full((1, 1), 0.01)}
-        save_file(stored, folder / "model.safetensors", {"format": "pt"})
-        config = json.loads((folder / "config.json").read_text())
-        settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    data = write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in sentences(6)])
-    recipe = {"method": "task-arithmetic", "base": str(folders[0]), "models": [str(folders[1])]}
-    found = gm.preview(recipe, data={"tuned": str(data)}, weights="0:1:1", dequantize=True, progress=False)
-    gm.merge(recipe, tmp_path / "out", dequantize=True)
-    want = gm.evaluate(tmp_path / "out", data, progress=False)["loss_per_token"]
-    row = next(row for row in found.rows if row.setting.weights == (1.0,))
-    assert row.values["tuned"] == pytest.approx(want, rel=1e-6)
 
 
 NF4 = {n: v for n, v in load_file(STORED).items() if n.startswith("nf4.")}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..io.small_files import readable_json
 from .checkpoint import Checkpoint
-from .compat.config_diff import shown
+from .compat.config_diff import abbreviate
 from .tokenizer.chat_template import chat_templates, template_note
 
 #: Keys of generation_config.json that do not change what is generated.
@@ -27,7 +27,7 @@ def generation_notes(first: Checkpoint, other: Checkpoint, resolved_keys: Sequen
         return
     keys = sorted((defaults.keys() | other_defaults.keys()) - IRRELEVANT)
     differences = [
-        f"{key} {shown(defaults.get(key))} and {shown(other_defaults.get(key))}"
+        f"{key} {abbreviate(defaults.get(key))} and {abbreviate(other_defaults.get(key))}"
         for key in keys
         if defaults.get(key) != other_defaults.get(key)
     ]

@@ -18,7 +18,7 @@ from ..generation_notes import generation_notes
 from ..quantization import detect_quantization
 from ..tokenizer.embedding_rows import VOCABULARY, unwrap
 from ..tokenizer.vocabulary import MATCH, token_difference
-from .config_diff import allows, differences, labels, shown
+from .config_diff import abbreviate, allows, differences, labels
 from .lineage import lineage, lineage_note
 from .rename import rename_hint
 from .tied_weights import KEY as TYING, equal, in_layer, same_values, tied_to, tying_differences
@@ -244,7 +244,7 @@ def _compare_configs(
     try:
         found, unknown = differences(first.config, other.config)
         lines = [
-            (key, f"{key}: {shown(ours)} in {first.label}, {shown(theirs)} in {other.label}")
+            (key, f"{key}: {abbreviate(ours)} in {first.label}, {abbreviate(theirs)} in {other.label}")
             for key, (ours, theirs) in found.items()
         ]
     except RecursionError:
@@ -274,7 +274,9 @@ def _compare_configs(
         )
     ours, theirs = (checkpoint.config.get("problem_type") for checkpoint in (first, other))
     if ours and theirs and ours != theirs:
-        result.notes.append(f"{other.label}: its problem_type is {shown(theirs)}, that of {first.label} {shown(ours)}")
+        result.notes.append(
+            f"{other.label}: its problem_type is {abbreviate(theirs)}, that of {first.label} {abbreviate(ours)}"
+        )
     return set(needed.values())
 
 

@@ -29,7 +29,8 @@ IRRELEVANT = re.compile(
     |(.*_)?(hidden|intermediate|inner|vocab|embedding|projection)_sizes?|(num|n)_(hidden_)?layers?|n_embd|n_inner|d_model
     |d_ff|(encoder|decoder)_(layers|ffn_dim)|num_(encoder|decoder)_layers|sample_size
     # positions that a longer or shorter table does not change; windows, which `layer_types` describes
-    |max_.*positions?|(max_)?.*position_embeddings|n_positions|n_ctx|max_seq.*|seq_length|model_max_length|max_window_layers
+    |max_(\w+_)?position_embeddings|max_\w+_positions|n_positions|n_ctx|max_seq\w*|seq_length|model_max_length
+    |max_window_layers
     """,
     re.VERBOSE,
 )
@@ -211,7 +212,7 @@ def labels(config: Mapping[str, Any]) -> dict[str, str]:
     return {} if all(re.fullmatch(r"label_\d+", name) for name in names) else names
 
 
-def shown(value: Any) -> str:
+def abbreviate(value: Any) -> str:
     """Return a value as text for a message, at most 80 characters long."""
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= 80 else f"{text[:79]}…"

@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import InputError
 from ...text import some
 from ..checkpoint import Checkpoint
-from ..compat.config_diff import completed, parts, shown
+from ..compat.config_diff import abbreviate, completed, parts
 from .names import TOWER, is_before_layers, layer_of, layer_stacks
 
 #: Keys with the number of layers.
@@ -169,6 +169,6 @@ def _notes(
         for key in section:
             if section[key] and key in (BY_NUMBER if typed else BY_NUMBER | WINDOWS):
                 yield (
-                    f"config.json: {path}{key} ({shown(section[key])}) depends on the number of a layer, and some "
+                    f"config.json: {path}{key} ({abbreviate(section[key])}) depends on the number of a layer, and some "
                     "layers have another number in the result"
                 )
