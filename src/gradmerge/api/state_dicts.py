@@ -21,7 +21,7 @@ from ..engine.run.executor import LocalExecutor, merge_blocks
 from ..engine.run.statistics import compute_statistics
 from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
-from ..recipe.rule_file import is_rule_file, load_rule
+from ..recipe.method import is_rule_file, load_rule
 from ..rules import METHODS, Rule
 from .merge import check_device, default_threads
 

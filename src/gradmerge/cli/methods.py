@@ -32,7 +32,7 @@ def methods(
     from ..rules import METHODS
 
     if name is not None and name.endswith(".py"):
-        from ..recipe.rule_file import load_rule
+        from ..recipe.method import load_rule
 
         name = load_rule(name, Path(), allow_code=allow_code).name
     if name is not None and name not in METHODS:

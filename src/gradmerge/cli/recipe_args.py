@@ -12,8 +12,8 @@ from typing import Any
 from ..errors import InputError
 from ..recipe import Recipe, load_recipe, make_recipe
 from ..recipe.load import MAX_BYTES, recipe_of_text
+from ..recipe.method import is_rule_file, load_rule
 from ..recipe.overrides import apply_settings
-from ..recipe.rule_file import is_rule_file, load_rule
 from ..yaml import parse_yaml
 
 

@@ -2,7 +2,7 @@
 
 from .fields import NONE, CurvatureSource, Identity, MeanTimes, reduction_factor
 from .load import check_penalty, load_recipe, make_recipe
-from .rule_options import check_options
+from .method import check_options
 from .schedules import Case, Varying, in_words, leaves, mapped, plain, spread_over_layers, value_at
 from .schema import Base, Model, Output, Recipe, Slice, SliceModel
 from .tokenizer import ZERO, ModelToken, TokenizerChoice, TokenRule

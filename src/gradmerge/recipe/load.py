@@ -18,7 +18,7 @@ from ..text import nearest
 from ..urls import UrlPath, is_url, redact_urls, remote_url, strip_file_scheme
 from ..yaml import Lines, parse_documents
 from .fields import CurvatureSource, Identity, explain
-from .rule_file import is_rule_file, load_rule
+from .method import is_rule_file, load_rule
 from .schema import Base, Origin, Recipe
 from .slices import check_slices
 
@@ -132,7 +132,7 @@ def _read(value: Any, lines: Lines, folder: Path, where: str, names: Collection[
     origin = Origin(folder)
     if isinstance(value, Mapping) and "merge_method" in value and "method" not in value:
         from .mergekit.translate import translate
-        from .yaml_values import YamlValue
+        from .mergekit.yaml_values import YamlValue
 
         def find(reference: str) -> str:
             """Look for a model beside the recipe, then in the working folder."""

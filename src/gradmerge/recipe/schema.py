@@ -12,7 +12,7 @@ from ..display import OneLine
 from ..notes import Note
 from ..rules import METHODS, Rule
 from .fields import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
-from .rule_options import check_options
+from .method import check_options
 from .schedules import Varying, Weight
 from .slices import options_in_common
 from .tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .rule_options import check_options
+from .method import check_options
 from .schedules import Case
 
 if TYPE_CHECKING:

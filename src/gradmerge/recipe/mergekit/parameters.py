@@ -8,8 +8,8 @@ from typing import Any
 
 from ...rules.spec import Help
 from ..schedules import is_glob
-from ..yaml_values import YamlValue
 from .methods import REQUIRED, Parameter
+from .yaml_values import YamlValue
 
 
 def resolve(parameter: Parameter, levels: Sequence[YamlValue], limits: Help | None) -> Any:

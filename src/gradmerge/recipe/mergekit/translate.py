@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from ...notes import Note
 from ...rules import METHODS
 from ...text import nearest
-from ..yaml_values import YamlValue
 from .chat_templates import TEMPLATES, UNSUPPORTED
 from .methods import IGNORED, MERGEKIT_METHODS, REQUIRED, Method, Parameter, join_switches
 from .parameters import resolve
+from .yaml_values import YamlValue
 
 KEYS = (
     *("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype", "name"),

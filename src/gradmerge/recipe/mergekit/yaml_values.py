@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import InputError
-from ..text import one_line
-from ..yaml import Lines
+from ...errors import InputError
+from ...text import one_line
+from ...yaml import Lines
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
