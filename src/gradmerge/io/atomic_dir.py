@@ -100,7 +100,7 @@ class AtomicDir:
         except BaseException as error:
             if self._lock >= 0:
                 if {path.name for path in self.folder.iterdir()} <= {MARK}:
-                    shutil.rmtree(self.folder, ignore_errors=True)
+                    self._remove()
                 self.close()
             if isinstance(error, OSError):
                 raise _cannot_write(self.folder, error) from error
