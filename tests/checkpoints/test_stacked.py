@@ -118,7 +118,6 @@ def test_layers_that_a_model_does_not_have_are_refused_by_name_and_number(first:
 
 
 KINDS: dict[str, tuple[dict[str, Any], Sequence[int], dict[str, Any]]] = {
-    "llama": ({"num_hidden_layers": 4}, [0, 1, 1, 3], {"num_hidden_layers": 4}),
     "gpt2": ({"n_layer": 4}, [0, 1, 2, 3, 3], {"n_layer": 5}),
     "gemma2": (  # whose layers alternate by default
         {"num_hidden_layers": 4},
@@ -134,11 +133,6 @@ KINDS: dict[str, tuple[dict[str, Any], Sequence[int], dict[str, Any]]] = {
         {"num_hidden_layers": 4, "mlp_only_layers": [1], "eos_token_id": [1, 2, 3, 4]},
         [1, 1, 2],
         {"num_hidden_layers": 3, "mlp_only_layers": [0, 1], "eos_token_id": [1, 2, 3, 4]},
-    ),
-    "lfm2": (
-        {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
-        [3, 1],
-        {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     ),
     "of no class": (
         {"num_layers": 4, "window_sizes": [1, 2, 3, 4], "image_mean": [0, 0, 0, 0]},

@@ -84,8 +84,8 @@ def merge(tmp_path: Path, recipe: Mapping[str, Any], **arguments: Any) -> Path:
     return gm.merge(tmp_path / "recipe.yml", tmp_path / "out", progress=False, **arguments).output
 
 
-@pytest.mark.parametrize("kind", ["llama-untied", "llama-tied", "gpt2", "bert"])
-def test_layers_of_two_models_stack_into_one_that_transformers_loads_and_runs(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["llama-tied", "gpt2", "bert"])
+def test_stacked_layers_load_and_run_in_transformers(tmp_path: Path, kind: str) -> None:
     states = family(tmp_path, kind)
     slices = [[("A", 0, 2)], [("C", 1, 5)], [("A", 1, 2)], [("B", 0, 1)]]
     out = merge(tmp_path, {"method": "passthrough", "slices": [{"models": [entry(*part[0])]} for part in slices]})
@@ -198,11 +198,9 @@ def test_switches_may_differ_between_slices(tmp_path: Path) -> None:
     assert [case["value"] for case in said["options"]["normalize"]] == [True, False]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_slices_may_merge_different_numbers_of_models(tmp_path: Path, order: Sequence[int]) -> None:
+def test_slices_may_merge_different_numbers_of_models(tmp_path: Path) -> None:
     states = family(tmp_path, "gpt2")
-    every = [[("A", 0, 2)], [("B", 0, 3), ("C", 1, 4), ("A", 0, 3)], [("C", 2, 4), ("B", 1, 3)]]
-    slices = [every[place] for place in order]
+    slices = [[("C", 2, 4), ("B", 1, 3)], [("A", 0, 2)], [("B", 0, 3), ("C", 1, 4), ("A", 0, 3)]]
     parts = [{"models": [entry(*part, weight=1.0 + k) for k, part in enumerate(one)]} for one in slices]
     out = merge(tmp_path, {"method": "weighted-average", "slices": parts})
 
@@ -212,17 +210,6 @@ def test_slices_may_merge_different_numbers_of_models(tmp_path: Path, order: Seq
 
     assert_close(read_model(out), by_hand(states, STACK["gpt2"], slices, average))
     load("gpt2", out)
-
-
-def test_scaled_layers_begin_as_identities(tmp_path: Path) -> None:
-    states = family(tmp_path, "llama-untied")
-    scale = [{"filter": "o_proj", "value": 0}, {"filter": "down_proj", "value": 0}, {"value": 1}]
-    parts = [{"models": [entry("A", 0, 3)]}, {"models": [entry("A", 2, 3)], "options": {"scale": scale}}]
-    out = merge(tmp_path, {"method": "passthrough", "slices": parts})
-    ids = torch.tensor([[3, 5, 7, 2]])
-    deeper, before = load("llama-untied", out), load("llama-untied", tmp_path / "A")
-    torch.testing.assert_close(deeper(ids).logits, before(ids).logits)
-    assert len(read_model(out)) > len(states["A"])
 
 
 def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
@@ -237,7 +224,7 @@ def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
         assert load("llama-untied", out).config.num_hidden_layers == layers
 
 
-def test_the_record_and_inspect_say_which_layer_came_from_where(tmp_path: Path) -> None:
+def test_the_record_and_inspect_name_the_source_of_each_layer(tmp_path: Path) -> None:
     family(tmp_path, "gpt2")
     slices = [[("A", 0, 2)], [("C", 4, 5)], [("A", 0, 3)]]
     out = merge(tmp_path, {"method": "passthrough", "slices": [{"models": [entry(*part[0])]} for part in slices]})
@@ -275,16 +262,11 @@ A2 = part(entry("A", 0, 2))
 TIES = {"method": "ties", "base": "./B"}
 WRONG: dict[str, dict[str, Any]] = {
     "past the last layer": {"slices": [part(entry("A", 1, 4))]},
-    "too many layers": {"slices": [part(entry("A", 0, 3))] * 334},
-    "no layers": {"slices": [part(entry("A", 2, 2))]},
-    "negative": {"slices": [part(entry("A", -1, 2))]},
     "unequal lengths": {"method": "weighted-average", "slices": [part(entry("A", 0, 2), entry("B", 0, 3))]},
     "one threshold, unequal numbers of models": TIES | {"slices": [A2, part(*[entry("A", 0, 1)] * 2)]},
     "two models in a passthrough": {"slices": [part(entry("A", 0, 2), entry("B", 0, 2))]},
-    "models too": {"models": ["./A"], "slices": [A2]},
     "layers of no base": {"slices": [A2 | {"base": [0, 2]}]},
     "an unknown option": {"slices": [A2 | {"options": {"scales": 2}}]},
-    "weights of a method without": {"slices": [part(entry("A", 0, 2, weight=0.5))]},
     "several scopes": TIES | {"slices": [A2 | {"options": {"scope": s}} for s in ("model", "tensor")]},
     "curvature": {"method": "fisher-averaging", "slices": [A2]},
     "an adapter": {"slices": [A2], "output": {"format": "adapter"}},

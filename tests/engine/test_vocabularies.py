@@ -293,9 +293,7 @@ def test_another_tokenizer_is_another_merge(tmp_path: Path) -> None:
     "tokenizer",
     [
         "bse",
-        "x" * 5000,
         "\0",
-        {"source": "union", "tokens": {"<new>": {}}},
         {"source": "union", "tokens": {"<x>": {"force": True}}},
         {"tokens": {"<x>": "nobody"}},
         {"tokens": {"<x>": {"model": "base", "token": "<y>"}}},
@@ -346,13 +344,11 @@ def write_template(folder: Path, text: str, stored: str = "file") -> None:
 @pytest.mark.parametrize(
     ("value", "tokenizer", "expected", "stored"),
     [
-        ("auto", "union", CHAT, "file"),
         ("auto", "one", OTHER, "config"),
         ("base", "one", CHAT, "config"),
         ("common", "two", CHAT, "file"),
         ("one", None, OTHER, "config"),
         ("template.jinja", "union", "{{ 1 }}", "config"),
-        ("{{ 2 }}", None, "{{ 2 }}", "file"),
     ],
 )
 def test_chat_templates(value: str, tokenizer: str | None, expected: str, stored: str, tmp_path: Path) -> None:
