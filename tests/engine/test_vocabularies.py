@@ -279,6 +279,18 @@ def test_stacked_layers_have_one_vocabulary(tmp_path: Path) -> None:
     assert config["vocab_size"] == len(ids)
 
 
+def test_a_base_that_is_not_merged_gives_rows_only_for_tokens_that_no_model_has(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    sources = [{"model": str(tmp_path / name), "layers": [0, 1], "weight": 1.0} for name in ("one", "two")]
+    recipe = {"method": "weighted-average", "base": str(tmp_path / "base"), "tokenizer": "union"}
+    gm.merge(make_recipe(recipe | {"slices": [{"models": sources}]}), tmp_path / "out")
+    out, ids = read_model(tmp_path / "out"), vocabulary(tmp_path / "out")
+    base, *tuned = (by_token(models.states[name], models.ids[name], ROWED[0]) for name in models.states)
+    full = completed(tuned, [token for token in ids if any(token in rows for rows in tuned)], base=None)
+    want = {token: (full[0][token] + full[1][token]) / 2 if token in full[0] else base[token] for token in ids}
+    assert_rows(out[ROWED[0]], want, ids)
+
+
 def test_another_tokenizer_is_another_merge(tmp_path: Path) -> None:
     models = Models(tmp_path)
     recipe = make_recipe(models.recipe(tokenizer="union"))

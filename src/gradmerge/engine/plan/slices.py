@@ -59,15 +59,20 @@ def stacked_models(
             for i, (part, own) in enumerate(zip(recipe.slices, chosen, strict=True))
         ]
         stacks.append(StackedCheckpoint(ranges, front, left_out))
-    has_weight = recipe.base is not None and recipe.base.weight is not None
-    optional = "base" in recipe.rule.optional and "base_weight" in needs and not has_weight
-    if base is None or (("base" not in needs or optional) and all(part.base is None for part in recipe.slices)):
+    if base is None or not reads_base(recipe, needs):
         return None, stacks
     ranges = [
         LayerRange(base, *(part.base or part.models[0].layers), recipe.where(f"slices[{i}].base"))
         for i, part in enumerate(recipe.slices)
     ]
     return StackedCheckpoint(ranges, base), stacks
+
+
+def reads_base(recipe: Recipe, needs: frozenset[str]) -> bool:
+    """Return whether a recipe with slices merges layers of the base."""
+    has_weight = recipe.base is not None and recipe.base.weight is not None
+    optional = "base" in recipe.rule.optional and "base_weight" in needs and not has_weight
+    return ("base" in needs and not optional) or any(part.base is not None for part in recipe.slices)
 
 
 def compared_parts(

@@ -41,6 +41,7 @@ from ...io.small_files import read_json
 from ...recipe import ZERO, ModelToken, Recipe, TokenRule
 from ...text import counted, listed, nearest, some
 from .inputs import CurvatureInput
+from .slices import reads_base
 
 BASE, UNION, AUTO, COMMON = "base", "union", "auto", "common"
 
@@ -101,6 +102,10 @@ class _Models:
         self.all = list(dict.fromkeys(model for _, model in self.named))
         self.template = self.all[0]
         """The model that config, tokenizer and other small files are copied from."""
+        self.base_first = base is not None
+        """Whether missing rows come from the base. A base that is not merged only gives tokens that no model has."""
+        if recipe.slices and all(model is not base for _, model in tuned):
+            self.base_first = self.base_first and reads_base(recipe, recipe.rule.needs(recipe.resolved_options))
         self.donor = self.template
         """The model whose chat template the result gets: the base, or else the first named merge that has a base."""
         if base is None:
@@ -191,7 +196,8 @@ class _Alignment:
         """Return the rows that each model gives to models that lack a token.
 
         The base gives its row. For tokens that the base lacks, the result is the mean over the models that have a row;
-        a model that the recipe names twice counts once. Rules in `tokens` replace this for single tokens.
+        a model that the recipe names twice counts once. A base that is not merged gives its row only if no other model
+        can. Rules in `tokens` replace this for single tokens.
         """
         base, distinct = self.models.base, self.models.distinct
         none = np.full(self.rows, MISSING, dtype=np.int64)
@@ -199,8 +205,11 @@ class _Alignment:
             model: np.maximum(self.own[model], MISSING) if model in distinct else none.copy() for model in self.own
         }
         if base is not None:
-            in_base = given[base] >= 0
-            given |= {model: np.where(in_base, MISSING, rows) for model, rows in given.items() if model is not base}
+            others = [rows for model, rows in given.items() if model is not base]
+            first, later = ([given[base]], others) if self.models.base_first else (others, [given[base]])
+            taken = np.any([rows >= 0 for rows in first], axis=0)
+            for rows in later:
+                rows[taken] = MISSING
         zeros = {self.tokenizer.ids[token] for token, rule in self.choice.tokens.items() if rule.source == ZERO}
         for token, rule in self.choice.tokens.items():
             self._apply(token, rule, given)
@@ -286,7 +295,8 @@ class _Alignment:
                 yield f"{model.label}: {unused} of its {self.tensors[model][0]} rows are not in the result"
             missing = self._tokens(np.flatnonzero(own == MISSING).tolist())
             if missing:
-                donor = "" if base is None or base is model else f"{base.label}, else "
+                by_base = base is not None and base is not model and self.models.base_first
+                donor = f"{base.label}, else " if base is not None and by_base else ""
                 rules = " or `tokens`" if self.choice.tokens else ""
                 yield (
                     f"{model.label}: no rows for {counted(missing, 'token')} of the result ({some(missing)}); they "
