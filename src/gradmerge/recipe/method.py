@@ -84,9 +84,11 @@ def check_options(
             if name not in per_model and name in checked:
                 allowed = f"; these can: {', '.join(per_model)}" if per_model else ""
                 raise InputError(f"{where.format(number)}.{name}: cannot be set per model for {rule.name}{allowed}")
-    each = [_validated(rule, {**options, **own}, where.format(number)) for number, own in enumerate(model_options)]
+    each = [
+        _validated(rule, {**options, **of_model}, where.format(number)) for number, of_model in enumerate(model_options)
+    ]
     for name in per_model:
-        if any(name in own for own in model_options):
+        if any(name in of_model for of_model in model_options):
             checked[name] = [values[name] for values in each]
     return checked
 

@@ -26,7 +26,7 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
 def penalties(penalty: Penalty, prior: Tensor, models: int) -> list[Tensor]:
     """P_t of every model, with ``prior`` = H_0 as the default."""
     every = [penalty] * models if penalty is None or isinstance(penalty, Tensor) else penalty
-    return [prior if matrix is None else matrix for matrix in every]
+    return [prior if p is None else p for p in every]
 
 
 def merged_precision(
@@ -74,8 +74,8 @@ def gradient_matching(
     precision = merged_precision(base, tuned, weights, prior, curvature, damping)
     every = penalties(penalty, prior + damping, len(tuned))
     merged = base
-    for model, hessian, weight, own in zip(tuned, curvature, weights, every, strict=True):
-        merged = _share(own + hessian, precision).mul_(model - base).mul_(weight).add_(merged)
+    for model, hessian, weight, p in zip(tuned, curvature, weights, every, strict=True):
+        merged = _share(p + hessian, precision).mul_(model - base).mul_(weight).add_(merged)
     return merged
 
 
@@ -142,8 +142,8 @@ def removal(
     rest = _rest(base, tuned, weights, prior, curvature, damping, base_saw_removed=base_saw_removed)
     every = penalties(penalty, prior + damping, len(tuned))
     merged = base.clone()
-    for model, hessian, weight, own in zip(tuned, curvature, weights, every, strict=True):
-        ratio = _share(own + hessian, rest)
+    for model, hessian, weight, p in zip(tuned, curvature, weights, every, strict=True):
+        ratio = _share(p + hessian, rest)
         if cap != "none":
             ratio = ratio.clamp_(max=1 + cap)
         merged -= ratio.mul_(model - base).mul_(weight)
@@ -166,9 +166,9 @@ def gradient_matching_full(
     weights = [1.0] * len(tuned) if weights is None else weights
     precision, pull = prior.clone(), torch.zeros_like(base)
     every = penalties(penalty, prior, len(tuned))
-    for model, hessian, weight, own in zip(tuned, curvature, weights, every, strict=True):
+    for model, hessian, weight, p in zip(tuned, curvature, weights, every, strict=True):
         precision += weight * hessian
-        pull += weight * (own + hessian) @ (model - base)
+        pull += weight * (p + hessian) @ (model - base)
     step: Tensor = torch.linalg.solve(precision, pull)
     return base + step
 

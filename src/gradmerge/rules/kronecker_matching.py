@@ -115,11 +115,11 @@ def _arithmetic(
     shared = penalty is None or isinstance(penalty, KroneckerFactors | Tensor)
     every: Sequence[Any] = [penalty] * len(tuned) if shared else penalty  # type: ignore[assignment]
     moved, right = torch.zeros_like(base), torch.zeros_like(base)
-    for model, weight, own in zip(tuned, weights, every, strict=True):
+    for model, weight, p in zip(tuned, weights, every, strict=True):
         delta = (model - base) * weight
         moved += delta
-        if own is not None:
-            right += applied(sound(own), delta)
+        if p is not None:
+            right += applied(sound(p), delta)
             for share, hessian in prior:
                 right -= applied(hessian, delta).mul_(share)
     return moved, right
@@ -175,12 +175,12 @@ def _preconditioner(parts: Sequence[tuple[float, LayerHessian]], like: Tensor) -
         inverses = torch.where(values > 0, 1 / values, 0.0)
         return lambda x: x * inverses
     left, right = (like.new_zeros(size, size) for size in like.shape)
-    for weight, own in factors:
-        left.add_(own.outputs, alpha=weight * own.scale * float(own.inputs.trace()))
-        right.add_(own.inputs, alpha=weight * own.scale * float(own.outputs.trace()))
+    for weight, kron in factors:
+        left.add_(kron.outputs, alpha=weight * kron.scale * float(kron.inputs.trace()))
+        right.add_(kron.inputs, alpha=weight * kron.scale * float(kron.outputs.trace()))
     left, right = (torch.linalg.eigh(side).eigenvectors for side in (left, right))
-    for weight, own in factors:
-        values.add_(torch.outer(_along(left, own.outputs), _along(right, own.inputs)), alpha=weight * own.scale)
+    for weight, kron in factors:
+        values.add_(torch.outer(_along(left, kron.outputs), _along(right, kron.inputs)), alpha=weight * kron.scale)
     values[values < ROUNDING * float(values.max())] = 0.0
     for weight, part in parts:
         if not isinstance(part, KroneckerFactors):
