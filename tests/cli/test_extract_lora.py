@@ -63,21 +63,6 @@ def test_extracting_says_what_is_lost_and_every_command_takes_the_adapter(tmp_pa
     run("diagnose", tmp_path / "recipe.yml", "--merged", lora, "-o", tmp_path / "report")
 
 
-def test_a_classifier_goes_in_with_its_head(tmp_path: Path) -> None:
-    tiny_bert_checkpoint(tmp_path / "base")
-    moved(tmp_path / "base", tmp_path / "tuned")
-    rows = [{"text": text, "label": i % 2} for i, text in enumerate(sentences(8))]
-    data = write_jsonl(tmp_path / "a.jsonl", rows)
-    gm.extract_lora(tmp_path / "tuned", tmp_path / "lora", base=tmp_path / "base", rank=64, progress=False)
-    losses = [
-        gm.evaluate(tmp_path / name, data, model_args={"tokenizer": str(tmp_path / "base")}, progress=False)[
-            "loss_per_example"
-        ]
-        for name in ("lora", "tuned")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
 def test_merge_prints_what_an_adapter_lost_and_what_would_be_written(tmp_path: Path) -> None:
     tiny_gpt2_checkpoint(tmp_path / "base")
     moved(tmp_path / "base", tmp_path / "tuned")

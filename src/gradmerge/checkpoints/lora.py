@@ -11,7 +11,7 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +93,9 @@ class AdapterCheckpoint(Checkpoint):
             self._check_ties()
         for name, factors in self.factors.items():
             self._check_factors(name, factors)
-        # Products of the tensors that are being read; those of bare parameters hold the factors of all experts.
+        # The matrices of bare parameters are large: they hold all experts.
         kept = 2 if any(factors.slice for factors in self.factors.values()) else 8
-        self._product_of = functools.lru_cache(maxsize=kept)(self._form_product)
+        self._matrices_of = functools.lru_cache(maxsize=kept)(self._read_matrices)
         self._norms: dict[str, Tensor] = {}
         self._norms_lock = threading.Lock()
 
@@ -429,21 +429,26 @@ class AdapterCheckpoint(Checkpoint):
             result[low - start : high - start] += panel[low - begin : high - begin]
             row = matrix * rows + min(first + step, rows)
 
-    def _form_product(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _product_of(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Matrices (left, right) with left @ right = scale · BA in the layout of the stored tensor.
 
         Both have three dimensions; the first is 1, or the number of experts in the tensor.
         """
         factors = self.factors[name]
+        left, right = self._matrices_of(replace(factors, slice=None), dtype)
+        if (part := factors.slice) is not None:
+            expert = slice(None) if part.expert is None else slice(part.expert, part.expert + 1)
+            left, right = left[expert, part.rows], right[expert]
+            left, right = (right.mT, left.mT) if part.flipped else (left, right)
+        return left, right
+
+    def _read_matrices(self, factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same in the layout of the module or parameter."""
         a, b = (self._read_whole(key).to(dtype).flatten(1) for key in (factors.a, factors.b))
         right = a.reshape(factors.experts, -1, a.shape[1])
         left = b.reshape(b.shape[0], -1, factors.experts).permute(2, 0, 1)
         if factors.transposed:
             left, right = right.mT, left.mT
-        if (part := factors.slice) is not None:
-            expert = slice(None) if part.expert is None else slice(part.expert, part.expert + 1)
-            left, right = left[expert, part.rows], right[expert]
-            left, right = (right.mT, left.mT) if part.flipped else (left, right)
         return (left * factors.scale).contiguous(), right.contiguous()
 
     def _dora_scales(self, name: str) -> Tensor:
