@@ -272,38 +272,17 @@ def test_the_written_curvature_reads_back_as_the_merged_precision(tmp_path: Path
             "removal": f0[name] + 0.25,
         }[method]
         assert torch.allclose(got[name], want, rtol=1e-5), name
-    again = {
-        "method": "gradient-matching",
-        "base": str(tmp_path / "out"),
-        "models": recipe["models"],
-        "reduction": reduction,
-    }
-    gm.merge(again, tmp_path / "twice")  # the folder's own curvature/ is the default
-    again["base"] = {"model": str(tmp_path / "out"), "curvature": str(tmp_path / "out" / "curvature")}
-    gm.merge(again, tmp_path / "named")
-    assert all(torch.equal(t, read_model(tmp_path / "named")[n]) for n, t in read_model(tmp_path / "twice").items())
 
 
-def test_the_record_names_recipe_inputs_versions_and_times(tmp_path: Path) -> None:
+def test_the_record_names_options_inputs_versions_and_times(tmp_path: Path) -> None:
     folders, _ = three_models(tmp_path)
-    recipe = {
-        "method": "ties",
-        "base": str(folders[0]),
-        "models": [str(f) for f in folders[1:]],
-        "options": {"density": 0.5},
-    }
-    gm.merge(recipe, tmp_path / "out")
+    gm.merge({"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}, tmp_path / "out")
     record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())
-    options = {"density": 0.5, "scope": "model", "normalize": True, "rescale": "none", "scale": 1.0, "vote": "strict"}
-    assert record["recipe"]["options"] == options
-    assert record["versions"]["torch"] == torch.__version__
-    assert record["timings"]["total"] > 0
-    assert [i["role"] for i in record["inputs"]] == ["base", "tuned", "tuned"]
+    assert record["recipe"]["options"]["density"] == 0.2 and record["versions"]["torch"] == torch.__version__
+    assert record["timings"]["total"] > 0 and [i["role"] for i in record["inputs"]] == ["base", "tuned", "tuned"]
     for entry, folder in zip(record["inputs"], folders, strict=True):
-        files = sorted(folder.glob("*.safetensors"))
-        assert sorted(entry["files"], key=lambda file: str(file["name"])) == [
-            {"name": path.name, "bytes": path.stat().st_size} for path in files
-        ]
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+        assert {file["name"]: file["bytes"] for file in entry["files"]} == sizes
 
 
 def test_a_merge_stopped_between_blocks_resumes_with_the_blocks_that_are_left(tmp_path: Path) -> None:
