@@ -228,8 +228,6 @@ def test_all_differences_are_in_one_message_and_each_can_be_allowed(tmp_path: Pa
     assert json.loads((tmp_path / "out0/config.json").read_text())["num_attention_heads"] == 4
 
 
-
-
 def test_inspect_and_merge_refuse_other_configs_and_take_allow_config(tmp_path: Path) -> None:
     recipe = write_pair(tmp_path, BERT, BERT | {"hidden_act": "relu"})
     path = write_recipe(tmp_path / "recipe.yml", recipe)
@@ -249,7 +247,6 @@ def test_labels_in_another_order_are_refused_where_their_head_is_merged(tmp_path
     assert "id2label" in refusal(tmp_path, recipe)
     gm.merge(recipe, tmp_path / "allowed", allow_config=["id2label"])
     gm.merge(recipe | {"exclude": ["classifier.*"]}, tmp_path / "excluded")
-
 
 
 @pytest.mark.parametrize("theirs", [NAMES, {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}, {}, None, [1]])
@@ -296,7 +293,6 @@ def test_chat_templates_and_generation_defaults_that_differ_are_a_note_each(tmp_
     (tmp_path / "tuned/chat_template.jinja").unlink()
     (tmp_path / "tuned/tokenizer_config.json").write_text("{}")
     assert len(gm.merge(recipe, tmp_path / "out3").notes) == 1
-
 
 
 def test_merged_batch_norm_statistics_are_a_note(tmp_path: Path) -> None:

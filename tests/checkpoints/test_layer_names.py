@@ -1,4 +1,4 @@
-"""Layers are told from other numbers in the names of tensors."""
+"""Layers in the names of tensors, among other numbers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize(("names", "expected"), STACKS.values(), ids=STACKS)
-def test_stacks_of_layers_are_found_by_name_alone(names: list[str], expected: dict[str, int]) -> None:
+def test_stacks_of_layers_are_found_by_name(names: list[str], expected: dict[str, int]) -> None:
     assert layer_stacks(names) == expected
     assert layer_stacks(reversed(names)) == expected
 

@@ -293,7 +293,6 @@ def test_quantized_models_merge_to_a_plain_model(tmp_path: Path) -> None:
     run("inspect", base, tuned, "--dequantize")
 
 
-
 def test_a_dequantized_base_takes_an_adapter(tmp_path: Path) -> None:
     base, plain = write_fp8(tmp_path / "base", 0)
     adapter = tmp_path / "adapter"
@@ -305,7 +304,6 @@ def test_a_dequantized_base_takes_an_adapter(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     with open_checkpoint(adapter, dequantize=True) as opened:
         torch.testing.assert_close(whole(opened, WEIGHT).double(), plain + (b @ a).double(), atol=1e-5, rtol=1e-5)
-
 
 
 NF4 = {n: v for n, v in load_file(STORED).items() if n.startswith("nf4.")}

@@ -1,4 +1,4 @@
-"""Stacks of layers: where each tensor is read, what the config says of them, and what is refused."""
+"""Stacks of layers: sources of tensors, configs, and errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gradmerge.checkpoints.layers.names import is_before_layers
 from gradmerge.checkpoints.layers.stack import LayerRange, StackedCheckpoint, compare_parts
 from gradmerge.errors import InputError
 
-#: Tensors outside the layers in the architectures that mergekit 0.1.5 knows, as it divides them. Those of vision towers
-#: are left out that come after the tower's own layers: for the language model's they come before.
+#: Tensors outside the layers, as mergekit 0.1.5 divides them in its architectures. Tensors after the layers of a vision
+#: tower are left out, because they come before the layers of the language model.
 BEFORE = """
 model.embed_tokens.weight bert.embeddings.LayerNorm.bias embeddings.position_ids decoder.embed_tokens.weight
 transformer.embedding.word_embeddings.weight transformer.rotary_pos_emb.inv_freq transformer.wte.weight wpe.weight
@@ -42,7 +42,7 @@ model.decoder.layer_norm.bias model.encoder.layer_norm.weight
 """
 
 
-def test_tensors_outside_the_layers_are_parted_as_mergekit_does() -> None:
+def test_tensors_outside_the_layers_are_divided_as_in_mergekit() -> None:
     assert [name for name in BEFORE.split() if not is_before_layers(name, "model.layers.")] == []
     assert [name for name in AFTER.split() if is_before_layers(name, "model.layers.")] == []
     own = ["vision_model.embeddings.class_embedding", "vision_model.post_layernorm.weight"]
@@ -71,7 +71,7 @@ def stack(*ranges: tuple[Checkpoint, int, int], front: Checkpoint | None = None)
     return StackedCheckpoint(found, front or ranges[0][0])
 
 
-def test_every_tensor_of_a_stack_is_read_where_its_layer_comes_from() -> None:
+def test_every_tensor_is_read_from_the_model_of_its_layer() -> None:
     a, b = model("A", 3, 1), model("B", 5, 2)
     stacked = stack((a, 0, 2), (b, 3, 5), (a, 1, 3))
     expected = [(a, 0), (a, 1), (b, 3), (b, 4), (a, 1), (a, 2)]
@@ -103,7 +103,7 @@ def tied(label: str, seed: int) -> Checkpoint:
     return model(label, 2, seed, {"tie_word_embeddings": True}, **more)
 
 
-def test_a_tied_head_is_not_taken_from_another_model_than_the_embedding() -> None:
+def test_a_tied_head_comes_from_the_model_of_the_embedding() -> None:
     a, b = tied("A", 1), tied("B", 2)
     stacked = stack((a, 0, 2), (b, 0, 2))
     assert "lm_head.weight" not in stacked.tensors
@@ -112,14 +112,14 @@ def test_a_tied_head_is_not_taken_from_another_model_than_the_embedding() -> Non
 
 
 @pytest.mark.parametrize(("first", "stop"), [(0, 4), (-1, 2), (2, 2)])
-def test_layers_that_a_model_does_not_have_are_refused_by_name_and_number(first: int, stop: int) -> None:
+def test_layers_that_a_model_does_not_have_are_refused(first: int, stop: int) -> None:
     with pytest.raises(InputError):
         stack((model("A", 3, 1), first, stop))
 
 
 KINDS: dict[str, tuple[dict[str, Any], Sequence[int], dict[str, Any]]] = {
     "gpt2": ({"n_layer": 4}, [0, 1, 2, 3, 3], {"n_layer": 5}),
-    "gemma2": (  # whose layers alternate by default
+    "gemma2": (  # its layers alternate by default
         {"num_hidden_layers": 4},
         [0, 2, 3],
         {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
@@ -143,7 +143,7 @@ KINDS: dict[str, tuple[dict[str, Any], Sequence[int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_config_says_of_each_layer_follows_the_layers(kind: str) -> None:
+def test_config_values_per_layer_follow_the_layers(kind: str) -> None:
     stated, numbers, expected = KINDS[kind]
     checkpoint = model("A", 4, 1, {"model_type": kind, **stated})
     checkpoint.config = {"model_type": kind, **stated}
@@ -151,7 +151,7 @@ def test_what_a_config_says_of_each_layer_follows_the_layers(kind: str) -> None:
     assert config == {**checkpoint.config, **expected}
 
 
-def test_the_layers_of_the_language_model_are_those_that_are_cut() -> None:
+def test_slices_cut_the_language_model() -> None:
     config = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"num_hidden_layers": 2}}
     names = [f"model.{side}.{n}.fc.weight" for side in ("visual.blocks", "language_model.layers") for n in (0, 1)]
     checkpoint = Checkpoint("V", memory={name: torch.ones(2) for name in names}, config=config)
@@ -178,7 +178,7 @@ def problems(*ranges: tuple[Checkpoint, int, int]) -> str:
     return "\n".join(compare_parts([stack(*ranges)], (), ()).problems)
 
 
-def test_models_of_other_depth_fit_together_and_models_of_other_width_do_not() -> None:
+def test_models_can_differ_in_depth_and_not_in_width() -> None:
     a = model("A", 2, 1)
     assert problems((a, 0, 2), (model("B", 5, 2), 4, 5)) == ""
     found = problems((a, 0, 2), (model("B", 2, 2, width=6), 0, 1))
@@ -189,7 +189,7 @@ def test_models_of_other_depth_fit_together_and_models_of_other_width_do_not() -
     assert "num_attention_heads" in heads
 
 
-def test_layers_that_differ_by_their_number_stay_where_they_are_unless_the_config_tells_them_apart() -> None:
+def test_layers_with_other_tensors_keep_their_number_unless_the_config_describes_them() -> None:
     first = {"model.layers.0.relative_bias.weight": torch.ones(3, 2)}
     a, b = model("A", 3, 1, **first), model("B", 4, 2, **first)
     assert problems((a, 0, 2), (b, 1, 4)) == ""

@@ -1,4 +1,4 @@
-"""Recipes in slices: against state dicts assembled by hand in float64, and against transformers."""
+"""Recipes with slices, compared with state dicts assembled in float64 and with transformers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def by_hand(
     slices: Sequence[Sequence[tuple[str, int, int]]],
     rule: Callable[[list[Tensor], Place, str], Tensor],
 ) -> dict[str, Tensor]:
-    """A result, tensor by tensor in float64; of a base, its layers are the first of each slice."""
+    """Return the expected tensors in float64; the first source of each slice is the base, if there is one."""
     merged = {}
     for name, place in places(stack, states[slices[0][0][0]], slices).items():
         sources = [states[part[0]][stored].double() for part, stored in zip(slices[place[0]], place[2], strict=True)]
@@ -106,13 +106,13 @@ def test_stacked_layers_load_and_run_in_transformers(tmp_path: Path, kind: str) 
 
 
 def spread(values: Sequence[float], position: float) -> float:
-    """A list over layers, by straight lines between its values."""
+    """Interpolate a list over the layers."""
     at = position * (len(values) - 1)
     below = min(math.floor(at), len(values) - 2)
     return values[below] + (at - below) * (values[below + 1] - values[below])
 
 
-def test_weights_and_their_lists_and_filters_hold_within_each_slice(tmp_path: Path) -> None:
+def test_weights_with_lists_and_filters_apply_within_each_slice(tmp_path: Path) -> None:
     states = family(tmp_path, "llama-untied")
     slices = [[("A", 0, 3), ("C", 2, 5)], [("B", 1, 2), ("A", 0, 1)], [("C", 1, 3), ("B", 1, 3)]]
     first, second = [0.2, 1.0, 0.4, 0.7], [0.3, 0.9]
@@ -139,7 +139,7 @@ def test_weights_and_their_lists_and_filters_hold_within_each_slice(tmp_path: Pa
     assert "0.1" in (out / "README.md").read_text()
 
 
-def test_slices_have_layers_of_the_base_and_options_of_their_own(tmp_path: Path) -> None:
+def test_slices_can_have_layers_of_the_base_and_options(tmp_path: Path) -> None:
     states = family(tmp_path, "gpt2")
     slices = [[("B", 0, 2), ("A", 0, 2)], [("B", 0, 3), ("A", 0, 3)], [("B", 0, 1), ("C", 4, 5)]]
     recipe = {
@@ -170,7 +170,7 @@ def test_slices_have_layers_of_the_base_and_options_of_their_own(tmp_path: Path)
 
 
 def test_switches_may_differ_between_slices(tmp_path: Path) -> None:
-    """Also those that say what is measured on whole tensors first: `norm` needs sums, and `none` does not."""
+    """Options can also change which sums over whole tensors are needed: `norm` needs them, `none` does not."""
     states = family(tmp_path, "gpt2")
     slices = [[("B", 0, 2), ("A", 0, 2), ("C", 0, 2)], [("B", 1, 3), ("A", 1, 3), ("C", 1, 3)]]
     switches = [{"normalize": True, "rescale": "norm"}, {"normalize": False, "rescale": "none"}]
@@ -240,7 +240,7 @@ def test_the_record_and_inspect_name_the_source_of_each_layer(tmp_path: Path) ->
     assert "layers 2: ./C 4" in shown
 
 
-def test_adapters_are_stacked_as_the_models_that_they_make(tmp_path: Path) -> None:
+def test_layers_of_adapters_can_be_stacked(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     base = make("llama-untied", num_hidden_layers=3)
@@ -294,7 +294,7 @@ def test_invalid_slices_are_refused_and_nothing_is_written(llamas: Path, case: s
 
 
 @pytest.mark.parametrize(("first", "second", "line"), [("[0, 2]", "[2, 4]", 6), ("[2, 4]", "[0, 2]", 5)])
-def test_layers_beyond_the_last_are_named_with_the_line_of_a_recipe_of_mergekits(
+def test_missing_layers_are_named_with_the_line_of_a_mergekit_recipe(
     llamas: Path, tmp_path: Path, first: str, second: str, line: int
 ) -> None:
     text = f"""merge_method: slerp

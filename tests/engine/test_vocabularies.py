@@ -1,4 +1,4 @@
-"""Merges of models whose vocabularies differ, against dictionaries of token → vector in float64."""
+"""Merges of models with different vocabularies, compared with dictionaries of token → vector in float64."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ State = dict[str, Tensor]
 
 
 class Models:
-    """A base and two tuned models with tokenizers of their own."""
+    """A base and two fine-tuned models, each with another tokenizer."""
 
     def __init__(self, folder: Path, kind: str = "BPE", **settings: Any) -> None:
         self.folder = folder
         texts = {"base": (ENGLISH, ["<x>"]), "one": (MERGING, ["<tool>", "<x>"]), "two": (MERGING, ["<tool>"])}
         self.ids = {name: save_tokenizer(folder / name, kind, *text) for name, text in texts.items()}
         self.states: dict[str, State] = {}
-        # The last has rows beyond its tokens, as many models do.
+        # The last model has more rows than tokens, as many models do.
         for seed, (name, extra) in enumerate({"base": 0, "one": 0, "two": 5}.items()):
             self.states[name] = state(len(self.ids[name]) + extra, seed, **settings)
             save_model(folder / name, self.states[name], shards=1 + seed)
@@ -61,13 +61,13 @@ class Models:
         return gm.merge(make_recipe(self.recipe(**keys), folder=self.folder), self.folder / "out", force=True)
 
     def expected(self, name: str, tokens: Sequence[str]) -> Vectors:
-        """Task arithmetic, token by token."""
+        """Return task arithmetic, token by token."""
         every = [by_token(self.states[model], self.ids[model], name) for model in self.states]
         base, *tuned = completed(every, tokens, base=0)
         return {t: base[t] + sum(w * (one[t] - base[t]) for w, one in zip(WEIGHTS, tuned, strict=True)) for t in tokens}
 
     def check(self, names: Sequence[str] = ROWED) -> dict[str, int]:
-        """Every row of every tensor with rows, by the result's own tokenizer."""
+        """Check every vocabulary row of the result, and return its token ids."""
         out, ids = read_model(self.folder / "out"), vocabulary(self.folder / "out")
         for name in names:
             assert_rows(out[name], self.expected(name, list(ids)), ids)
@@ -80,7 +80,7 @@ def assert_rows(got: Tensor, want: Mapping[str, Tensor], ids: Mapping[str, int],
 
 
 @pytest.mark.parametrize("kind", ["BPE", "WordPiece", "Unigram"])
-def test_a_union_has_every_token_with_the_rows_that_are_its_own(kind: str, tmp_path: Path) -> None:
+def test_a_union_has_the_tokens_of_all_models_with_their_rows(kind: str, tmp_path: Path) -> None:
     models = Models(tmp_path, kind, bias=True)
     result = models.merge(tokenizer="union")
     ids = models.check()
@@ -96,7 +96,7 @@ def test_a_union_has_every_token_with_the_rows_that_are_its_own(kind: str, tmp_p
 
 
 @pytest.mark.parametrize("source", ["base", "one"])
-def test_the_vocabulary_of_one_model_is_taken_with_its_files(source: str, tmp_path: Path) -> None:
+def test_the_tokenizer_of_one_model_is_copied_and_rows_follow_it(source: str, tmp_path: Path) -> None:
     models = Models(tmp_path, bias=True)
     result = models.merge(tokenizer=source)
     assert models.check() == models.ids[source]
@@ -105,7 +105,7 @@ def test_the_vocabulary_of_one_model_is_taken_with_its_files(source: str, tmp_pa
     assert result.notes
 
 
-def test_a_tokenizer_from_elsewhere_is_taken_if_its_tokens_have_rows(tmp_path: Path) -> None:
+def test_a_tokenizer_from_another_folder_needs_rows_for_all_tokens(tmp_path: Path) -> None:
     models = Models(tmp_path)
     save_model(tmp_path / "base", models.states["base"], eos_token_id=0)
     ids = save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>"])
@@ -117,7 +117,7 @@ def test_a_tokenizer_from_elsewhere_is_taken_if_its_tokens_have_rows(tmp_path: P
         models.merge(tokenizer="elsewhere")
 
 
-def test_without_a_base_a_missing_token_is_the_mean_of_those_that_have_it(tmp_path: Path) -> None:
+def test_without_a_base_a_missing_row_is_the_mean_over_models_that_have_it(tmp_path: Path) -> None:
     models = Models(tmp_path)
     recipe = models.recipe(method="weighted-average", tokenizer="union")
     recipe["models"].append({"model": str(tmp_path / "base"), "weight": 0.4})
@@ -150,7 +150,7 @@ def test_a_tied_model_takes_missing_rows_of_a_head_from_the_head_of_the_base(tmp
     models.check(ROWED[:2])
 
 
-def test_rules_for_tokens_and_rows_without_one(tmp_path: Path) -> None:
+def test_sources_of_single_tokens_and_padding_rows(tmp_path: Path) -> None:
     models = Models(tmp_path)
     one, two = (str(tmp_path / name) for name in ("one", "two"))
     rules = {
@@ -177,7 +177,7 @@ def test_rules_for_tokens_and_rows_without_one(tmp_path: Path) -> None:
             t: every[0][t] + sum(w * (e[t] - every[0][t]) for w, e in zip(WEIGHTS, every[1:], strict=True)) for t in ids
         }
         assert_rows(out[name], mixed, ids)
-        # Rows of no token: the mean over the tokens, for every model.
+        # Rows without a token: the mean over the tokens.
         mean = torch.stack([*mixed.values()]).mean(0)
         assert len(out[name]) % 50 == 0 and len(out[name]) - len(ids) > 2
         for row in range(len(ids), len(out[name])):
@@ -186,7 +186,7 @@ def test_rules_for_tokens_and_rows_without_one(tmp_path: Path) -> None:
     assert encode(tmp_path / "out", "a<new>b<newer>")[1::2] == ["<new>", "<newer>"]
 
 
-def test_curvature_follows_the_rows_and_is_0_for_tokens_that_a_model_lacks(tmp_path: Path) -> None:
+def test_curvature_is_reordered_and_0_for_missing_tokens(tmp_path: Path) -> None:
     models = Models(tmp_path)
     curvature = {}
     for seed, (name, weights) in enumerate(models.states.items()):
@@ -208,7 +208,7 @@ def test_curvature_follows_the_rows_and_is_0_for_tokens_that_a_model_lacks(tmp_p
             assert torch.allclose(out[name][row], base[token] + sum(steps) / total, rtol=0, atol=1e-5)
 
 
-def test_the_result_loads_as_a_model_and_knows_its_special_tokens(tmp_path: Path) -> None:
+def test_the_result_loads_in_transformers_with_its_special_tokens(tmp_path: Path) -> None:
     ids = {
         "base": save_tokenizer(tmp_path / "base", "BPE", ENGLISH),
         "chat": save_tokenizer(
@@ -235,7 +235,7 @@ def test_the_result_loads_as_a_model_and_knows_its_special_tokens(tmp_path: Path
         assert model.config.pad_token_id == (tokenizer.pad_token_id if source == "union" else None)
 
 
-def test_an_adapter_with_an_embedding_of_its_own_brings_its_tokens(tmp_path: Path) -> None:
+def test_an_adapter_with_an_embedding_adds_its_tokens(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     base_ids = save_tokenizer(tmp_path / "base", "BPE", ENGLISH)
@@ -291,7 +291,7 @@ def test_a_base_that_is_not_merged_gives_rows_only_for_tokens_that_no_model_has(
     assert_rows(out[ROWED[0]], want, ids)
 
 
-def test_another_tokenizer_is_another_merge(tmp_path: Path) -> None:
+def test_a_changed_tokenizer_changes_the_merge(tmp_path: Path) -> None:
     models = Models(tmp_path)
     recipe = make_recipe(models.recipe(tokenizer="union"))
     gm.merge(recipe, tmp_path / "out")
@@ -330,7 +330,7 @@ def test_a_token_beyond_the_rows_needs_a_source(tmp_path: Path) -> None:
         gm.merge(make_recipe(recipe), tmp_path / "new")
 
 
-def test_factors_of_a_head_cannot_follow_its_rows(tmp_path: Path) -> None:
+def test_kronecker_factors_of_a_head_cannot_be_reordered(tmp_path: Path) -> None:
     models = Models(tmp_path)
     for name, weights in models.states.items():
         rows = len(weights["lm_head.weight"])
@@ -408,7 +408,7 @@ def test_without_a_base_the_template_comes_from_the_base_of_a_named_recipe(value
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHAT
 
 
-def test_the_chat_template_that_most_models_have(tmp_path: Path) -> None:
+def test_the_most_common_chat_template(tmp_path: Path) -> None:
     models = Models(tmp_path)
     assert models.merge(chat_template="common", tokenizer="union").notes
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is None

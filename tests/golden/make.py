@@ -1,12 +1,12 @@
-"""Makes the golden files: tiny models, and what mergekit 0.1.5 makes of them by every recipe in `recipes/`.
+"""Make the golden files: tiny models, and the results of mergekit 0.1.5 for every recipe in `recipes/`.
 
     .venv-mergekit/bin/python tests/golden/make.py
 
-in an environment of mergekit's own (`make bench` makes that one, with the versions in `benchmarks/constraints.txt`).
+in an environment with mergekit (`make bench` makes it, with the versions in `benchmarks/constraints.txt`).
 
-It writes `models/` (Llama and GPT-2 in miniature, a LoRA adapter, three tokenizers) and `outputs.safetensors`: every
-tensor that mergekit wrote, as RECIPE/TENSOR, and what the rows of vocabularies mean. The tests need these files, and
-not mergekit.
+It writes `models/` (tiny Llama and GPT-2 models, a LoRA adapter, three tokenizers) and `outputs.safetensors`: every
+tensor that mergekit wrote, as RECIPE/TENSOR, and the token of each vocabulary row. The tests need these files and not
+mergekit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from yaml import safe_load
 HERE = Path(__file__).parent
 MODELS = HERE / "models"
 WORDS = ["<unk>", "<s>", "</s>", "the", "cat", "dog", "sat", "on", "a", "mat", "and", "ran"]
-#: Another order, two words of its own, and without `mat` and `ran`.
+#: Another order, with two new words and without `mat` and `ran`.
 OTHER = ["<unk>", "<s>", "</s>", "a", "on", "sat", "dog", "cat", "the", "and", "blue", "sky"]
 SEED = 2024
 
@@ -64,7 +64,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def fill(model: torch.nn.Module, like: torch.nn.Module | None, number: int) -> torch.nn.Module:
-    """Numbers of our own: those of `like` with some noise, so that they do not depend on a library's ways."""
+    """Set the weights to those of `like` with noise, independent of the initialization in transformers."""
     generator = torch.Generator().manual_seed(SEED + number)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -139,7 +139,7 @@ def run(recipe: Path, out: Path, cache: Path) -> None:
     if "\n---" in text:
         command = [str(Path(sys.executable).parent / "mergekit-multi"), str(recipe), "-I", str(cache / recipe.stem)]
         subprocess.run([*command, "--out-path", str(out), "--no-copy-tokenizer", "--quiet"], check=True)
-        if not out.exists():  # every merge has a name: the last is the result
+        if not out.exists():  # all recipes have names: the last is the result
             names = [safe_load(document)["name"] for document in text.split("\n---")]
             shutil.copytree(cache / recipe.stem / names[-1], out)
         return
@@ -149,7 +149,7 @@ def run(recipe: Path, out: Path, cache: Path) -> None:
 
 def main() -> None:
     make_models()
-    os.chdir(HERE / "recipes")  # where mergekit's relative paths start
+    os.chdir(HERE / "recipes")  # mergekit resolves relative paths from here
     everything, vocabularies = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for recipe in sorted(Path().glob("*.yml")):

@@ -1,4 +1,4 @@
-"""Recipes of mergekit's run unchanged, and give the tensors that mergekit 0.1.5 made of them (`make.py`)."""
+"""mergekit recipes run unchanged and give the tensors of mergekit 0.1.5, which `make.py` stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECIPES = sorted((HERE / "recipes").glob("*.yml"))
 GOLDEN = load_file(HERE / "outputs.safetensors")
 with safe_open(HERE / "outputs.safetensors", "pt") as file:
     VOCABULARIES = json.loads(file.metadata()["vocabularies"])
-#: Rules that divide by norms, or by sums over a whole tensor: there float32 is off by more.
+#: Methods that divide by norms or sums over a tensor, where float32 errors are larger.
 BY_NORMS = {"slerp", "nuslerp", "multislerp", "karcher", "model_stock", "sce", "ramplus_tl", "nearswap"}
 RANDOM = {"dare-linear-random", "dare-ties-random-unscaled", "della-linear-random"}
 
@@ -33,7 +33,7 @@ def golden(recipe: str) -> dict[str, Tensor]:
 
 
 def in_order_of(out: Path, want: dict[str, Tensor], vocabulary: dict[str, int]) -> dict[str, Tensor]:
-    """mergekit's tensors with their rows in the order of our tokenizer: that of mergekit's unions is no certain one."""
+    """Return mergekit's tensors with rows in the order of our tokenizer; the order of mergekit's unions is random."""
     ours = AutoTokenizer.from_pretrained(out).get_vocab()
     assert ours.keys() == vocabulary.keys()
     found = dict(want)
@@ -51,7 +51,7 @@ def merged(recipe: Path, out: Path) -> dict[str, Tensor]:
 
 
 def models_of(text: str) -> list[dict[str, Tensor]]:
-    """The tensors of every model that a recipe names."""
+    """Return the tensors of every model that a recipe names."""
     folders = [folder for folder in sorted((HERE / "models").iterdir()) if f"models/{folder.name}" in text]
     found = {folder.name: load_file(folder / "model.safetensors") for folder in folders if folder.name != "lora"}
     if "models/lora" in text:
@@ -65,9 +65,9 @@ def models_of(text: str) -> list[dict[str, Tensor]]:
 
 
 def operands(name: str, want: Tensor, models: list[dict[str, Tensor]], moved: bool) -> Tensor:
-    """The largest operand of every entry: a model, or what models differ by.
+    """Return the largest operand of every entry: a value or a difference of the models.
 
-    Where entries have moved to another place, that of all entries.
+    If entries have moved, it is the largest of all entries.
     """
     found = [model[name].double() for model in models if name in model and model[name].shape == want.shape]
     if moved or len(found) < len(models):
@@ -79,7 +79,7 @@ def operands(name: str, want: Tensor, models: list[dict[str, Tensor]], moved: bo
 
 @cache
 def units(text: str, dtype: torch.dtype) -> float:
-    """What the difference may be, as a share of the largest operand."""
+    """Return the allowed difference relative to the largest operand."""
     if dtype != torch.float32:
         return 2 * torch.finfo(dtype).eps
     methods = {document["merge_method"] for document in yaml.safe_load_all(text)}
@@ -88,7 +88,7 @@ def units(text: str, dtype: torch.dtype) -> float:
 
 
 def on_threshold(recipe: str, name: str) -> Tensor | bool:
-    """Entries whose difference to the base is as large as the smallest one that is kept: either may be."""
+    """Return the entries exactly on a threshold, which may be kept or dropped."""
     if recipe != "ties-bf16":
         return False
     base, *tuned = (
@@ -101,7 +101,7 @@ def on_threshold(recipe: str, name: str) -> Tensor | bool:
 
 
 @pytest.mark.parametrize("recipe", [recipe.stem for recipe in RECIPES if recipe.stem not in RANDOM])
-def test_a_recipe_of_mergekits_gives_mergekits_tensors_and_so_does_it_as_ours(recipe: str, tmp_path: Path) -> None:
+def test_a_mergekit_recipe_and_its_translation_give_the_tensors_of_mergekit(recipe: str, tmp_path: Path) -> None:
     source = HERE / "recipes" / f"{recipe}.yml"
     text = source.read_text()
     moved = "layer_range" in text or "tokenizer" in text
@@ -128,10 +128,9 @@ def test_a_recipe_of_mergekits_gives_mergekits_tensors_and_so_does_it_as_ours(re
 
 
 def kept_of(tensors: dict[str, Tensor], factor: float | None) -> list[tuple[Tensor, Tensor]]:
-    """For every tensor, which entries of a's difference to the base were kept, and the difference.
+    """Return for every tensor which entries of model a's difference to the base were kept, and the difference.
 
-    Those that were kept are ``factor`` times what they were; or, if it is None, all the same multiple, with which the
-    tensor's L1 norm is what it was.
+    Kept entries are multiplied by ``factor``. If it is None, the factor restores the L1 norm of the tensor.
     """
     base, tuned = (load_file(HERE / "models" / model / "model.safetensors") for model in ("base", "a"))
     found = []
@@ -148,24 +147,24 @@ def kept_of(tensors: dict[str, Tensor], factor: float | None) -> list[tuple[Tens
     ("recipe", "factor", "density"),
     [("dare-linear-random", None, 0.4), ("dare-ties-random-unscaled", 0.5, 0.6), ("della-linear-random", None, 0.5)],
 )
-def test_a_random_rule_keeps_as_much_as_mergekits_and_scales_it_alike(
+def test_a_random_method_keeps_and_scales_as_in_mergekit(
     recipe: str, factor: float | None, density: float, tmp_path: Path
 ) -> None:
     for tensors in (golden(recipe), merged(HERE / "recipes" / f"{recipe}.yml", tmp_path / "out")):
         found = kept_of(tensors, factor)
         kept = torch.cat([one.flatten() for one, _ in found]).double()
         assert abs(float(kept.mean()) - density) < 4 * math.sqrt(density * (1 - density) / len(kept))
-        if recipe == "della-linear-random":  # the larger half of a row is kept with 0.5 + ε/2 on average
+        if recipe == "della-linear-random":  # it keeps the larger half of a row with probability 0.5 + ε/2 on average
             upper = torch.cat([one[rank_of(delta) >= 0.5] for one, delta in found if one.dim() == 2]).double()
             assert abs(float(upper.mean()) - 0.65) < 0.04
 
 
 def rank_of(delta: Tensor) -> Tensor:
-    """The place of every entry among those of its row, by magnitude, from 0 to 1."""
+    """Return the rank of every entry in its row by magnitude, from 0 to 1."""
     return delta.abs().argsort(dim=1).argsort(dim=1) / (delta.shape[1] - 1)
 
 
-def test_the_golden_files_are_many_and_small() -> None:
+def test_there_are_golden_files_for_all_recipes() -> None:
     assert len(RECIPES) >= 40
     assert {name.partition("/")[0] for name in GOLDEN} == {recipe.stem for recipe in RECIPES}
     assert sum(path.stat().st_size for path in HERE.rglob("*") if path.suffix != ".pyc") < 2_000_000

@@ -319,7 +319,8 @@ def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, own: T
     """
     value, chosen = recipe.chat_template, own
     if value == AUTO:
-        if models.donor is not models.template and recipe.tokenizer is None:
+        from_template = recipe.tokenizer is None or recipe.tokenizer.source in (BASE, UNION)
+        if models.donor is not models.template and from_template:
             label, chosen = models.donor.label, templates_of(models.donor)
     elif value == COMMON:
         texts: dict[Checkpoint, str] = {}
