@@ -169,6 +169,7 @@ def test_a_config_with_a_billion_layers_is_compared_without_making_them() -> Non
 @pytest.mark.parametrize("wrong", [None, 3, "x", [], [[1]], {}, {"a": {"b": []}}, float("nan"), True, "\x1b[31m"])
 def test_a_config_with_values_of_any_type_is_compared(wrong: Any) -> None:
     keys = ["model_type", "rope_scaling", "rope_parameters", "layer_types", "text_config", "id2label", "label2id"]
+    keys += ["vocab_size", "tie_word_embeddings"]
     odd = [{key: wrong} for key in [*keys, "num_attention_heads"]]
     odd += [{"rope_scaling": {"rope_type": wrong}}, {"label2id": {"a": wrong}}]
     plain = Checkpoint("base", memory=random_state(0), config=LLAMA | {"id2label": {"0": "a"}, "architectures": wrong})

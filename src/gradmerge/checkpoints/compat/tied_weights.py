@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...quiet import quiet_transformers
 from ..checkpoint import Buffers, Checkpoint
-from .config_diff import completed
+from .config_diff import completed, parts
 
 #: Tensor → modules that it can be tied to. The table covers files without a config, names that older versions of
 #: transformers wrote, and the usual models, for which it saves the seconds that importing their class takes.
@@ -160,10 +160,15 @@ def _tied_pairs(first: Checkpoint, other: Checkpoint) -> list[tuple[str, str]]:
 
     pairs = [(name, source) for name, sources in TIED.items() for source in sources if stored(source)]
     known = {n for pair in pairs if pair[0] in first.tensors.keys() | other.tensors.keys() for n in pair}
-    matrices = [n for n, info in first.tensors.items() if len(info.shape) > 1 and not in_layer(n) and n not in known]
-    shapes = [first.tensors[name].shape for name in matrices]
-    # Ask the class only about models that may have a head that the table does not know.
-    if any(name not in other.tensors for name in matrices) or len(set(shapes)) < len(shapes):
+    unknown = {
+        name: info.shape
+        for name, info in first.tensors.items()
+        if len(info.shape) > 1 and not in_layer(name) and name not in known
+    }
+    vocabularies = [section.get("vocab_size") for _, section in parts(first.config)]
+    as_long = [shape for shape in unknown.values() if shape[0] in vocabularies]
+    # Import the class only for models that may have a head that the table does not know.
+    if any(name not in other.tensors for name in unknown) or len(set(as_long)) < len(as_long):
         ties = ties_of_class(other) | ties_of_class(first)
         pairs += [(name, source) for name, source in ties.items() if stored(source) and (name, source) not in pairs]
     return pairs
