@@ -37,16 +37,14 @@ def expected(method: str, damping: float, penalty: list[float] | None, **options
 OTHER = random_curvature(30, STATES[0])
 
 
-@pytest.mark.parametrize("method", ["gradient-matching", "removal"])
 @pytest.mark.parametrize(
-    ("penalty", "values"),
+    ("method", "penalty", "values"),
     [
-        (None, None),
-        ("none", [0.0] * 25),
-        (0, [0.0] * 25),
-        (2.5, [2.5] * 25),
-        (OTHER, flat(OTHER.sum())),
-        (OTHER.sum(), flat(OTHER.sum())),
+        ("gradient-matching", None, None),
+        ("gradient-matching", "none", [0.0] * 25),
+        ("removal", 2.5, [2.5] * 25),
+        ("removal", OTHER, flat(OTHER.sum())),
+        ("gradient-matching", OTHER.sum(), flat(OTHER.sum())),
     ],
 )
 def test_a_penalty_is_a_number_a_mapping_a_curvature_or_none(
@@ -57,7 +55,7 @@ def test_a_penalty_is_a_number_a_mapping_a_curvature_or_none(
     assert got == pytest.approx(expected(method, 0.01, values, **capped), rel=1e-11, abs=1e-12)
 
 
-def test_by_default_a_removal_has_the_mean_curvature_as_damping_and_others_have_next_to_none() -> None:
+def test_default_dampings() -> None:
     mean = sum(sum(flat(c.sum())) for c in CURVATURE[1:]) / 25
     assert merge(method="removal") == pytest.approx(expected("removal", mean, None, cap=1.0), rel=1e-11)
     assert merge() == pytest.approx(expected("gradient-matching", 1e-10, None), rel=1e-11)
@@ -65,7 +63,7 @@ def test_by_default_a_removal_has_the_mean_curvature_as_damping_and_others_have_
     assert unbounded == pytest.approx(expected("removal", 0.5, None), rel=1e-11)
 
 
-def test_curvature_may_be_read_as_so_many_times_its_mean() -> None:
+def test_curvature_can_be_read_as_a_multiple_of_its_mean() -> None:
     scaled = [one.scale(50 / one.examples) for one in CURVATURE]
     got = merge(reduction={"mean_times": 50}, damping=0.01)
     assert got == pytest.approx(merge(prior=scaled[0], curvature=scaled[1:], damping=0.01), rel=1e-6)
