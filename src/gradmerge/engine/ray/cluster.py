@@ -1,9 +1,10 @@
 """Run a merge on a Ray cluster.
 
 The driver, which is the process that the user starts, opens the plan, creates the output files and keeps the journal.
-It cuts the work into byte ranges of the output files. Ray runs each range as a task on some machine, and repeats it if
-its worker dies. Workers open the plan themselves, from the recipe, and write into the files of the driver on a shared
-file system. A range is in the journal after its task has ended, and by then it is on the disk.
+It cuts the work into byte ranges of the output files and maps them over actors. Ray places the actors, starts an actor
+again if it dies, and repeats its range. Workers open the plan themselves, from the recipe, and write into the files of
+the driver on a shared file system. A range is in the journal after its worker has answered, and by then it is on the
+disk.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from ..run.journal import boot_id
 from ..run.output import Output
 from ..run.reduce import Advance, BlockFunction, add_up, ignore
 from ..run.statistics import Statistics
-from .worker import MergeTask, Range, run_task, sign_folder, versions
+from .worker import MergeTask, MergeWorker, Range, sign_folder, versions
 
 if TYPE_CHECKING:
     from ..adapter.build import AdapterOutput
 
-#: Entries of a task: at most, and so few that each worker has this many tasks.
-MAX_ENTRIES, TASKS_PER_WORKER = 1 << 27, 16
-#: How often a task is repeated after its worker died.
+#: Entries of a share: at most, and so few that each worker has this many shares.
+MAX_ENTRIES, SHARES_PER_WORKER = 1 << 27, 16
+#: How often a share is repeated after its worker died.
 RETRIES = 3
 #: Seconds until the first worker must have started.
 START_SECONDS = 120.0
@@ -67,9 +68,14 @@ class RayCluster:
         self._ray = _import_ray()
         self._ours = not self._ray.is_initialized()
         self._handles_sigterm = self._stopped = False
+        self._actors: list[Any] = []
+        self._idle: list[Any] = []
+        self._running: dict[Any, tuple[Any, list[Block]]] = {}
+        """Answers that are expected → the actor and its share, which is empty while it opens the merge."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._kill_workers()
         if self._ours and self._ray.is_initialized():
             with suppress(Exception):
                 self._ray.shutdown()
@@ -81,15 +87,15 @@ class RayCluster:
     def begin(
         self, recipe: Recipe, plan: Plan, folder: AtomicDir, fingerprint: str, state: State, options: MergeOptions
     ) -> None:
-        """Start the cluster, wait for the first worker, and describe the merge to the workers."""
+        """Start the cluster, describe the merge to the workers, and wait until the first of them has opened it."""
         start = time.perf_counter()
         if not self._ray.is_initialized():
             self._connect()
-        workers, threads = self._size()
-        self._count = workers
-        task_options = {"num_cpus": threads, "max_retries": RETRIES, "scheduling_strategy": "SPREAD"}
-        self._task = self._ray.remote(**task_options)(run_task)
-        self._wait_for_worker(threads)
+        self._count, threads = self._size()
+        actor = self._ray.remote(
+            num_cpus=threads, max_restarts=-1, max_task_retries=RETRIES, scheduling_strategy="SPREAD"
+        )(MergeWorker)
+        self._actors += [actor.remote() for _ in range(self._count - len(self._actors))]
         run = secrets.token_hex(16)
         sign_folder(folder.folder, run)
         merge = MergeTask(
@@ -110,6 +116,9 @@ class RayCluster:
             versions=versions(),
         )
         self._merge = self._ray.put(merge)
+        self._idle = []
+        self._running = {actor.open.remote(self._merge): (actor, []) for actor in self._actors[: self._count]}
+        self._wait_for_worker(threads)
         self.seconds += time.perf_counter() - start
 
     def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
@@ -145,7 +154,7 @@ class RayCluster:
 
     def _cut(self, blocks: Sequence[Block], total: int) -> list[list[Block]]:
         """Cut blocks, in their order, into shares. There are some for every worker until the end."""
-        limit = min(MAX_ENTRIES, total // (TASKS_PER_WORKER * self._count))
+        limit = min(MAX_ENTRIES, total // (SHARES_PER_WORKER * self._count))
         shares: list[list[Block]] = []
         entries = limit
         for block in blocks:
@@ -165,30 +174,44 @@ class RayCluster:
         """
         ray = self._ray
         function, statistics = ray.put(function), ray.put(statistics)
-        waiting, running = deque(shares), dict[Any, list[Block]]()
-        share: list[Block] = []
+        waiting = deque(shares)
         try:
-            while waiting or running:
-                while waiting and len(running) < self._count:
-                    share = waiting.popleft()
+            while waiting or any(share for _, share in self._running.values()):
+                while waiting and self._idle:
+                    actor, share = self._idle.pop(), waiting.popleft()
                     ranges: list[Range] = [(block.job.name, block.start, block.stop) for block in share]
-                    task = self._task.remote(self._merge, function, ranges, statistics, plan.inputs.mean_curvature)
-                    running[task] = share
-                for task in ray.wait(list(running), timeout=1.0)[0]:
-                    share = running.pop(task)
-                    yield (share, *ray.get(task))
-        except ray.exceptions.RayTaskError as error:
-            raise _translate(error) from None
-        except ray.exceptions.RayError as error:
-            raise MachineError(
-                f"{share[0].job.name}: Ray failed, or workers died {RETRIES + 1} times at this tensor: "
-                f"{one_line(str(error))[:500]}"
-            ) from error
-        finally:
-            with suppress(Exception):
-                for task in running:
-                    ray.cancel(task, force=True)
-                ray.wait(list(running), num_returns=len(running), timeout=5.0) if running else None
+                    damping = plan.inputs.mean_curvature
+                    answer = actor.run.remote(self._merge, function, ranges, statistics, damping)
+                    self._running[answer] = actor, share
+                for share, result in self._answers(1.0):
+                    if share:
+                        yield (share, *result)
+        except BaseException:
+            self._kill_workers()
+            raise
+
+    def _answers(self, timeout: float) -> list[tuple[list[Block], Any]]:
+        """Return the answers that arrive within some seconds: at most one, with its share."""
+        answers, _ = self._ray.wait(list(self._running), timeout=timeout)
+        results = []
+        for answer in answers:
+            actor, share = self._running.pop(answer)
+            try:
+                results.append((share, self._ray.get(answer)))
+            except self._ray.exceptions.RayError as error:
+                raise _translate(error, share) from error
+            self._idle.append(actor)
+        return results
+
+    def _kill_workers(self) -> None:
+        """End the workers, so that none writes any more."""
+        actors, self._actors, self._idle = self._actors, [], []
+        answers, self._running = list(self._running), {}
+        with suppress(Exception):
+            for actor in actors:
+                self._ray.kill(actor)
+            if answers:
+                self._ray.wait(answers, num_returns=len(answers), timeout=5.0)
 
     def _connect(self) -> None:
         """Connect to a cluster, or start one on this machine. Nothing is reported to Ray's makers."""
@@ -235,36 +258,37 @@ class RayCluster:
         return workers, threads
 
     def _wait_for_worker(self, threads: int) -> None:
-        """Raise if no worker starts, or if it cannot import gradmerge."""
-        ray = self._ray
-        task = ray.remote(num_cpus=threads)(versions).remote()
+        """Raise if no worker starts, or if it cannot open the merge."""
         try:
-            ray.get(task, timeout=START_SECONDS)
-        except ray.exceptions.GetTimeoutError as error:
-            ray.cancel(task)
-            free = int(ray.available_resources().get("CPU", 0))
+            if self._answers(START_SECONDS):
+                return
+            free = int(self._ray.available_resources().get("CPU", 0))
             raise MachineError(
                 f"no worker has started within {START_SECONDS:.0f} s: a worker takes {threads} cores, and {free} are "
                 "free. Use fewer threads, or wait for other jobs."
-            ) from error
-        except ray.exceptions.RayError as error:
-            raise _translate(error) from error
+            )
+        except BaseException:
+            self._kill_workers()
+            raise
 
 
 def _entries(blocks: Sequence[Block]) -> int:
     return sum(block.stop - block.start for block in blocks)
 
 
-def _translate(error: Any) -> GradmergeError:
+def _translate(error: Any, share: Sequence[Block]) -> GradmergeError:
     """Return the error of a worker as an error of this process."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, GradmergeError):
         return type(cause)(str(cause))
     if isinstance(cause, ImportError) or "ModuleNotFoundError" in str(error):
-        return InputError(
-            f"a worker cannot import gradmerge ({one_line(str(cause or error))[:300]}). Install it there."
-        )
-    return MachineError(f"internal error on a worker: {error}")
+        reason = one_line(str(cause or error))[-300:]
+        return InputError(f"a worker cannot import gradmerge ({reason}). Install the same packages everywhere.")
+    if cause is not None:
+        return MachineError(f"internal error on a worker: {error}")
+    name = share[0].job.name if share else "opening the merge"
+    reason = one_line(str(error))[:500]
+    return MachineError(f"{name}: Ray failed, or workers died {RETRIES + 1} times at this tensor: {reason}")
 
 
 def _check_address(address: str) -> None:

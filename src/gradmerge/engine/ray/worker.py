@@ -1,11 +1,12 @@
-"""The tasks of a merge on a Ray cluster. Each worker process opens the merge once and keeps it open."""
+"""The workers of a merge on a Ray cluster. Each opens the merge once and keeps it open."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,29 +137,45 @@ class OpenMerge:
         return cls.current
 
 
-def run_task(
-    task: MergeTask,
-    function: BlockFunction | None,
-    ranges: Sequence[Range],
-    statistics: Statistics | None,
-    damping: float | None,
-) -> tuple[Any, int]:
-    """Reduce ``function`` over ranges of tensors, or without a function, merge them and write them to the output.
+class MergeWorker:
+    """A process of the cluster. Ray starts it again if it dies."""
 
-    Returns:
-        The sum of the function's results (None for a merge), and the number of bytes read.
-    """
-    read: list[int] = []
+    def open(self, task: MergeTask) -> None:
+        """Open a merge, and raise if this machine differs from the driver's."""
+        with translated_errors():
+            OpenMerge.of(task)
+
+    def run(
+        self,
+        task: MergeTask,
+        function: BlockFunction | None,
+        ranges: Sequence[Range],
+        statistics: Statistics | None,
+        damping: float | None,
+    ) -> tuple[Any, int]:
+        """Reduce ``function`` over ranges of tensors, or without a function, merge them and write them to the output.
+
+        Returns:
+            The sum of the function's results (None for a merge), and the number of bytes read.
+        """
+        read: list[int] = []
+        with translated_errors():
+            merge = OpenMerge.of(task)
+            merge.plan.inputs.mean_curvature = damping
+            jobs = merge.plan.by_name
+            blocks = [Block(number, jobs[name], start, stop) for number, (name, start, stop) in enumerate(ranges)]
+            if function is not None:
+                return reduce_blocks(merge.plan, function, blocks, task.threads, read.append), sum(read)
+            assert statistics is not None
+            merge.write(blocks, statistics, read.append)
+            return None, sum(read)
+
+
+@contextlib.contextmanager
+def translated_errors() -> Iterator[None]:
+    """Raise errors of the machine as MachineError, with its name."""
     try:
-        merge = OpenMerge.of(task)
-        merge.plan.inputs.mean_curvature = damping
-        jobs = merge.plan.by_name
-        blocks = [Block(number, jobs[name], start, stop) for number, (name, start, stop) in enumerate(ranges)]
-        if function is not None:
-            return reduce_blocks(merge.plan, function, blocks, task.threads, read.append), sum(read)
-        assert statistics is not None
-        merge.write(blocks, statistics, read.append)
-        return None, sum(read)
+        yield
     except OSError as error:
         raise MachineError(f"{error.filename or 'file'} on {platform.node()}: {error.strerror or error}") from error
     except MemoryError as error:
