@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -40,6 +41,10 @@ def launch(count: int, run: Callable[[int], Any], folder: Path, timeout: float =
                     done, status = os.waitpid(pid, os.WNOHANG)
                     if done:
                         ended[rank] = os.waitstatus_to_exitcode(status)
+                        if ended[rank] != 0:  # like torchrun, end the others
+                            for other, started_pid in enumerate(started):
+                                if other not in ended:
+                                    os.kill(started_pid, signal.SIGTERM)
             time.sleep(0.01)
     finally:
         for rank, pid in enumerate(started):
@@ -75,11 +80,6 @@ def _fork(rank: int, count: int, port: int, run: Callable[[int], Any], folder: P
     except BaseException:
         traceback.print_exc()
     finally:
-        from gradmerge.processes import joined
-
-        group = joined()
-        if group is not None:
-            group.leave()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import gradmerge as gm
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.curvature.gram import gram_of
-from gradmerge.curvature.totals import Keeping, Total
+from gradmerge.curvature.sum_storage import SumStorage
+from gradmerge.distributed import SINGLE
 from gradmerge.errors import InputError, MachineError
-from gradmerge.processes import ALONE
 from gradmerge.tasks import load_task
 
 from .curvature import slow
@@ -78,47 +78,27 @@ def test_sums_that_are_kept_elsewhere_have_the_same_bits(name: str, where: list[
     model, examples = family.model(), family.examples()
     batches = [batch_of(examples[:3]), batch_of(examples[3:])]
 
-    def found(keeping: Keeping) -> list[Any]:
+    def found(storage: SumStorage) -> list[Any]:
         return [
-            estimate_curvature(model, batches, keeping=keeping),
-            estimate_curvature(model, batches, structure="kronecker", keeping=keeping),
-            gram_of(model, batches, torch.device("cpu"), None, ALONE, keeping),
+            estimate_curvature(model, batches, storage=storage),
+            estimate_curvature(model, batches, structure="kronecker", storage=storage),
+            gram_of(model, batches, torch.device("cpu"), None, SINGLE, storage),
         ]
 
-    plain = found(Keeping())
+    plain = found(SumStorage())
     for place in where:
-        for got, want in zip(found(Keeping(place, tmp_path)), plain, strict=True):
+        for got, want in zip(found(SumStorage(place, tmp_path)), plain, strict=True):
             assert got.keys() == want.keys()
             assert all(torch.equal(got[key], want[key]) for key in want)
     assert not list(tmp_path.iterdir()), "files of sums have no name, so that none is left behind"
 
 
-def test_a_sum_that_lies_elsewhere_comes_to_the_device_and_goes_back() -> None:
-    total = Total(Keeping("cpu"), torch.Size([3]), torch.float32, torch.device("cpu"))
-    total.device = torch.device("meta")  # stands for a GPU: what is added there is seen by its device alone
+def test_a_sum_in_cpu_memory_is_added_to_on_the_device() -> None:
+    total = SumStorage("cpu").new_sum((3,), torch.float32, torch.device("meta"))  # "meta" represents a GPU
     seen: list[torch.device] = []
-    with pytest.raises(NotImplementedError):  # meta gives nothing back
-        total.add(lambda near: seen.append(near.device))
+    with pytest.raises(NotImplementedError):  # nothing can be copied back from "meta"
+        total.add(lambda on_device: seen.append(on_device.device))
     assert seen == [torch.device("meta")]
-
-
-def test_sums_go_on_from_a_start_and_are_told_so_far(tmp_path: Path) -> None:
-    family = FAMILIES["bert"]
-    model, examples = family.model(), family.examples()
-    halves = [batch_of(examples[:3]), batch_of(examples[3:])]
-    start = estimate_curvature(model, halves[:1])
-    told: list[dict[str, Tensor]] = []
-    got = estimate_curvature(
-        model,
-        halves[1:],
-        start=start,
-        keeping=Keeping("disk", tmp_path),
-        each_batch=lambda so_far: told.append({name: value.clone() for name, value in so_far().items()}),
-    )
-    want = estimate_curvature(model, halves)
-    assert got.examples == want.examples
-    slow.assert_same(got, want, 1e-12)
-    slow.assert_same(told[-1], want, 1e-12)
 
 
 def test_a_full_disk_is_told_before_anything_is_lost(

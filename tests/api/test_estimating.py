@@ -184,7 +184,7 @@ def test_a_run_that_was_stopped_goes_on(place: Path, name: str, likelihood: str,
     assert done.resumed_from == 4
     whole = gm.Curvature.load(tmp_path / "whole")
     assert done.examples == whole.examples
-    assert clock.begun == [("estimating", whole.examples, 4)]
+    assert clock.begun == [("estimating", whole.examples - 4, 0)]
     assert clock.done == whole.examples - 4
     assert_same(gm.Curvature.load(tmp_path / "c"), dict(whole), 1e-6)
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["README.md", "curvature.safetensors"]
@@ -247,7 +247,7 @@ def test_options_that_do_not_go_together_are_refused(place: Path, tmp_path: Path
         ({"kind": "kronecker", "precision": "log8"}, "float32"),
         ({"kind": "gram", "max_kronecker_dim": 9}, "max_kronecker_dim"),
         ({"precision": "int8"}, "precision"),
-        ({"batch_size": 0}, "batch-size"),
+        ({"batch_size": 0}, "batch.size"),
         ({"likelihood": "exact"}, "sampled"),
     ):
         with pytest.raises(gm.InputError, match=named):
@@ -352,7 +352,7 @@ def _no_write(write: Any) -> Any:
 
 def test_what_was_saved_and_damaged_is_refused(place: Path, tmp_path: Path) -> None:
     stopped(place, tmp_path / "c")
-    path = next(tmp_path.rglob("saved-sums.safetensors"))
+    path = next(tmp_path.rglob("saved-sums-0.safetensors"))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(gm.InputError, match=r"c\.gradmerge-partial"):
         measure(place, "bert", tmp_path / "c", resume=True)

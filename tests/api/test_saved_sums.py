@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge import process_group
-from gradmerge.api.saved_sums import SavedSums, estimate_saving
-from gradmerge.curvature.totals import Keeping
-from gradmerge.io.atomic_dir import AtomicDir
-from gradmerge.processes import ALONE
+from gradmerge.api.saved_sums import SavedSums, estimate_with_saves
+from gradmerge.distributed import SINGLE
 from gradmerge.tasks import load_task
 
 from ..curvature import slow
@@ -30,10 +29,9 @@ from ..fuzz.killing import kill_before_change
 from ..groups import Ended, launch
 from ..making import Stop
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
-from ..test_processes import Wandering, wandering
 
 ROWS, BATCH = 4, 2
-SAVED = "saved-sums.safetensors"
+SAVED = "saved-sums-0.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +118,8 @@ def test_a_kill_between_two_file_operations_counts_no_row_twice(
 
 
 def test_a_kill_of_the_process_that_saves_for_several_counts_no_row_twice(
-    inputs: Path, wanted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, wanted: dict[str, Any], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(process_group, "BEAT", 0.05)  # the other process notices sooner
     options: dict[str, Any] = {"batch_size": 1, "processes": True}
 
     def run(number: int, at: int | None) -> list[Ended]:
@@ -142,23 +139,51 @@ def test_a_kill_of_the_process_that_saves_for_several_counts_no_row_twice(
     assert 0 in saved and len(saved) > 2
 
 
+class Wandering(nn.Module):
+    """A linear layer whose weight is also used outside it, for marked examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        marked = x[:, :1] > 5
+        if bool(marked.any()):
+            y = y + marked * F.linear(x, self.inner.weight)
+        result: Tensor = self.outer(y.tanh())
+        return result
+
+
 def test_saved_sums_are_removed_once_a_formula_turns_out_wrong(tmp_path: Path) -> None:
     """A resumed estimate must not use sums that the interrupted one has dropped."""
-    batches, model = wandering(12, at=7), Wandering()
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+    x[7, 0] = 9.0
+    batches = [(x[i : i + 3], torch.arange(i, i + 3) % 2) for i in range(0, 12, 3)]
 
     def run(batches_done: int, resume: bool) -> Any:
-        loaded: Any = SimpleNamespace(model=model, examples=12, batch_size=3, output=None, device="cpu")
-        loaded.batches = lambda start, end: batches[start // 3 : -(-end // 3)]
-        with AtomicDir(tmp_path / "out", "measurement", resume=resume) as staging:
-            saved = SavedSums(staging)
-            start = saved.read("kronecker", 12) if resume else None
-            assert start is None
-            stop, options = Stop(after=batches_done), {"structure": "kronecker", "keeping": Keeping()}
-            return estimate_saving(loaded, "empirical", start, saved, 0.0, stop, ALONE, **options)
+        loaded: Any = SimpleNamespace(model=Wandering(), examples=12, batch_size=3, output=None, device="cpu")
+
+        def batches_of(size: int | None = None, start: int = 0, end: int = 12) -> list[Any]:
+            return [(x[:2], torch.tensor([0, 1]))] if size == 2 else batches[start // 3 : -(-end // 3)]
+
+        loaded.batches = batches_of
+        saved = SavedSums(tmp_path, {"request": 1})
+        done = saved.join(12) if resume else []
+        assert done in ([], [[0, 3]])
+        options: Any = {"structure": "kronecker"}
+        stop = Stop(after=batches_done)
+        return estimate_with_saves(loaded, "empirical", done, saved, 0.0, stop, SINGLE, **options), saved
 
     with pytest.raises(KeyboardInterrupt):
-        run(3, resume=False)  # two batches before the formula fails, and one after the estimate has begun again
-    found, wanted = run(99, resume=True), gm.estimate_curvature(Wandering(), batches, structure="kronecker")
+        run(4, resume=False)  # two batches before the formula fails, and two after the restart
+    with pytest.raises(gm.InputError, match="resume"):
+        run(99, resume=True)  # the restarted run saved one batch, whose layer has a diagonal
+    (tmp_path / "saved-sums-joined.safetensors").unlink()
+    (found, saved) = run(99, resume=True)
+    saved.add_joined(found)
+    wanted = gm.estimate_curvature(Wandering(), batches, structure="kronecker")
     assert (found.examples, found.keys()) == (12, wanted.keys())
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value)

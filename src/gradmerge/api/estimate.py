@@ -20,7 +20,7 @@ from torch import nn
 
 from ..arguments import check_known, checked
 from ..cards.metadata import name_of
-from ..curvature.batches import watched
+from ..curvature.batches import with_progress
 from ..curvature.curvature import Curvature
 from ..curvature.curvature_card import write_curvature_card
 from ..curvature.estimate import LIKELIHOODS, estimate_curvature as estimate_in_memory
@@ -29,12 +29,12 @@ from ..curvature.gram import Gram, gram_of
 from ..curvature.kronecker import MAX_KRONECKER_DIM, KroneckerCurvature
 from ..curvature.losses import ExampleLoss, TokenLoss
 from ..curvature.offload import elsewhere
-from ..curvature.totals import LOCATIONS, Keeping
+from ..curvature.sum_storage import LOCATIONS, SumStorage
 from ..display import Displayed
+from ..distributed import SINGLE, join
 from ..engine.input_state import changed, digest_of_state, model_paths, state_of
 from ..errors import GradmergeError, InputError, MachineError
 from ..io.atomic_dir import AtomicDir
-from ..processes import ALONE, current
 from ..progress import Progress, shown
 from ..tasks import LoadedTask, LoadOptions, complete, load_model, load_task
 from ..tasks.data_names import named_data
@@ -42,7 +42,7 @@ from ..tasks.data_sources import data_paths
 from ..tasks.model_args import ModelArgs
 from ..text import listed
 from ..urls import output_path
-from .saved_sums import SavedSums, estimate_saving, share_of
+from .saved_sums import SavedSums, estimate_with_saves, share_of
 
 #: What can be estimated, and what unfinished work on it is called.
 KINDS = {
@@ -184,9 +184,9 @@ def estimate_curvature(
             raise InputError("structure gram: of a module, gradmerge.estimate_gram(model, batches) gives Gram matrices")
         _refuse(of_disk | loading, "a model on disk, not for a module")
         with shown(progress, "batches") as told:
-            seen = watched(cast(Iterable[Any], batches), told, "estimating")
+            seen = with_progress(cast(Iterable[Any], batches), told, "estimating")
             keywords: Any = of_modules | {"seed": seed, "device": device, "max_kronecker_dim": max_kronecker_dim}
-            keywords["keeping"] = Keeping(accumulate_on or "device")
+            keywords["storage"] = SumStorage(accumulate_on or "device")
             return estimate_in_memory(model, seen, likelihood, structure=structure, **keywords)
     _refuse(of_modules, "a module, not for a model on disk")
     if out is None:
@@ -238,83 +238,81 @@ def estimate_to_disk(
     model, source, at_delta = str(model), str(source), None if at_delta is None else str(at_delta)
     models = [path for reference in (model, at_delta, args.tokenizer) for path in model_paths(reference)]
     data = data_paths(source)
-    group = current() if processes else ALONE
-    place: AbstractContextManager[AtomicDir | None] = nullcontext()
-    with group.answering(), shown(progress, "examples") as bar:
-        told = group.shared(bar)
-        if group.first:
-            # A model's curvature may lie in its folder; that is where merges look for it.
-            place = AtomicDir(
-                Path(out),
-                KINDS[kind],
-                force=force,
-                resume=resume,
-                reads=[*models, *data],
-                inside=model_paths(model),
+    group = join() if processes else SINGLE
+    output: AbstractContextManager[AtomicDir | None] = nullcontext()
+    if group.is_first:
+        # A model's curvature may be in its folder, where merges look for it.
+        paths = model_paths(model)
+        output = AtomicDir(Path(out), KINDS[kind], force=force, resume=resume, reads=[*models, *data], inside=paths)
+    with output as staging, shown(progress if group.is_first else False, "examples") as bar:
+        shared_folder = group.all_gather(None if staging is None else str(staging.folder))[0]
+        files = state_of(models) + state_of(data, deep=True)
+        loaded = load_task(
+            model,
+            source,
+            gradients=kind != "gram",
+            bytes_per_parameter=4 if accumulate_on in (None, "device") else 0,
+            **options,
+        )
+        storage = _storage_for(loaded.model, accumulate_on, Path(shared_folder))
+        if kind == "kronecker" and loaded.task == "embedding":
+            raise InputError(
+                "kind kronecker: embedding models use every layer once per text, but Kronecker factors need layers "
+                "that are used once. Estimate a diagonal, or Gram matrices."
             )
-        with place as staging:
-            saved = SavedSums(staging) if staging is not None else None
-            files = state_of(models) + state_of(data, deep=True)
-            loaded = load_task(
-                model,
-                source,
-                gradients=kind != "gram",
-                bytes_per_parameter=4 if accumulate_on in (None, "device") else 0,
-                **options,
-            )
-            keeping = _keeping_for(loaded.model, accumulate_on, Path(out), staging)
-            if kind == "kronecker" and loaded.task == "embedding":
-                raise InputError(
-                    "--kind kronecker: embeddings use every layer once per text of an example, and Kronecker factors "
-                    "need layers that are used once. Estimate a diagonal, or Gram matrices."
-                )
-            if likelihood == "exact" and kind != "gram" and isinstance(loaded.output, TokenLoss):
-                next(loaded.output.factors(torch.empty(0)))  # explains why it cannot be done
-            group.agree(loaded.shared_facts())
-            notes = _subtract(loaded, at_delta, options) if at_delta is not None else []
+        if likelihood == "exact" and kind != "gram" and isinstance(loaded.output, TokenLoss):
+            next(loaded.output.factors(torch.empty(0)))  # raises an error that explains why this is not possible
+        group.check_equal(loaded.shared_facts())
+        notes = _subtract(loaded, at_delta, options) if at_delta is not None else []
+        request = {
+            "model": model,
+            "source": source,
+            "files": digest_of_state(files),
+            "task": loaded.task,
+            "kind": kind,
+            "likelihood": likelihood,
+            "at_delta": at_delta,
+            "columns": dict(options["columns"] or {}),
+            "seed": seed,
+            "limit": options["limit"],
+            "max_length": options["max_length"],
+            "dtype": options["dtype"],
+            "tokenizer": args.tokenizer,
+            "bits": args.bits,
+            "max_kronecker_dim": max_kronecker_dim,
+        }
+        saved = SavedSums(Path(shared_folder), request, group.rank)
+        done: list[list[int]] = []
+        try:
             result: Curvature | KroneckerCurvature | Gram
-            start = None
             if kind == "gram":
-                told.begin("estimating", loaded.examples)
-                result = gram_of(loaded.model, share_of(loaded, group), loaded.device, told.advance, group, keeping)
+                bar.begin("estimating", len(group.share(loaded.examples)))
+                result = gram_of(loaded.model, share_of(loaded, group), loaded.device, bar.advance, group, storage)
             else:
-                if saved is not None:
-                    asked = dict(options)
-                    saved.request = {
-                        "model": model,
-                        "source": source,
-                        "files": digest_of_state(files),
-                        "task": loaded.task,
-                        "likelihood": likelihood,
-                        "at_delta": at_delta,
-                        "columns": dict(options["columns"] or {}),
-                        "seed": seed,
-                        **{name: asked[name] for name in ("limit", "max_length", "dtype")},
-                        "tokenizer": args.tokenizer,
-                        "bits": args.bits,
-                        **({"max_kronecker_dim": max_kronecker_dim} if kind == "kronecker" else {}),
-                    }
-                    start = saved.read(kind, loaded.examples) if resume else None
-                options_of: Any = {"structure": kind, "seed": seed, "keeping": keeping}
-                options_of["max_kronecker_dim"] = max_kronecker_dim
-                result = estimate_saving(loaded, likelihood, start, saved, save_every, told, group, **options_of)
+                done = group.all_gather(saved.join(loaded.examples) if group.is_first and resume else [])[0]
+                keywords: Any = {"structure": kind, "seed": seed, "storage": storage}
+                keywords["max_kronecker_dim"] = max_kronecker_dim
+                result = estimate_with_saves(loaded, likelihood, done, saved, save_every, bar, group, **keywords)
+                if group.is_first:
+                    saved.add_joined(result)
                 if isinstance(result, KroneckerCurvature) and result.wide:
                     wide = f"layers with more than {max_kronecker_dim:,} inputs or outputs have a diagonal"
                     notes.append(f"{wide}:\n{listed(result.wide)}")
             if path := changed(files, state_of(models) + state_of(data, deep=True)):
-                if staging is not None:
-                    staging.keep = False
-                used = "changed while it was being used, so that nothing was written. Estimate again."
-                raise MachineError(f"{path}: {used}")
-            group.wait()
-            # The name of a folder without the path to it, as files are published.
+                saved.remove()
+                raise MachineError(f"{path}: changed during the estimate. Nothing was written; run it again.")
+            # The name of a folder without its path, because files may be published.
             result.model = Path(model).resolve().name if Path(model).exists() else model
-            if staging is not None and saved is not None:
-                saved.clear_rest()
+            if staging is not None:
+                saved.remove(rest=True)
                 result.write(staging.folder, precision, shard_size)
                 write_curvature_card(staging.folder, _card_facts(source, loaded, options, at_delta))
                 saved.remove()
-            memory = group.gather(_peak_memory())
+        except BaseException:
+            if staging is not None:
+                staging.keep = saved.exist
+            raise
+        memory = group.all_gather(_peak_memory())
     return Estimate(
         out=output_path(out),
         kind=kind,
@@ -324,8 +322,8 @@ def estimate_to_disk(
         entries=sum(value.numel() for value in result.values()),
         seconds=time.perf_counter() - begun,
         device=str(loaded.device),
-        resumed_from=start[0].examples if start is not None else 0,
-        processes=group.count,
+        resumed_from=sum(end - first for first, end in done),
+        processes=group.world_size,
         memory=memory,
         notes=[*(staging.notes if staging is not None else []), *loaded.notes, *notes],
     )
@@ -379,14 +377,13 @@ def _check_max_kronecker_dim(max_kronecker_dim: int, kind: str) -> None:
         raise InputError(f"max_kronecker_dim is for kind kronecker, not for {kind}")
 
 
-def _keeping_for(model: nn.Module, accumulate_on: str | None, out: Path, staging: AtomicDir | None) -> Keeping:
-    """Where to accumulate the sums of a model: by default where its weights are."""
+def _storage_for(model: nn.Module, accumulate_on: str | None, folder: Path) -> SumStorage:
+    """Return the storage of a model's sums: by default, where its weights are."""
     if accumulate_on is None:
         offloaded = [hook.weights_map for _, _, hook in elsewhere(model)]
         on_disk = any(getattr(getattr(weights, "dataset", None), "index", None) for weights in offloaded)
         accumulate_on = "device" if not offloaded else "disk" if on_disk else "cpu"
-    folder = staging.folder if staging is not None else out.parent if out.parent.is_dir() else None
-    return Keeping(accumulate_on, folder or Path(tempfile.gettempdir()))
+    return SumStorage(accumulate_on, folder if folder.is_dir() else Path(tempfile.gettempdir()))
 
 
 def _peak_memory() -> dict[str, int]:

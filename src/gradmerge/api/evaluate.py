@@ -8,8 +8,8 @@ from typing import Any, Unpack
 
 from .. import tasks
 from ..arguments import checked
+from ..distributed import SINGLE, join
 from ..errors import InputError
-from ..processes import ALONE, current
 from ..progress import Progress, shown
 from ..tasks import Generation, LoadedTask, LoadOptions
 from ..tasks.lm_eval import Harness, language_model
@@ -74,33 +74,31 @@ def evaluated(
     head: str | None = None,
 ) -> tuple[dict[str, Any], LoadedTask | None]:
     """The numbers of a model, and what it was evaluated on if that is data."""
-    group = current() if processes else ALONE
-    with group.answering():
-        measured = MeasuredCard(model) if card and group.first else None
-        if generation is not None and source is None:
-            raise InputError("--generate: answers are held against data; give some with --data SRC")
-        if lm_eval_tasks is not None and lm_eval is None:
-            raise InputError("--lm-eval-tasks: goes with --lm-eval TASK, which names tasks of the folder")
-        if source is None and lm_eval is None:
-            raise InputError("nothing to evaluate on: give --data SRC, or --lm-eval TASK")
-        if head is not None and source is None:
-            raise InputError("head: is for an evaluation on data")
-        limit, batch_size = options["limit"], options["batch_size"]
-        harness = None if lm_eval is None or not group.first else Harness(lm_eval, lm_eval_tasks, limit, batch_size)
-        found: dict[str, Any] = {}
-        loaded = None
-        if source is not None:
-            loaded = tasks.load_task(model, source, head=head, **options)
-            group.agree(loaded.shared_facts())
-            with shown(progress, "examples") as bar:
-                told = group.shared(bar)
-                told.begin("evaluating", loaded.examples * (1 if generation is None else 2))
-                found = tasks.evaluate(loaded, advance=told.advance, generation=generation, processes=group)
-        if harness is not None:
-            module, tokenizer, _ = language_model(str(model), options, loaded)
-            found["lm_eval"] = {task: one.summary() for task, one in harness.run(module, tokenizer).items()}
-        if lm_eval is not None and group.count > 1:
-            found = group.gather(found)[0]
-        if measured is not None:
-            measured.add(None if source is None else str(source), found)
+    group = join() if processes else SINGLE
+    measured = MeasuredCard(model) if card and group.is_first else None
+    if generation is not None and source is None:
+        raise InputError("generation: answers are compared with data; give some (--data SRC)")
+    if lm_eval_tasks is not None and lm_eval is None:
+        raise InputError("lm_eval_tasks: needs lm_eval (--lm-eval TASK), which names tasks of the folder")
+    if source is None and lm_eval is None:
+        raise InputError("nothing to evaluate on: give data (--data SRC), or lm_eval (--lm-eval TASK)")
+    if head is not None and source is None:
+        raise InputError("head: is for an evaluation on data")
+    limit, batch_size = options["limit"], options["batch_size"]
+    harness = None if lm_eval is None or not group.is_first else Harness(lm_eval, lm_eval_tasks, limit, batch_size)
+    found: dict[str, Any] = {}
+    loaded = None
+    if source is not None:
+        loaded = tasks.load_task(model, source, head=head, **options)
+        group.check_equal(loaded.shared_facts())
+        with shown(progress if group.is_first else False, "examples") as bar:
+            bar.begin("evaluating", len(group.share(loaded.examples)) * (1 if generation is None else 2))
+            found = tasks.evaluate(loaded, advance=bar.advance, generation=generation, processes=group)
+    if harness is not None:
+        module, tokenizer, _ = language_model(str(model), options, loaded)
+        found["lm_eval"] = {task: one.summary() for task, one in harness.run(module, tokenizer).items()}
+    if lm_eval is not None:
+        found = group.all_gather(found)[0]
+    if measured is not None:
+        measured.add(None if source is None else str(source), found)
     return found, loaded

@@ -1,4 +1,8 @@
-"""The sums of an unfinished estimate, saved from time to time so that ``--resume`` can continue from them."""
+"""Save the sums of an unfinished estimate from time to time, so that ``--resume`` can continue from them.
+
+Each process saves the sums over its rows in a file. A resumed run first joins these files into one, estimates the rows
+that are left, and adds the joined sums at the end.
+"""
 
 from __future__ import annotations
 
@@ -7,91 +11,173 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
-from ..curvature.batches import Placed
+from ..curvature.batches import IndexedBatches
 from ..curvature.curvature import Curvature, require_finite, write_sums
 from ..curvature.estimate import estimate_curvature
 from ..curvature.format import open_curvature
 from ..curvature.kronecker import KroneckerCurvature
-from ..curvature.together import Together, parts, without
+from ..distributed import Processes
 from ..errors import InputError, MachineError
-from ..io.atomic_dir import MARK, AtomicDir
-from ..processes import Processes
+from ..io.atomic_dir import MARK
 from ..progress import Progress
 from ..tasks import LoadedTask
 
-#: The file with the sums, and the file that replaces it once it is complete.
-STEM, NEW = "saved-sums", "saved-sums-new"
+Sums = Curvature | KroneckerCurvature
+Ranges = list[list[int]]
+"""Ranges [first, end) of rows."""
+#: The files of sums: of one process, of all earlier runs, and a file that replaces one of them once it is complete.
+STEM, JOINED, NEW = "saved-sums", "saved-sums-joined", "saved-sums-new"
 
 
 class SavedSums:
-    """One file in the folder that becomes the result: the sums, their rows and the request.
+    """Files of sums, their rows and the request, in the unfinished folder of an estimate.
 
     The rows and the request are header metadata of the file with the sums, so one rename replaces all three.
     """
 
-    def __init__(self, staging: AtomicDir) -> None:
-        self._staging, self._folder = staging, staging.folder
-        self._path = self._folder / f"{STEM}.safetensors"
-        self.request: dict[str, Any] = {}
-        """What is estimated; :meth:`read` refuses the sums of another request."""
-        staging.keep = self._path.is_file()
+    def __init__(self, folder: Path, request: dict[str, Any], rank: int = 0) -> None:
+        self._folder, self._request = folder, json.dumps(request, sort_keys=True)
+        self._path = folder / f"{STEM}-{rank}.safetensors"
+        self._joined = folder / f"{JOINED}.safetensors"
+        self._new = f"{NEW}-{rank}"
 
-    def write(self, sums: Curvature | KroneckerCurvature, rows: Sequence[Sequence[int]]) -> None:
-        """Replace the saved sums; ``rows`` lists the ranges [first, end) of rows that the sums include."""
+    @property
+    def exist(self) -> bool:
+        return any(self._folder.glob(f"{STEM}*.safetensors"))
+
+    def write(self, sums: Sums, rows: Ranges) -> None:
+        """Replace this process's file; ``rows`` are the rows that the sums include."""
+        self._write(sums, rows, self._path)
+
+    def _write(self, sums: Sums, rows: Ranges, path: Path) -> None:
         require_finite(sums)
-        header = {**sums.header(), "request": self._request_text(), "rows": json.dumps(list(map(list, rows)))}
-        write_sums(self._folder, sums, header, sys.maxsize, NEW)
-        new = self._folder / f"{NEW}.safetensors"
+        header = {**sums.header(), "request": self._request, "rows": json.dumps(rows)}
+        write_sums(self._folder, sums, header, sys.maxsize, self._new)
+        new = self._folder / f"{self._new}.safetensors"
         try:
             with new.open("rb") as file:
                 os.fsync(file.fileno())
-            new.replace(self._path)
+            new.replace(path)
         except OSError as error:
-            raise MachineError(f"{self._path}: cannot be written: {error.strerror}") from error
-        self._staging.keep = True
+            raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
 
-    def clear_rest(self) -> None:
-        """Remove all files but the saved sums, to make room for the result."""
+    def join(self, total: int) -> Ranges:
+        """Join the files of earlier runs into one file, and return its rows, of ``total`` rows."""
+        rows, sums = Ranges(), None
+        # The joined file comes first. Sums that it includes may be there too, if joining was interrupted.
+        paths = sorted(self._folder.glob(f"{STEM}-*.safetensors"), key=lambda path: (path != self._joined, path.name))
+        used = []
+        for path in paths:
+            if path.name.startswith(NEW):
+                continue
+            more = self._read_rows(path, total)
+            if all(any(a <= first and end <= b for a, b in rows) for first, end in more):
+                continue
+            rows = merged_ranges([*rows, *more])
+            used.append(path)
+            if sums is None:
+                sums = self._load(path)
+            else:
+                add_file(sums, path)
+        if sums is not None and used != [self._joined]:
+            self._write(sums, rows, self._joined)
+        for path in paths:
+            if path != self._joined:
+                path.unlink(missing_ok=True)
+        return rows
+
+    def add_joined(self, sums: Sums) -> None:
+        """Add the sums of earlier runs."""
+        if self._joined.is_file():
+            add_file(sums, self._joined)
+
+    def remove_own(self) -> None:
+        """Remove this process's file, whose sums are wrong. Raise InputError if sums of earlier runs are too."""
+        self._path.unlink(missing_ok=True)
+        if self._joined.is_file():
+            raise InputError(
+                f"{self._joined}: its sums may be wrong, because a formula does not fit. Run without --resume."
+            )
+
+    def remove(self, *, rest: bool = False) -> None:
+        """Remove all saved sums; with ``rest``, instead all other files, to make room for the result."""
         for child in self._folder.iterdir():
-            if child not in (self._path, self._folder / MARK):
+            is_saved = child.name.startswith(STEM)
+            if (not is_saved if rest else is_saved) and child.name != MARK:
                 shutil.rmtree(child) if child.is_dir() else child.unlink()
 
-    def remove(self) -> None:
-        """Remove the saved sums: the result is complete, or the sums may be wrong."""
-        self._staging.keep = False
-        self._path.unlink(missing_ok=True)
+    def _load(self, path: Path) -> Sums:
+        with open_curvature(str(path)) as file:
+            kind = file.kind
+        return (KroneckerCurvature if kind == "kronecker" else Curvature).load(path)
 
-    def read(self, kind: str, total: int) -> tuple[Curvature | KroneckerCurvature, list[list[int]]] | None:
-        """The sums that an earlier run saved and the ranges of rows they include, of ``total`` rows."""
-        if not self._path.is_file():
-            return None
+    def _read_rows(self, path: Path, total: int) -> Ranges:
         try:
-            with open_curvature(str(self._path)) as file:
+            with open_curvature(str(path)) as file:
                 header, examples = file.metadata, file.examples
-            rows = _ranges(header["rows"])
+            rows = _parse_ranges(header["rows"])
         except (InputError, OSError, ValueError, KeyError, RecursionError) as error:
-            raise InputError(self._unusable(f"cannot be read ({error})")) from error
-        if header.get("request") != self._request_text():
+            raise InputError(f"{path}: cannot be read ({error}). Run without --resume to start over.") from error
+        if header.get("request") != self._request:
             raise InputError(
-                f"{self._folder}: holds a measurement of another model, other data or other options. "
-                "Run it with the same ones, or without --resume to begin anew."
+                f"{self._folder}: holds the unfinished estimate of another model, other data or other options. Run "
+                "with the same ones, or without --resume to start over."
             )
-        if not _fit(rows, examples, total):
-            raise InputError(self._unusable(f"holds sums over {examples} examples, but lists other rows: {rows}"))
-        return (KroneckerCurvature if kind == "kronecker" else Curvature).load(self._path), rows
-
-    def _request_text(self) -> str:
-        return json.dumps(self.request, sort_keys=True)
-
-    def _unusable(self, why: str) -> str:
-        return f"{self._path}: {why}. Run without --resume to begin anew."
+        if not _are_disjoint(rows, total) or sum(end - first for first, end in rows) != examples:
+            raise InputError(
+                f"{path}: holds sums over {examples} examples, but lists other rows: {rows}. Run without --resume to "
+                "start over."
+            )
+        return rows
 
 
-def _ranges(text: str) -> list[list[int]]:
-    """Pairs of whole numbers from JSON."""
+def add_file(sums: Sums, path: Path) -> None:
+    """Add the sums of a file in place, tensor by tensor."""
+    with open_curvature(str(path)) as file:
+        if {name: tuple(shape) for name, shape in file.shapes.items()} != {n: tuple(v.shape) for n, v in sums.items()}:
+            raise InputError(f"{path}: holds sums of another model. Run without --resume to start over.")
+        for name, value in sums.items():
+            value += file.read_whole(name).to(value)
+        sums.examples += file.examples
+        if isinstance(sums, KroneckerCurvature):
+            sums.set_tokens({name: layer.tokens + file.tokens[name] for name, layer in sums.layers.items()})
+
+
+def merged_ranges(ranges: Iterable[list[int]]) -> Ranges:
+    """Return sorted ranges, with adjacent ones merged."""
+    merged = Ranges()
+    for first, end in sorted(ranges):
+        if merged and merged[-1][1] == first:
+            merged[-1][1] = end
+        elif first < end:
+            merged.append([first, end])
+    return merged
+
+
+def remaining(ranges: Ranges, total: int) -> Ranges:
+    """Return the rows of ``total`` that are not in the ranges."""
+    rest, position = Ranges(), 0
+    for first, end in [*merged_ranges(ranges), [total, total]]:
+        rest += [[position, first]] if first > position else []
+        position = end
+    return rest
+
+
+def part_of(ranges: Ranges, part: range) -> Ranges:
+    """Return the rows number ``part.start`` to ``part.stop`` of those in the ranges."""
+    found, before = Ranges(), 0
+    for first, end in ranges:
+        start, stop = max(first, first + part.start - before), min(end, first + part.stop - before)
+        found += [[start, stop]] if start < stop else []
+        before += end - first
+    return found
+
+
+def _parse_ranges(text: str) -> Ranges:
     ranges = json.loads(text)
     if not isinstance(ranges, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair) for pair in ranges
@@ -100,81 +186,77 @@ def _ranges(text: str) -> list[list[int]]:
     return ranges
 
 
-def _fit(ranges: list[list[int]], examples: int, total: int) -> bool:
-    """Whether ranges lie within ``total`` rows, do not overlap, and have as many rows as there are examples."""
+def _are_disjoint(ranges: Ranges, total: int) -> bool:
     end_before = 0
     for first, end in sorted(ranges):
         if not end_before <= first <= end <= total:
             return False
         end_before = end
-    return sum(end - first for first, end in ranges) == examples
+    return True
 
 
-def share_of(loaded: LoadedTask, group: Processes) -> Placed:
-    """The batches of this process's rows."""
-    mine = group.share(loaded.examples)
-    places = range(mine.start, mine.stop, max(1, loaded.batch_size))
-    return Placed(lambda: zip(places, loaded.batches(start=mine.start, end=mine.stop), strict=True))
+def share_of(loaded: LoadedTask, processes: Processes) -> IndexedBatches:
+    """Return the batches of this process's rows."""
+    rows = processes.share(loaded.examples)
+    starts = range(rows.start, rows.stop, max(1, loaded.batch_size))
+    return IndexedBatches(lambda: zip(starts, loaded.batches(start=rows.start, end=rows.stop), strict=True))
 
 
-def estimate_saving(
+def estimate_with_saves(
     loaded: LoadedTask,
     likelihood: str,
-    start: tuple[Curvature | KroneckerCurvature, list[list[int]]] | None,
-    saved: SavedSums | None,
-    every: float,
+    done: Ranges,
+    saved: SavedSums,
+    save_every: float,
     progress: Progress,
-    group: Processes,
+    processes: Processes,
     **options: Any,
-) -> Curvature | KroneckerCurvature:
-    """The curvature of all rows, each process taking its share of those that ``start`` does not have.
-
-    ``saved`` and ``start`` are the first process's. It saves the sums of all processes about ``every`` so many seconds.
-    """
-    sums, before = start if start is not None else (None, [])
-    before = group.gather(before)[0]
-    left = without(before, loaded.examples)
-    number = sum(map(len, left))
-    progress.begin("estimating", loaded.examples, loaded.examples - number)
-    mine = parts([(stretch.start, stretch.stop) for stretch in left], group.share(number))
-    done: list[list[int]] = []
-    end, last, attempts = 0, time.monotonic(), 0
+) -> Sums:
+    """Return the curvature of all rows that are not ``done``, over all processes; save every ``save_every`` seconds."""
+    left = remaining(done, loaded.examples)
+    count = sum(end - first for first, end in left)
+    mine = part_of(left, processes.share(count))
+    progress.begin("estimating", sum(end - first for first, end in mine))
+    rows = Ranges()
+    restarts, last_save = -1, time.monotonic()
 
     def batches() -> Iterator[tuple[int, Any]]:
-        nonlocal end, attempts
-        attempts += 1
-        if attempts > 1 and saved is not None:
-            saved.remove()  # a formula turned out wrong, maybe already for the rows that are saved
-        done.clear()
-        for stretch in mine:
-            done.append([stretch.start, stretch.start])
-            end = stretch.start
-            for batch in loaded.batches(start=stretch.start, end=stretch.stop):
-                first, end = end, min(end + loaded.batch_size, stretch.stop)
-                yield first, batch
+        nonlocal restarts
+        restarts += 1
+        if restarts:
+            saved.remove_own()
+        rows.clear()
+        for first, end in mine:
+            rows.append([first, first])
+            starts = range(first, end, max(1, loaded.batch_size))
+            yield from zip(starts, loaded.batches(start=first, end=end), strict=True)
 
     def each_batch(so_far: Any) -> None:
-        progress.advance(end - done[-1][1])
-        done[-1][1] = end
+        nonlocal last_save
+        end = next(end for first, end in mine if first == rows[-1][0])
+        size = min(loaded.batch_size, end - rows[-1][1])
+        rows[-1][1] += size
+        progress.advance(size)
+        if time.monotonic() - last_save >= save_every:
+            saved.write(so_far(), rows)
+            last_save = time.monotonic()
 
-    def facts() -> list[list[int]]:
-        nonlocal last
-        last = time.monotonic()
-        return done
-
-    def save(so_far: Curvature | KroneckerCurvature, rows: list[list[list[int]]]) -> None:
-        assert saved is not None
-        saved.write(so_far, [*before, *(stretch for one in rows for stretch in one)])
-
-    found: Curvature | KroneckerCurvature = estimate_curvature(
+    sums: Sums = estimate_curvature(
         loaded.model,
-        Placed(batches),
+        IndexedBatches(batches),
         likelihood,
         output=loaded.output,
         device=loaded.device,
-        start=sums,
         each_batch=each_batch,
-        together=Together(group, lambda: time.monotonic() - last >= every, save, facts),
+        # The same examples in all processes and runs, so that all choose the same formulas.
+        verify_on=next(iter(loaded.batches(2, 0, min(2, loaded.examples)))),
+        allow_empty=True,
         **options,
     )
-    return found
+    examples = sum(end - first for first, end in mine)
+    processes.all_reduce(sums.values())
+    if isinstance(sums, KroneckerCurvature):
+        counts = processes.all_gather({name: layer.tokens for name, layer in sums.layers.items()})
+        sums.set_tokens({name: sum(one[name] for one in counts) for name in sums.layers})
+    sums.examples = sum(processes.all_gather(examples))
+    return sums

@@ -15,8 +15,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from .._version import __version__
+from ..distributed import launched
 from ..errors import InputError
-from ..processes import announced, end_with_the_first, joined
 from ..text import printable, to_json
 from . import (
     calibrate,
@@ -66,18 +66,16 @@ class EveryCommand(GroupWithHelp):
         except MemoryError:  # too little is left even to make the message
             status = 1
             say(f"error: {OUT_OF_MEMORY}", err=True)
-        if other and status and joined() is None:
-            end_with_the_first(status)
         sys.exit(settle(status))
 
 
 def _is_other() -> bool:
-    """Whether this is one of several processes, and not the first: that one speaks."""
+    """Return whether this is one of several processes but not the first, which prints."""
     try:
-        place = announced()
-    except InputError:  # which the command says
+        launch = launched()
+    except InputError:  # the command raises it again
         return False
-    return place is not None and place.rank > 0
+    return launch is not None and launch.rank > 0
 
 
 app = Commands(

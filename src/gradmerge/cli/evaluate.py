@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from ..processes import announced
+from ..distributed import launched
 from ..text import Measured, one_line
 from .options import (
     Data,
@@ -62,7 +62,7 @@ def evaluate(
         generation, asked = writing.as_generation(), (harness.lm_eval, harness.lm_eval_tasks)
         found, loaded = evaluated(model, data, generation, *asked, given, shown, card, processes=True, head=head)
     notes = list(loaded.notes) if loaded is not None else []
-    if harness.lm_eval is not None and announced() is not None:
+    if harness.lm_eval is not None and launched() is not None:
         notes.append("--lm-eval ran in the first process alone")
     facts: dict[str, Any] = {"model": model, **({"data": data} if data is not None else {}), **found}
     if loaded is not None:

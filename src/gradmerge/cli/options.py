@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from ..distributed import launched, stop_on_sigterm
 from ..errors import InputError
-from ..processes import announced, current, joined, stop_with_the_others
 from ..urls import as_url, output_path
 from .completion import words_of
 from .output import (
@@ -26,10 +26,8 @@ from .output import (
     Dequantize,
     Json,
     Quiet,
-    explain,
     fetching_noted,
     guarded,
-    heavy_imports,
 )
 
 if TYPE_CHECKING:
@@ -252,7 +250,7 @@ def command(function: Callable[..., None], *, processes: bool = False) -> Callab
     def run(**given: Any) -> None:
         device, quiet = str(given.get("device")), given["quiet"] or given["json"]
         with guarded(given["debug"], given["json"]), _variable_named(device), fetching_noted(quiet):
-            _join(function.__name__, processes)
+            _check_processes(function.__name__, processes)
             given = {name: _shown(value) for name, value in given.items()}
             made = {
                 name: group(**{option: given.pop(option) for option in group.__dataclass_fields__})
@@ -275,22 +273,19 @@ def _shown(value: Any) -> Any:
 on_processes = functools.partial(command, processes=True)
 
 
-def _join(name: str, processes: bool) -> None:
-    """Join the other processes of torchrun or `accelerate launch`, if there are some, or refuse to be one of them."""
-    place = announced()
-    if place is not None and not processes:
+def _check_processes(name: str, processes: bool) -> None:
+    """Refuse to be one of several processes of torchrun or `accelerate launch`, unless the command supports them."""
+    launch = launched()
+    if launch is None:
+        return
+    if not processes:
         raise InputError(
-            f"{name.replace('_', '-')}: runs in one process, and this is one of {place.number} (WORLD_SIZE and RANK in "
-            "the environment, as torchrun and accelerate launch set them). Start it without them: on several processes "
-            "run curvature estimate or evaluate."
+            f"{name.replace('_', '-')}: runs in one process, but this is one of {launch.world_size} (WORLD_SIZE and "
+            "RANK in the environment, which torchrun and accelerate launch set). Start it without them. Several "
+            "processes can run curvature estimate and evaluate."
         )
-    if place is not None:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a process that is gone is told of below
-        with heavy_imports():
-            current()
-        if (group := joined()) is not None:
-            group.explain = explain
-        stop_with_the_others()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    stop_on_sigterm()
 
 
 def from_environment(option: str, value: Any) -> bool:

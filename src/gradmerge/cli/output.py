@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..distributed import reports
 from ..errors import GradmergeError, MachineError
-from ..processes import joined
 from ..progress import BarProgress, NoProgress, Progress, on_terminal
 from ..text import one_line, size, to_json
 from ..urls import redact
@@ -59,14 +59,12 @@ def guarded(debug: bool, as_json: bool = False) -> Iterator[None]:
         raise typer.Exit(1) from None
     except BaseException as error:
         message, status = explain(error)
-        group, speaks = joined(), True
-        if group is not None:
-            message, status, speaks = group.settle(error)
-        if debug or (speaks and group is not None):
+        prints = reports(error, status)
+        if debug or prints:
             speak_up()
         if debug:
             say(traceback.format_exc().rstrip(), err=True)
-        if speaks:
+        if prints:
             fail(message, status, as_json)
         raise typer.Exit(status) from None
 

@@ -1,4 +1,4 @@
-"""Batches: mappings of keyword arguments with `labels`, or sequences that end with them. Also memory that runs out."""
+"""Batches: mappings of keyword arguments with `labels`, or sequences that end with the labels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..errors import InputError, MachineError
 from ..progress import Progress
 
 
-class Again:
-    """Batches that can be gone through more than once: they are made anew each time."""
+class Repeatable:
+    """Batches that can be iterated several times: each iteration calls ``make``."""
 
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self._make = make
@@ -24,28 +24,29 @@ class Again:
         return iter(self._make())
 
 
-class Placed(Again):
-    """Batches that say where in the data they begin: each comes with the place of its first example."""
+class IndexedBatches(Repeatable):
+    """Repeatable batches that know the index of their first example in the data: ``make`` returns pairs."""
 
     def __iter__(self) -> Iterator[Any]:
         return (batch for _, batch in self._make())
 
-    def with_places(self) -> Iterator[tuple[int, Any]]:
+    def indexed(self) -> Iterator[tuple[int, Any]]:
         return iter(self._make())
 
 
-def with_places(batches: Iterable[Any], first: int) -> Iterator[tuple[int, Any]]:
-    """Each batch with the place of its first example; without a word of its own, it follows on the one before."""
-    if isinstance(batches, Placed):
-        yield from batches.with_places()
+def indexed(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """Yield each batch with the index of its first example; by default, batches follow one another."""
+    if isinstance(batches, IndexedBatches):
+        yield from batches.indexed()
         return
+    first = 0
     for batch in batches:
         yield first, batch
         first += examples_in(batch)
 
 
-def watched(batches: Iterable[Any], progress: Progress, what: str) -> Iterable[Any]:
-    """The batches, counted as they are gone through; those that can be gone through again still can."""
+def with_progress(batches: Iterable[Any], progress: Progress, what: str) -> Iterable[Any]:
+    """Report progress per batch. Batches that can be iterated several times still can."""
 
     def count() -> Iterator[Any]:
         progress.begin(what, length_hint(batches))
@@ -53,7 +54,7 @@ def watched(batches: Iterable[Any], progress: Progress, what: str) -> Iterable[A
             yield batch
             progress.advance(1)
 
-    return count() if isinstance(batches, Iterator) else Again(count)
+    return count() if isinstance(batches, Iterator) else Repeatable(count)
 
 
 def values_of(batch: Any) -> Iterable[Any]:
@@ -68,22 +69,24 @@ def examples_in(batch: Any) -> int:
 
 
 def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with every tensor changed."""
+    """Return the batch with ``change`` applied to every tensor."""
     if isinstance(batch, Mapping):
         return {name: change(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
     return tuple(change(value) if isinstance(value, Tensor) else value for value in batch)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """A batch on a device."""
+    """Return a batch on a device."""
     if not isinstance(batch, Mapping | Sequence) or isinstance(batch, str) or not batch:
-        raise InputError(f"a batch is a mapping with labels or a tuple that ends with them, not {type(batch).__name__}")
-    # What goes to the CPU without waiting may be read there before it has come.
+        raise InputError(
+            f"a batch must be a mapping with labels, or a tuple ending with them, not {type(batch).__name__}"
+        )
+    # A non-blocking copy to the CPU could be read before it is complete.
     return _each(batch, lambda value: value.to(device, non_blocking=device.type != "cpu"))
 
 
 def batch_rows(batch: Any, rows: slice | Tensor) -> Any:
-    """Some examples of a batch; what has no axis of examples stays as it is."""
+    """Return some examples of a batch. Tensors without an axis of examples do not change."""
     examples = examples_in(batch)
     return _each(batch, lambda value: value[rows] if value.dim() and len(value) == examples else value)
 
@@ -94,13 +97,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def enough_memory(examples: str) -> Iterator[None]:
-    """Running out of memory is a MachineError: there is no smaller batch than these examples."""
+def enough_memory(what: str = "a batch") -> Iterator[None]:
+    """Turn running out of memory into a MachineError."""
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise MachineError(
-            f"out of memory with {examples}. Use shorter examples (--max-length), --dtype bfloat16, or a larger device."
-        ) from None
+            f"out of memory with {what}. Use a smaller batch_size or max_length, dtype bfloat16, or a larger device; "
+            "the result does not depend on batch_size."
+        ) from error

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..text import listed
-from .totals import let_go
+from .sum_storage import release_pages
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -134,7 +134,7 @@ def _fingerprint(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         if value.device.type != "meta" and value.numel():
             pattern = value.detach().contiguous().view(_BITS[value.element_size()])
             bits += int(pattern.sum(dtype=torch.int64))
-            let_go(value)
+            release_pages(value)
     return entries, bits % 2**64
 
 

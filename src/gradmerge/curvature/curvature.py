@@ -19,8 +19,8 @@ from ..io.writer import ShardWriter
 from . import log8
 from .curvature_card import write_curvature_card
 from .format import PENALTY, PRECISIONS, STEM, metadata, open_curvature
+from .sum_storage import release_pages
 from .summary import GroupSummary, summarize
-from .totals import let_go
 
 SHARD_SIZE = 5_000_000_000
 
@@ -163,7 +163,7 @@ def require_finite(sums: Mapping[str, Tensor], what: str = "curvature", *, signe
         if not bool(torch.isfinite(value).all()) or (not signed and bool((value < 0).any())):
             wrong = "not finite" if signed else "negative or not finite"
             raise InputError(f"the {what} of {name} has values that are {wrong}; it is not saved")
-        let_go(value)
+        release_pages(value)
 
 
 def write_sums(
@@ -185,7 +185,7 @@ def write_sums(
         for name, part in parts.items():
             writer.write(name, 0, bytes_of(part().contiguous()))
             if name in sums:
-                let_go(sums[name])
+                release_pages(sums[name])
         writer.finish()
     if stem == STEM and header["likelihood"] != PENALTY:
         write_curvature_card(folder)

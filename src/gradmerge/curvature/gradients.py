@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..text import listed
-from .batches import moved, with_places
+from .batches import indexed, moved
 from .estimate import Objective, prepared
 from .losses import ExampleLoss, labels_of, logits_of, loss_named
-from .parameter_sum import handing_over
+from .parameter_sum import gradient_handlers
 
 #: How far a parameter without a gradient is moved to see whether the output depends on it, relative to its size.
 NUDGE = 2**-6
@@ -45,8 +45,8 @@ def estimate_gradient(
         return add
 
     first = None
-    with prepared(model), handing_over({p: handler(name) for name, p in parameters.items()}):
-        for row, batch in with_places(batches, 0):
+    with prepared(model), gradient_handlers({p: handler(name) for name, p in parameters.items()}):
+        for row, batch in indexed(batches):
             batch = moved(batch, device)
             if not len(labels_of(batch)):
                 continue

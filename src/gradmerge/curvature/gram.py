@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ..arguments import checked
 from ..display import View
+from ..distributed import SINGLE, Processes
 from ..errors import InputError
-from ..processes import ALONE, Processes
 from ..progress import Progress, shown
-from .batches import examples_in, moved, watched
+from .batches import examples_in, moved, with_progress
 from .checkpoint_names import stored_sources
 from .curvature import SHARD_SIZE, NamedSums, require_finite, write_sums
 from .format import metadata
@@ -24,7 +24,7 @@ from .losses import logits_of
 from .offload import input_device
 from .padding import masks_of, sees_decoder
 from .per_example_gradients import is_conv1d
-from .totals import Keeping, Total
+from .sum_storage import StoredSum, SumStorage
 
 
 class Gram(NamedSums):
@@ -86,7 +86,7 @@ def estimate_gram(
     """
     with shown(progress, "batches") as told:
         place = torch.device(device) if device is not None else input_device(model)
-        return gram_of(model, watched(batches, told, "estimating"), place, each_batch)
+        return gram_of(model, with_progress(batches, told, "estimating"), place, each_batch)
 
 
 def gram_of(
@@ -94,8 +94,8 @@ def gram_of(
     batches: Iterable[Any],
     place: torch.device,
     each_batch: Callable[[int], None] | None = None,
-    processes: Processes = ALONE,
-    keeping: Keeping | None = None,
+    processes: Processes = SINGLE,
+    storage: SumStorage | None = None,
 ) -> Gram:
     """The same; ``batches`` are those of this process, and the sums those of all ``processes``."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -106,8 +106,8 @@ def gram_of(
     }
     if not layers:
         raise InputError("the model has no linear layer: there is no Gram matrix to estimate")
-    keeping = keeping or Keeping()
-    totals: dict[str, Total] = {}
+    storage = storage or SumStorage()
+    totals: dict[str, StoredSum] = {}
     masks: dict[bool, Tensor | None] = {}
     examples = 0
     with contextlib.ExitStack() as stack, torch.no_grad():
@@ -115,7 +115,7 @@ def gram_of(
             stack.callback(setattr, module, "training", module.training)
         model.eval()
         for name, layer in layers.items():
-            hook = _adder(name, totals, masks, keeping)
+            hook = _adder(name, totals, masks, storage)
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for batch in batches:
             batch = moved(batch, place)
@@ -124,7 +124,7 @@ def gram_of(
             examples += examples_in(batch)
             if each_batch is not None:
                 each_batch(examples_in(batch))
-    matrices = {name: total.whole() for name, total in totals.items()}
+    matrices = {name: total.value for name, total in totals.items()}
     examples = _added(matrices, examples, place, processes)
     if not examples:
         raise InputError("there are no examples to estimate Gram matrices on")
@@ -139,16 +139,16 @@ def gram_of(
 def _added(matrices: dict[str, Tensor], examples: int, place: torch.device, processes: Processes) -> int:
     """Sum the matrices over the processes, of which some may not have seen all layers; and the examples."""
     own = {name: [len(value), str(value.dtype).removeprefix("torch.")] for name, value in matrices.items()}
-    told = processes.gather([own, examples])
+    told = processes.all_gather([own, examples])
     for name, (width, dtype) in {name: facts for seen, _ in told for name, facts in seen.items()}.items():
         if name not in matrices:
             matrices[name] = torch.zeros(width, width, dtype=getattr(torch, dtype), device=place)
-    processes.add(matrices[name] for name in sorted(matrices))
+    processes.all_reduce(matrices[name] for name in sorted(matrices))
     return sum(count for _, count in told)
 
 
 def _adder(
-    name: str, totals: dict[str, Total], masks: Mapping[bool, Tensor | None], keeping: Keeping
+    name: str, totals: dict[str, StoredSum], masks: Mapping[bool, Tensor | None], storage: SumStorage
 ) -> Callable[..., None]:
     side = sees_decoder(name)
 
@@ -161,7 +161,7 @@ def _adder(
         x = x.reshape(-1, x.shape[-1])
         x = x if x.dtype == torch.float64 else x.float()
         if name not in totals:
-            totals[name] = keeping.total((x.shape[1], x.shape[1]), x.dtype, x.device)
+            totals[name] = storage.new_sum((x.shape[1], x.shape[1]), x.dtype, x.device)
         totals[name].add(lambda total: total.addmm_(x.T, x))
 
     return add

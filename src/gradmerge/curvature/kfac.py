@@ -1,9 +1,9 @@
 """Kronecker factors of a layer that multiplies with a matrix: A = Σ x̃x̃ᵀ and G = Σ yyᵀ over all tokens of all examples.
 
-x̃ = [x; 1] is what went into the layer, with a 1 for its bias, and y the gradient of the loss with respect to what came
-out. G ⊗ A / T, with T tokens, stands for the curvature of [W b]. Padding is left out of all three.
+x̃ = [x; 1] is the layer's input, with a 1 for its bias, and y the gradient of its output. G ⊗ A / T, with T tokens,
+represents the curvature of [W b]. Padding does not count.
 
-Sums are kept on and left of the diagonal, and mirrored at the end: what is right of it is never computed.
+Only the lower triangles are computed; they are mirrored at the end.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from torch import Tensor, nn
 
 from .kernels import OuterGradient, sum_type
 from .padding import sees_decoder
-from .totals import Keeping, Total, let_go
+from .sum_storage import StoredSum, SumStorage, release_pages
 
-#: Products of a matrix with itself are formed in up to so many stripes, which end at the diagonal, none of them thinner
-#: than a matrix product can be quick at: on a processor, and on a GPU.
+#: A product of a matrix with itself is computed in stripes that end at the diagonal: (most stripes, least width).
 STRIPES_CPU, STRIPES_CUDA = (8, 48), (4, 256)
 
 
 class BatchInputs:
-    """What the layers of one batch share: which tokens are padding, and x̃x̃ᵀ where several have the same input."""
+    """What the layers of one batch share: the padding mask, and x̃x̃ᵀ of layers with the same input."""
 
     def __init__(self, masks: Mapping[bool, Tensor | None]) -> None:
         self._masks: dict[bool, Tensor] = {}
-        """Tokens that count (examples, tokens), where some do not; a GPU would have to wait to find that out."""
+        """(examples, tokens): the tokens that count, unless all do. On a GPU, checking that would wait."""
         self._counts: dict[bool, int | Tensor] = {}
         for side, mask in masks.items():
             if mask is not None and (_waits(mask) or not bool(mask.all())):
@@ -37,13 +36,13 @@ class BatchInputs:
         self._last: tuple[KroneckerSums, Tensor, Tensor] | None = None
 
     def tokens(self, value: Tensor, side: bool) -> int | Tensor:
-        """How many tokens of (examples, tokens, width) are no padding."""
+        """Return how many tokens of (examples, tokens, width) are not padding."""
         return value.shape[0] * value.shape[1] if self._mask(value, side) is None else self._counts[side]
 
     def rows(self, value: Tensor, side: bool, dtype: torch.dtype) -> Tensor:
-        """(tokens, width) without padding, ready to be multiplied into a sum of this type.
+        """Return (tokens, width) without padding, in a type that can be multiplied into a sum of ``dtype``.
 
-        On a GPU padding is 0 instead, since picking rows makes it wait.
+        On a GPU, padding becomes 0 instead, because selecting rows would wait.
         """
         mask, flat = self._mask(value, side), value.flatten(0, 1)
         if mask is not None:
@@ -55,10 +54,10 @@ class BatchInputs:
         return mask.to(value.device) if mask is not None and mask.shape == value.shape[:2] else None
 
     def add_inputs(self, sums: KroneckerSums, total: Tensor, x: Tensor) -> None:
-        """total += Σ x̃x̃ᵀ, but for the last entry, T. Queries, keys and values take one input: it is multiplied once."""
+        """Add Σ x̃x̃ᵀ except its last entry, T. Queries, keys and values share an input, which is multiplied once."""
         if self._last is not None:
             first, seen, product = self._last
-            # The input that is held here is not freed, so that no other can lie at its address.
+            # The input is kept alive here, so no other tensor can have its address.
             alike = seen.data_ptr() == x.data_ptr() and seen.shape == x.shape and seen.stride() == x.stride()
             if alike and product.shape == total.shape and first.decoder == sums.decoder:
                 first.shares = sums.shares = True
@@ -75,7 +74,7 @@ class BatchInputs:
         self._last = sums, x, product
 
     def close(self) -> None:
-        """Let go of the last input; if no other layer has asked for it, its own does not keep it again."""
+        """Release the last input. A layer whose input no other layer used does not keep it again."""
         if self._last is not None:
             self._last[0].shares = bool(self._last[0].shares)
             self._last = None
@@ -85,51 +84,42 @@ class KroneckerSums:
     """A, G and T of one layer, added up over batches."""
 
     def __init__(
-        self, name: str, weight: Tensor, bias: nn.Parameter | None, turned: bool, keeping: Keeping | None = None
+        self, name: str, weight: Tensor, bias: nn.Parameter | None, transposed: bool, storage: SumStorage | None = None
     ) -> None:
-        self._keeping = keeping or Keeping()
-        self.turned = turned
-        """The weight's first axis is the input's, as of GPT-2's Conv1D."""
+        self.transposed = transposed
+        """The weight's first axis is the input's, as in GPT-2's Conv1D."""
         self.bias = bias
-        """The parameter that the last row and column of A stand for."""
+        """The parameter that the last row and column of A represent."""
         self.decoder = sees_decoder(name)
         self.shares: bool | None = None
         """Whether another layer has the same input; None until that is known."""
         outputs, inputs = weight.shape[0], weight.shape[1:].numel()
-        if turned:
+        if transposed:
             outputs, inputs = inputs, outputs
         width = inputs + (bias is not None)
-        dtype = sum_type(weight)
-        self._inputs = self._keeping.total((width, width), dtype, weight.device)
-        self._outputs = self._keeping.total((outputs, outputs), dtype, weight.device)
+        storage, dtype = storage or SumStorage(), sum_type(weight)
+        self._in_place = not storage.on_device  # the device may have no room for a second matrix
+        self._inputs = storage.new_sum((width, width), dtype, weight.device)
+        self._outputs = storage.new_sum((outputs, outputs), dtype, weight.device)
         self._tokens: int | Tensor = 0
-        self.begun = False
+        self.has_examples = False
 
     def add(self, term: OuterGradient, batch: BatchInputs, inputs: bool) -> None:
-        """Add a batch; where labels are many, the ``inputs`` count in the first of several backward passes alone."""
-        self.begun = True
-        x, y = (term.y, term.x) if self.turned else (term.x, term.y)
-        rows = batch.rows(y, self.decoder, self._outputs.dtype)  # nothing is added if memory runs out here
+        """Add a batch; ``inputs``: also add its inputs, which only the first of several backward passes does."""
+        self.has_examples = True
+        x, y = (term.y, term.x) if self.transposed else (term.x, term.y)
+        rows = batch.rows(y, self.decoder, self._outputs.value.dtype)
         if inputs:
             self._inputs.add(lambda total: batch.add_inputs(self, total, x))
             self._tokens = self._tokens + batch.tokens(x, self.decoder)
         self._outputs.add(lambda total: _add_square(total, rows))
 
-    def go_on(self, inputs: Tensor, outputs: Tensor, tokens: int) -> bool:
-        """Begin with these sums, if they are of such a layer."""
-        if inputs.shape != self._inputs.shape or outputs.shape != self._outputs.shape:
-            return False
-        self._inputs.add(lambda total: total.add_(inputs.to(total)))
-        self._outputs.add(lambda total: total.add_(outputs.to(total)))
-        self._tokens, self.begun = self._tokens + tokens, True
-        return True
-
     @property
     def inputs(self) -> Tensor:
         """A: (in + 1, in + 1), or (in, in) without a bias."""
-        mirrored, tokens = self._mirrored(self._inputs), self.tokens
+        mirrored = self._mirrored(self._inputs)
         if self.bias is not None:
-            mirrored[-1, -1] = tokens
+            mirrored[-1, -1] = self.tokens
         return mirrored
 
     @property
@@ -141,10 +131,8 @@ class KroneckerSums:
     def tokens(self) -> int:
         return int(self._tokens)
 
-    def _mirrored(self, total: Total) -> Tensor:
-        """The whole matrix: in its own place where it is kept elsewhere, since the device may have no room for two."""
-        lower = total.whole()
-        return _mirrored(lower) if self._keeping.plain else _mirrored_in_place(lower)
+    def _mirrored(self, total: StoredSum) -> Tensor:
+        return _mirrored_in_place(total.value) if self._in_place else _mirrored(total.value)
 
 
 def _add_inputs(total: Tensor, x: Tensor) -> None:
@@ -196,5 +184,5 @@ def _mirrored_in_place(lower: Tensor, step: int = 1024) -> Tensor:
         bottom = top + step
         lower[top:bottom, top:bottom] = _mirrored(lower[top:bottom, top:bottom])
         lower[top:bottom, bottom:] = lower[bottom:, top:bottom].T
-    let_go(lower)
+    release_pages(lower)
     return lower

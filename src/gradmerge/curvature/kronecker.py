@@ -19,7 +19,7 @@ from .format import INPUTS, OUTPUTS, metadata, open_curvature
 from .kfac import KroneckerSums
 from .parameter_sum import ParameterSum
 from .per_example_gradients import is_conv1d
-from .totals import Keeping
+from .sum_storage import SumStorage
 
 #: Layers with more inputs or outputs get a diagonal: their factors would be of a gigabyte or more each.
 MAX_KRONECKER_DIM = 16384
@@ -85,6 +85,10 @@ class KroneckerCurvature(NamedSums):
         ]
         return columns, rows, ()
 
+    def set_tokens(self, tokens: Mapping[str, int]) -> None:
+        """Replace T of layers."""
+        self.layers |= {name: self.layers[name]._replace(tokens=count) for name, count in tokens.items()}
+
     def write(self, folder: Path, precision: str = "float32", shard_size: int = SHARD_SIZE) -> None:
         """Write the files into a folder that is there; ``precision`` is ``float32``, the only one of factors."""
         if precision != "float32":
@@ -131,7 +135,7 @@ def factors_for(
     parameters: Collection[nn.Parameter],
     stored: Collection[str],
     max_kronecker_dim: int = MAX_KRONECKER_DIM,
-    keeping: Keeping | None = None,
+    storage: SumStorage | None = None,
 ) -> tuple[dict[nn.Parameter, KroneckerSums], list[str]]:
     """Empty factors for the weight of every linear layer and convolution that one module alone holds.
 
@@ -147,8 +151,8 @@ def factors_for(
     found, wide = {}, []
     for parameter in parameters:
         name, module = uses[parameter][0]
-        turned = is_conv1d(module)
-        linear = isinstance(module, nn.Linear) or turned
+        transposed = is_conv1d(module)
+        linear = isinstance(module, nn.Linear) or transposed
         convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1
         own = parameter in known and name in stored and module._parameters.get("weight") is parameter
         if not own or not (linear or convolution):
@@ -157,7 +161,7 @@ def factors_for(
             wide.append(name)
             continue
         bias = module._parameters.get("bias")
-        found[parameter] = KroneckerSums(name, parameter, bias if bias in known else None, turned, keeping)
+        found[parameter] = KroneckerSums(name, parameter, bias if bias in known else None, transposed, storage)
     return found, wide
 
 
@@ -168,38 +172,14 @@ def kronecker_of(
     model: str,
     wide: Iterable[str],
     stored: Callable[[KroneckerCurvature], KroneckerCurvature],
-    copied: Callable[[Tensor], Tensor],
 ) -> KroneckerCurvature:
-    """What was added up, by the names of ``model.named_parameters()``."""
+    """Return the sums as Kronecker curvature, by the names of ``model.named_parameters()``."""
     factors = {name: one.factors for name, one in sums.items() if one.has_factors and one.factors is not None}
-    matrices = {name: (one.inputs, one.outputs) for name, one in factors.items()}
-    if any(not one.keeping.plain for one in sums.values()):  # otherwise they are copies already
-        matrices = {name: (copied(a), copied(g)) for name, (a, g) in matrices.items()}
-    layers = {name: LayerFactors(*matrices[name], one.tokens) for name, one in factors.items()}
-    inside = {one.bias for one in factors.values()}
-    alone = (name for name, one in sums.items() if name not in factors and one.parameter not in inside)
-    diagonal = {name: copied(sums[name].total) for name in alone}
-    turned = [name for name, one in factors.items() if one.turned]
-    return KroneckerCurvature(layers, diagonal, examples, likelihood, model, turned, wide, stored)
-
-
-def go_on(
-    start: KroneckerCurvature, parameters: Mapping[str, nn.Parameter], factors: dict[nn.Parameter, KroneckerSums]
-) -> bool:
-    """Begin with the factors of ``start``, if it is of such a model; what has a diagonal there keeps to it."""
-    inside: set[nn.Parameter | None] = set()
-    for name, layer in start.layers.items():
-        one = factors.get(parameters[name]) if name in parameters else None
-        if one is None or not one.go_on(*layer):
-            return False
-        inside.add(one.bias)
-    rest = {name: p for name, p in parameters.items() if name not in start.layers and p not in inside}
-    if {name: value.shape for name, value in start.diagonal.items()} != {name: p.shape for name, p in rest.items()}:
-        return False
-    for name, parameter in rest.items():
-        if bool(start.diagonal[name].any()):  # otherwise it was not used yet
-            factors.pop(parameter, None)
-    return True
+    layers = {name: LayerFactors(one.inputs, one.outputs, one.tokens) for name, one in factors.items()}
+    biases = {one.bias for one in factors.values()}
+    diagonal = {n: one.total for n, one in sums.items() if n not in factors and one.parameter not in biases}
+    transposed = [name for name, one in factors.items() if one.transposed]
+    return KroneckerCurvature(layers, diagonal, examples, likelihood, model, transposed, wide, stored)
 
 
 def for_kronecker_files(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..curvature.batches import moved
 from ..curvature.losses import ExampleLoss, labels_of, logits_of
 from ..curvature.offload import input_device
+from ..distributed import SINGLE, Processes
 from ..errors import GradmergeError, InputError, MachineError
-from ..processes import ALONE, Processes
 from ..text import first_line
 from .loading import LoadedTask
 from .metrics import METRICS, Metrics
@@ -28,7 +28,7 @@ def evaluate(
     batch_size: int | None = None,
     advance: Advance | None = None,
     generation: Generation | None = None,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE,
 ) -> dict[str, Any]:
     """The metrics of a loaded model on its data, with standard errors; ``batch_size`` changes nothing but rounding.
 
@@ -55,7 +55,7 @@ def measure(
     batches: Iterable[Any],
     output: ExampleLoss,
     advance: Advance | None = None,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE,
     first: int = 0,
 ) -> Metrics:
     """Measure a model on batches: keyword arguments with "labels", or sequences that end with the labels.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..curvature.losses import MASKED
+from ..distributed import Processes
 from ..errors import InputError
-from ..processes import Processes
 from .standard_errors import standard_errors
 
 Number = int | float | None
@@ -64,14 +64,13 @@ class Metrics(ABC):
         """Metric → one number per example, as :meth:`rows` has them; None where a metric is not defined."""
 
     def join(self, processes: Processes) -> None:
-        """Take in what the other processes have, in their order."""
-        if processes.count == 1:
+        """Add the rows of the other processes, by rank."""
+        if processes.world_size == 1:
             return
-        own = {name: value for name, value in vars(self).items() if name != "_kept"}
-        for theirs in processes.gather(own):  # what a process without examples does not know, such as how many classes
-            vars(self).update(theirs)
-        joined = processes.rows([torch.cat(part) for part in zip(*self._kept, strict=True)])
-        self._kept = [tuple(joined)] if joined else []
+        every = processes.all_gather(vars(self))
+        for other in every:  # a process without examples does not know everything, such as the number of classes
+            vars(self).update(other)
+        self._kept = [part for other in every for part in other["_kept"]]
 
     def _measured(self) -> dict[str, Tensor | None]:
         return self.measure(*(torch.cat(parts) for parts in zip(*self._kept, strict=True)))

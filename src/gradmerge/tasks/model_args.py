@@ -11,11 +11,11 @@ from typing import Any, get_type_hints
 import torch
 
 from ..arguments import check
-from ..curvature.totals import give_memory_back
+from ..curvature.sum_storage import return_freed_memory
+from ..distributed import launched
 from ..errors import InputError
 from ..io.remote_code_guard import check_implementation
 from ..io.small_files import read_json
-from ..processes import announced
 from ..text import nearest
 from ..urls import as_url
 
@@ -82,7 +82,7 @@ class ModelArgs:
             return
         if device != "auto":
             raise InputError(f"model_args: device_map cannot be combined with device {device}. Give one of them.")
-        if announced() is not None:
+        if launched() is not None:
             raise InputError("model_args: device_map is for one process with several devices. Start one process.")
 
     def from_pretrained(
@@ -99,7 +99,7 @@ class ModelArgs:
             given["attn_implementation"] = self.attn_implementation
         if self.device_map is None and not quantized:
             return given
-        give_memory_back()
+        return_freed_memory()
         for library in ("accelerate", "bitsandbytes"):
             logging.getLogger(library).setLevel(logging.ERROR)  # gradmerge's notes say what matters of their warnings
         if self.bits:

@@ -16,11 +16,11 @@ from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.quantization import detect_quantization
 from ..curvature.offload import elsewhere
+from ..distributed import launched
 from ..errors import InputError
 from ..io.reader import close_files, open_files
 from ..io.remote_code_guard import refuse_hub_code
 from ..io.small_files import read_json
-from ..processes import announced
 from ..quiet import quiet_transformers
 from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
@@ -206,14 +206,14 @@ def device_of(name: str) -> torch.device:
     """The device of a name; "auto" is a GPU, or the CPU. Several processes on a machine have a GPU each."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-        if name == "cpu" or announced() is None:
+        if name == "cpu" or launched() is None:
             return torch.device(name)
-    if name == "cuda" and (place := announced()) is not None and torch.cuda.is_available():
-        if place.local >= torch.cuda.device_count():
-            here = f"{torch.cuda.device_count()}, and this is process {place.local} of those that run here"
+    if name == "cuda" and (place := launched()) is not None and torch.cuda.is_available():
+        if place.local_rank >= torch.cuda.device_count():
+            here = f"{torch.cuda.device_count()}, and this is process {place.local_rank} of those that run here"
             raise InputError(f"--device {name}: GPUs on this machine are {here}. Start fewer, or use --device cpu.")
-        torch.cuda.set_device(place.local)
-        name = f"cuda:{place.local}"
+        torch.cuda.set_device(place.local_rank)
+        name = f"cuda:{place.local_rank}"
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed import SINGLE, Processes
 from ..errors import InputError
-from ..processes import ALONE, Processes
 from ..text import nearest
 from .generation import Advance, generate, prompts
 from .loading import LoadedTask
@@ -67,7 +67,7 @@ def written_rows(
     model: nn.Module,
     generation: Generation,
     advance: Advance | None = None,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE,
 ) -> dict[str, Tensor]:
     """Metric → one number per row of the data, whose mean is the metric, of what a model writes for it.
 
@@ -84,13 +84,13 @@ def written_rows(
             "the assistant's last message, or a target",
         )
     own = generate(loaded, model, processes.share(loaded.examples), generation.max_new_tokens, advance=advance)
-    answers = [answer for some in processes.gather(own) for answer in some]
+    answers = [answer for some in processes.all_gather(own) for answer in some]
     scores: dict[str, list[float]] = {}
-    if processes.first:
+    if processes.is_first:
         references = [one.reference or "" for one in asked]
         found = score_texts(answers, references, generation)
         scores = {name: rows.tolist() for name, rows in found.items()}
-    return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in processes.gather(scores)[0].items()}
+    return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in processes.all_gather(scores)[0].items()}
 
 
 def score_texts(answers: Sequence[str], references: Sequence[str], generation: Generation) -> dict[str, Tensor]:

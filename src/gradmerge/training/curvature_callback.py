@@ -19,8 +19,7 @@ from ..errors import GradmergeError, InputError
 from ..io.atomic_dir import AtomicDir
 from ..io.reader import close_files, open_files
 from .curvature_sources import RUNNING_AVERAGE, SOURCES, CurvatureSource, SourceOptions, TrainingRun
-from .curvature_targets import CurvatureTargets
-from .distributed import sharding
+from .curvature_targets import CurvatureTargets, sharding
 
 _log = logging.getLogger(__name__)
 

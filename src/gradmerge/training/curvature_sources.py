@@ -19,16 +19,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from ..curvature.batches import Placed, with_places
+from ..curvature.batches import IndexedBatches, examples_in
 from ..curvature.checkpoint_names import is_adapted
 from ..curvature.curvature import Curvature
-from ..curvature.estimate import estimate_curvature
+from ..curvature.estimate import estimate_curvature, verify_formulas
 from ..curvature.format import STEM
 from ..curvature.from_optimizer import decay_note, second_moment, token_note
 from ..curvature.kernels import sum_type
-from ..curvature.verify import Trial
+from ..curvature.verify import Formulas
+from ..distributed import initialized
 from ..errors import GradmergeError, InputError
-from . import distributed
 from .curvature_targets import CurvatureTargets
 
 _log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class AdamSource(CurvatureSource):
         self._optimizer = _find_adam(run.optimizer)
         self._scale = 1
         self._max_norm = float(run.args.max_grad_norm or 0)
-        several = run.args.gradient_accumulation_steps > 1 or distributed.is_distributed()
+        several = run.args.gradient_accumulation_steps > 1 or initialized().world_size > 1
         self._recorder = BatchRecorder(run.targets.model) if several else None
         model: Any = run.targets.model
         for note in decay_note(self._optimizer.param_groups) + token_note(
@@ -214,7 +214,7 @@ class OnlineSource(CurvatureSource):
         self._average: dict[str, Tensor] = {}
         self._steps_used, self._examples_used = 0, 0
         self._recorder = BatchRecorder(run.targets.model)
-        self._trial = Trial()
+        self._formulas: Formulas | None = None
 
     def begin_step(self, step: int) -> None:
         self._recorder.take()
@@ -223,20 +223,22 @@ class OnlineSource(CurvatureSource):
     def before_update(self, step: int) -> None:
         if step % self.options.every:
             return
-        batches, device = self._recorder.take(), self.run.targets.device
+        batches, processes = self._recorder.take(), initialized()
         mine = sum(len(labels) for b in batches if isinstance(labels := b.get("labels"), Tensor))
-        counts = distributed.all_gather(mine, device)
-        first = self._examples_used + sum(counts[: distributed.rank_and_world_size()[0]])
+        counts = processes.all_gather(mine)
+        first = self._examples_used + sum(counts[: processes.rank])
 
         def compute() -> dict[str, Tensor]:
+            if batches and (self._formulas is None or not self._formulas.conclusive):
+                self._formulas = _verify(self.run.targets, batches[0])
             likelihood, seed = self.options.likelihood, self.options.seed
-            sums = squared_gradients(self.run.targets, batches, likelihood, seed, first, self._trial)
+            sums = squared_gradients(self.run.targets, batches, likelihood, seed, first, self._formulas)
             if not bool(torch.stack([value.isfinite().all() for value in sums.values()]).all()):
                 raise InputError("squared gradients are not finite")
             return sums
 
         try:
-            sums = _sum_over_processes(compute, device)
+            sums = _sum_over_processes(compute)
         except GradmergeError as problem:
             # The first estimate raises. Later, a missing step is no reason to lose a training run.
             if not self._steps_used:
@@ -272,7 +274,6 @@ class OnlineSource(CurvatureSource):
 
     def resume(self, folders: list[Path], step: int) -> None:
         paths = [path for folder in folders if (path := folder / STEM / RUNNING_AVERAGE).is_file()]
-        device = self.run.targets.device
         if paths and self.run.writes:
             self._read_state(paths[0], step)
         if not paths and step >= self.options.every:
@@ -281,8 +282,8 @@ class OnlineSource(CurvatureSource):
                 f"{' or '.join(str(f / STEM) for f in folders)}: the running average restarts. If the checkpoint is "
                 "elsewhere, set resume_from_checkpoint in the TrainingArguments as well."
             )
-        self._steps_used = max(distributed.all_gather(self._steps_used, device))
-        self._examples_used = max(distributed.all_gather(self._examples_used, device))
+        self._steps_used = max(initialized().all_gather(self._steps_used))
+        self._examples_used = max(initialized().all_gather(self._examples_used))
 
     def _read_state(self, path: Path, step: int) -> None:
         remedy = "Remove the file to restart the average."
@@ -322,7 +323,7 @@ class PassSource(CurvatureSource):
         targets, options, args = self.run.targets, self.options, self.run.args
         data = self.run.loader.dataset
         total = len(data) if options.limit is None else min(options.limit, len(data))
-        rows = distributed.rows_of_rank(total)
+        rows = initialized().share(total)
 
         def compute() -> dict[str, Tensor]:
             if not rows:
@@ -336,30 +337,54 @@ class PassSource(CurvatureSource):
                     collate_fn=self.run.loader.collate_fn,
                     num_workers=args.dataloader_num_workers,
                 )
-                return squared_gradients(targets, loader, options.likelihood, options.seed, rows.start, Trial())
+                return squared_gradients(targets, loader, options.likelihood, options.seed, rows.start)
 
-        return self.run.curvature(_sum_over_processes(compute, targets.device), total, options.likelihood)
+        return self.run.curvature(_sum_over_processes(compute), total, options.likelihood)
 
 
 SOURCES: dict[str, type[CurvatureSource]] = {"adam": AdamSource, "online": OnlineSource, "pass": PassSource}
 
 
 def squared_gradients(
-    targets: CurvatureTargets, batches: Iterable[Batch], likelihood: str, seed: int, first: int, trial: Trial
+    targets: CurvatureTargets,
+    batches: Iterable[Batch],
+    likelihood: str,
+    seed: int,
+    first: int,
+    formulas: Formulas | None = None,
 ) -> dict[str, Tensor]:
     """Return Σ_i [∇ℓ_i]² over the examples of some batches, by names in memory.
 
     ``first`` is the index of the first example, which sampled labels depend on. Gradients, modes, hooks and random
-    states are restored. Several calls can share one ``trial``, which then verifies the formulas once.
+    states are restored.
     """
-    model, device = targets.model, targets.device
-    with preserved_random_state(device), preserved_modes(model), targets.only_these_require_gradients():
+    with _undisturbed(targets):
+
+        def indexed_inputs() -> Iterator[tuple[int, Batch]]:
+            index = first
+            for batch in batches:
+                yield index, _inputs(batch)
+                index += examples_in(batch)
+
+        options: Any = {"seed": seed, "device": targets.device, "formulas": formulas, "allow_empty": True}
+        estimate: Curvature = estimate_curvature(targets.model, IndexedBatches(indexed_inputs), likelihood, **options)
+        return estimate.sum()
+
+
+def _verify(targets: CurvatureTargets, batch: Batch) -> Formulas:
+    with _undisturbed(targets):
+        return verify_formulas(targets.model, _inputs(batch), targets.device)
+
+
+@contextlib.contextmanager
+def _undisturbed(targets: CurvatureTargets) -> Iterator[None]:
+    """Let only the targets require gradients; restore the model and all random states at the end."""
+    model = targets.model
+    with preserved_random_state(targets.device), preserved_modes(model), targets.only_these_require_gradients():
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.training = False  # with the statistics of the batch, no example has its own gradient
-        placed = Placed(lambda: with_places(map(_inputs, batches), first))
-        estimate = estimate_curvature(model, placed, likelihood, seed=seed, device=device, trial=trial)
-    return estimate.sum()
+        yield
 
 
 def _inputs(batch: Batch) -> Batch:
@@ -378,7 +403,7 @@ def check_labels(inputs: Batch) -> None:
         )
 
 
-def _sum_over_processes(compute: Callable[[], dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+def _sum_over_processes(compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Add up the sums of all processes. If one process fails, all of them raise."""
     sums: dict[str, Tensor] = {}
     problem: GradmergeError | None = None
@@ -386,9 +411,9 @@ def _sum_over_processes(compute: Callable[[], dict[str, Tensor]], device: torch.
         sums = compute()
     except GradmergeError as error:
         problem = error
-    if any(distributed.all_gather(int(problem is not None), device)):
+    if any(initialized().all_gather(problem is not None)):
         raise problem or InputError("another process failed on its examples")
-    distributed.all_reduce(sums.values())
+    initialized().all_reduce(sums.values())
     return sums
 
 
@@ -420,7 +445,7 @@ def loss_scale(args: Any, model: nn.Module, batch: dict[str, Any]) -> int:
         one, two = (_loss(model(**batch | {"num_items_in_batch": n})) for n in (items, 2 * items))
     if one is None or two is None or abs(one - two) > 1e-3 * abs(one):
         return 1
-    world_size = distributed.rank_and_world_size()[1] if args.average_tokens_across_devices else 1
+    world_size = initialized().world_size if args.average_tokens_across_devices else 1
     return int(args.gradient_accumulation_steps) * world_size
 
 

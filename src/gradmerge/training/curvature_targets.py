@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,3 +69,16 @@ class CurvatureTargets:
                     stack.callback(parameter.requires_grad_, parameter.requires_grad)
                     parameter.requires_grad_(parameter in targets)
             yield
+
+
+def sharding(args: Any, model: nn.Module) -> str | None:
+    """Return what shards the parameters of a Trainer (FSDP, DEEPSPEED, …), or None if each process holds them whole."""
+    from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+    from torch.distributed.tensor import DTensor
+
+    state = AcceleratorState()  # also knows what `accelerate launch` set up
+    uses_fsdp = args.fsdp or getattr(state, "fsdp_plugin", None) is not None
+    kind = "FSDP" if uses_fsdp else str(state.distributed_type.value)
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
+        return kind
+    return "DTensor" if any(isinstance(p, DTensor) for p in model.parameters()) else None

@@ -17,8 +17,7 @@ from ..errors import GradmergeError, InputError
 from ..text import listed, nearest
 from .curvature_callback import CurvatureCallback
 from .curvature_sources import loss_scale
-from .curvature_targets import CurvatureTargets
-from .distributed import sharding
+from .curvature_targets import CurvatureTargets, sharding
 from .named_tensors import (
     AnchorTensors,
     NamedTensors,

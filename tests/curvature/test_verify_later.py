@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature import verify as trials
-from gradmerge.curvature.batches import Again
+from gradmerge.curvature import estimate
+from gradmerge.curvature.batches import Repeatable
 from gradmerge.curvature.estimate import estimate_curvature
-from gradmerge.curvature.verify import Trial
 
 from . import slow
-from .families import EXACT, FAMILIES, batch_of
+from .families import EXACT, batch_of
 from .slow import Example, assert_same
 from .test_accumulate import WIDTH, Body
 
@@ -147,86 +146,35 @@ def test_a_use_outside_the_module_leaves_the_models_gradients_alone() -> None:
     assert "weight" not in model.layer.__dict__
 
 
-def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first shape is checked as it comes, and then batches number 8, 32, …"""
-    monkeypatch.setattr(trials, "SHAPES", 1)
-    monkeypatch.setattr(trials, "BATCHES", 1000)
-    monkeypatch.setattr(trials, "FIRST", 8)
-
-
 @pytest.mark.parametrize("kind", [Inside, TimeMajor])
-def test_a_shape_that_is_checked_late_has_everything_measured_again(
+def test_a_mismatch_after_unverified_shapes_restarts_the_estimate(
     kind: type[Body], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    few_checks(monkeypatch)
-    examples, batches = batches_of([1, 1, 5, 1, 1, 5, 1, 5, 1])
-    for given in (batches, Again(lambda: (batch for batch in batches))):
-        caplog.clear()
-        check(kind(), examples, given)
-        assert "layer.weight" in caplog.text
+    monkeypatch.setattr(estimate, "MAX_SHAPES", 2)
+    examples, batches = batches_of([1, 1, 1])
+    more, longer = batches_of([5, 6])
+    model = kind()
+    formulas = estimate.verify_formulas(model, batches[0], torch.device("cpu"))
+    formulas.shapes.clear()  # the shape of the first batches counts as not verified
+    formulas.shapes.add("another shape")
+    monkeypatch.setattr(estimate, "MAX_SHAPES", 1)
+
+    def changing() -> Iterator[Any]:
+        yield from batches
+        monkeypatch.setattr(estimate, "MAX_SHAPES", 9)
+        yield from longer
+
+    got = estimate_curvature(model, Repeatable(changing), formulas=formulas)
+    assert_same(got, slow.empirical(model, examples + more, "classes"), EXACT)
+    assert "layer.weight" in caplog.text
+    formulas = estimate.verify_formulas(model, batches[0], torch.device("cpu"))
+    formulas.shapes.clear()
+    monkeypatch.setattr(estimate, "MAX_SHAPES", 0)
     with pytest.raises(gm.InputError, match=r"layer\.weight"):
-        estimate_curvature(kind(), iter(batches))
+        estimate_curvature(model, changing(), formulas=formulas)
 
 
-def test_a_shape_that_was_right_before_is_checked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_checks(monkeypatch)
-    examples, batches = batches_of([3] * 12, marked=[5, 7])
-    check(Inside(), examples, batches)
-    with pytest.raises(gm.InputError, match=r"layer\.weight"):
-        estimate_curvature(Inside(), iter(batches))
-
-
-def test_sums_to_go_on_from_cannot_be_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_checks(monkeypatch)
-    _, batches = batches_of([1, 1, 5, 1, 1, 5, 1, 5, 1])
-    start = estimate_curvature(Inside(), batches[:1])
-    with pytest.raises(gm.InputError, match=r"without --resume"):
-        estimate_curvature(Inside(), batches, start=start)
-
-
-def test_a_module_that_is_called_more_often_later_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_checks(monkeypatch)
+def test_a_module_that_is_called_more_often_later_restarts_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "MAX_SHAPES", 1)
     examples, batches = batches_of([3, 5, 3, 5])
     check(TwiceWhenLong(), examples, batches)
-
-
-def test_measurements_that_share_a_trial_share_its_checks() -> None:
-    examples, batches = batches_of([1, 1, 5, 1, 6])
-    for kind in (Inside, TimeMajor):
-        model, trial, total = kind(), Trial(), {}
-        for batch in batches:
-            for name, value in estimate_curvature(model, [batch], trial=trial).items():
-                total[name] = total[name] + value if name in total else value
-        assert_same(total, slow.empirical(model, examples, "classes"), EXACT)
-
-
-def test_a_check_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, examples = FAMILIES["bert"].model(), FAMILIES["bert"].examples()
-    batches = [batch_of(examples), batch_of(examples, longer=3)]
-    want = dict(estimate_curvature(model, batches))
-    calls = 0
-
-    def full(*_: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def one_by_one() -> Iterator[Any]:
-        yield batches[0]
-        monkeypatch.setattr("gradmerge.curvature.verify.FormulaChooser._try", full)
-        yield batches[1]
-
-    assert_same(estimate_curvature(model, one_by_one()), want, EXACT)
-    assert calls == 1
-
-
-@pytest.mark.parametrize(("batches", "most"), [(100, 7), (300, 9), (1000, 24)])
-def test_checks_are_few_however_many_shapes_there_are(batches: int, most: int) -> None:
-    for shapes in (1, 5, 10_000):
-        seen, count = Trial(), 0
-        for number in range(batches):
-            shape = number % shapes
-            if seen.due(shape):
-                count += 1
-                seen.passed(shape)
-        assert count <= most
