@@ -339,5 +339,5 @@ def test_a_full_device_is_the_machines_failure(place: Path, tmp_path: Path, monk
 
     monkeypatch.setattr("gradmerge.curvature.estimate.logits_of", full)
     result = estimate(place / "classify/a", "-d", place / "labels.jsonl", "-o", tmp_path / "c", status=1)
-    assert "--max-length" in result.stderr
+    assert "max_length" in result.stderr
     assert not list(tmp_path.iterdir())

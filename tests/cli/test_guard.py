@@ -125,7 +125,7 @@ def stop_after_saving(model: Path, data: str, out: Path, **options: Any) -> None
         estimate_curvature(
             str(model), data, out=out, batch_size=1, save_every=0, progress=Stop(after=3), device="cpu", **options
         )
-    assert (out.with_name(out.name + ".gradmerge-partial") / "saved-sums.safetensors").is_file()
+    assert (out.with_name(out.name + ".gradmerge-partial") / "saved-sums-0.safetensors").is_file()
 
 
 def test_neither_a_merge_nor_another_measurement_takes_over_an_unfinished_one(bert: Path) -> None:
