@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import gradmerge as gm
@@ -75,6 +75,25 @@ def test_of_an_adapter_only_the_adapter_is_trained_and_written(tmp_path):
     assert before.keys() == after.keys() and any(not torch.equal(before[k], after[k]) for k in before)
     assert not (out / "model.safetensors").exists()
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
+
+
+def test_tied_weights_that_are_stored_twice_change_together(chats, tmp_path):
+    tied = "lm_head.weight", "model.embed_tokens.weight"
+    base = tiny_llama_checkpoint(tmp_path / "base", tie_word_embeddings=True)
+    for number, name in enumerate(("base", "yelp", "imdb")):
+        if name != "base":
+            fine_tune(base, tmp_path / name, number)
+        state = state_of(tmp_path / name)
+        save_file(state | {tied[0]: state[tied[1]].clone()}, tmp_path / name / "model.safetensors", {"format": "pt"})
+    gm.merge(merge_recipe(tmp_path), tmp_path / "merged", progress=False)
+    assert tied[0] in state_of(tmp_path / "merged")
+    out = tmp_path / "out"
+    words = ["--steps", 10, "--lr", 1e-4, "--batch-size", 10]
+    result = invoke("distill", tmp_path / "merged", *data_of(chats, "yelp", "imdb"), *words, "--json", "-o", out)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["improved"]
+    before, after = state_of(tmp_path / "merged"), state_of(out)
+    assert torch.equal(after[tied[0]], after[tied[1]]) and not torch.equal(before[tied[0]], after[tied[0]])
 
 
 def test_heads_of_the_tasks_stay_as_they_are(chats, tmp_path):

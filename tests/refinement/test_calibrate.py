@@ -19,6 +19,7 @@ from gradmerge.refinement.calibrate import (
     solve,
 )
 from gradmerge.refinement.output_factors import output_factors
+from gradmerge.refinement.rows import cut_batch
 
 from .calibration_families import FAMILIES, make, rows, split
 from .slow_calibration import calibrate_slowly, inputs_of
@@ -175,6 +176,14 @@ def test_activations_that_are_not_finite_are_refused_with_block_and_layer():
         calibrated(merged, teachers, {task: [batch] for task, batch in rows("bert").items()})
     message = str(raised.value)
     assert "bert.encoder.layer.1" in message and "intermediate.dense" in message
+
+
+def test_a_batch_of_long_texts_is_cut_into_smaller_ones():
+    batch = rows("bert")["task0"]
+    parts = cut_batch(batch, 5 * 7 + 1)
+    assert [len(part["input_ids"]) for part in parts] == [5, 5, 2]
+    assert torch.equal(torch.cat([part["attention_mask"] for part in parts]), batch["attention_mask"])
+    assert cut_batch(batch, 12 * 7) == [batch] and len(cut_batch(batch, 1)) == 12
 
 
 def test_a_module_is_calibrated_with_all_rows_and_comes_back_as_a_copy():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 import gradmerge as gm
 from gradmerge import InputError
-from gradmerge.refinement.distill import default_steps, task_loss, teacher_outputs
+from gradmerge.refinement.distill import default_steps, distill_model, task_loss, teacher_outputs
 from gradmerge.refinement.rows import hold_out
 
 from .calibration_families import make, rows, split
@@ -81,6 +82,25 @@ def test_the_model_comes_back_if_no_step_is_better():
     done = gm.distill(merged, data, teachers=teachers, steps=3, lr=10.0, progress=False)
     assert not done.improved
     assert all(torch.equal(a, b) for a, b in zip(done.model.parameters(), merged.parameters(), strict=True))
+
+
+def test_outputs_of_the_teachers_that_do_not_fit_into_memory_are_computed_anew_with_the_same_result():
+    merged, teachers = make("gpt2", scale=0.5)
+    data = {task: hold_out(task, split(batch, 8)) for task, batch in rows("gpt2", count=40).items()}
+    models, loaded = [], []
+
+    def load(task):
+        loaded.append(task)
+        return teachers[task]
+
+    for memory in (0, 2**40):
+        model = copy.deepcopy(merged).requires_grad_(True)
+        loaders = {task: partial(load, task) for task in teachers}
+        distill_model(model, loaders, data, match="both", steps=5, lr=1e-3, memory=memory)
+        models.append(model)
+    assert loaded == [*teachers, *teachers]
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+    assert not torch.equal(models[0].transformer.wte.weight, merged.transformer.wte.weight)
 
 
 def test_frozen_parameters_stay_as_they_are():
