@@ -22,13 +22,20 @@ from ..engine.input_state import changed, model_paths, state_of
 from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..notes import Note
-from ..refinement.inputs import MergeInputs, find_teachers, model_reference, opened_inputs, recorded_models
+from ..refinement.inputs import (
+    MergeInputs,
+    differences,
+    find_teachers,
+    model_reference,
+    opened_inputs,
+    recorded_models,
+    same_head,
+)
 from ..refinement.model_io import write_folder
 from ..refinement.rows import TaskRows, as_batches, hold_out
 from ..report.page import Page, write_report
 from ..tasks import LoadOptions
 from ..tasks.data_sources import data_paths
-from ..tasks.encoder import encoder_prefix
 
 
 @dataclass(repr=False, kw_only=True)
@@ -139,19 +146,10 @@ def _check_modules(merged: nn.Module, data: Mapping[str, Any], teachers: Mapping
         if not isinstance(teacher, nn.Module):
             raise InputError(f"teachers[{task!r}]: must be a module, as the merge is one")
 
-    def shapes(module: nn.Module, part: Callable[[str], bool]) -> dict[str, Any]:
-        return {name: parameter.shape for name, parameter in module.named_parameters() if part(name)}
-
-    prefix = encoder_prefix(merged)
-    classes = [getattr(getattr(model, "config", None), "id2label", None) for model in (merged, *teachers.values())]
-    heads = [shapes(model, lambda name: not name.startswith(prefix)) for model in (merged, *teachers.values())]
-    shared = not prefix or (all(one == classes[0] for one in classes) and all(one == heads[0] for one in heads))
-    compared = "" if shared else prefix
-    ours = shapes(merged, lambda name: name.startswith(compared))
+    shared = same_head(merged, list(teachers.values()))
     for task, teacher in teachers.items():
-        theirs = shapes(teacher, lambda name: name.startswith(compared))
-        if wrong := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
-            raise InputError(f"teachers[{task!r}]: {wrong} is missing or has another shape than in the merge")
+        if wrong := differences(merged, teacher, shared):
+            raise InputError(f"teachers[{task!r}]: {wrong[0]}")
     return shared
 
 

@@ -155,38 +155,53 @@ def opened_inputs(
 
 def shares_head(merged: ModelFiles, teachers: Mapping[str, ModelFiles], excluded: Sequence[str]) -> bool:
     """Whether the merge has one head for all tasks: same classes, same shapes, and not excluded from the merge."""
-    prefix = encoder_prefix(merged.module)
-    if merged.info.task in ("causal-lm", "seq2seq", "embedding") or not prefix:
+    if merged.info.task in ("causal-lm", "seq2seq", "embedding"):
         return True
-    heads = {name: p.shape for name, p in merged.module.named_parameters() if not name.startswith(prefix)}
-    stored = [merged.names.get(name) for name in heads]
-    if not heads or any(name is None or any(fnmatch.fnmatchcase(name, p) for p in excluded) for name in stored):
+    stored = [merged.names.get(name) for name in _head(merged.module)]
+    if any(name is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in excluded) for name in stored):
         return False
-    for teacher in teachers.values():
-        other = {name: p.shape for name, p in teacher.module.named_parameters() if not name.startswith(prefix)}
-        if other != heads or _classes(teacher.module) != _classes(merged.module):
-            return False
-    return True
+    return same_head(merged.module, [teacher.module for teacher in teachers.values()])
 
 
-def _classes(module: nn.Module) -> Any:
-    return getattr(module.config, "id2label", None)
+def same_head(merged: nn.Module, teachers: Sequence[nn.Module]) -> bool:
+    """Whether all models have the same classes, and the same parameters outside the encoder."""
+    classes = [getattr(getattr(model, "config", None), "id2label", None) for model in (merged, *teachers)]
+    heads = [_head(model) for model in (merged, *teachers)]
+    return not encoder_prefix(merged) or (
+        classes.count(classes[0]) == len(classes) and heads.count(heads[0]) == len(heads)
+    )
+
+
+def _head(module: nn.Module) -> dict[str, list[int]]:
+    """Name → shape of the parameters outside the encoder; none if the model has no head for a task."""
+    prefix = encoder_prefix(module)
+    return {name: list(p.shape) for name, p in module.named_parameters() if prefix and not name.startswith(prefix)}
+
+
+def differences(merged: nn.Module, teacher: nn.Module, shared_head: bool) -> list[str]:
+    """Name the parameters, of the encoder only or of the whole model, whose shapes differ."""
+    prefix = "" if shared_head else encoder_prefix(merged)
+    ours, theirs = (
+        {name: list(p.shape) for name, p in model.named_parameters() if name.startswith(prefix)}
+        for model in (merged, teacher)
+    )
+    return [
+        f"{name} is {theirs.get(name, 'missing')} in the fine-tuned model, and {ours.get(name, 'missing')} in the merge"
+        for name in {**ours, **theirs}
+        if ours.get(name) != theirs.get(name)
+    ]
 
 
 def check_teachers(merged: ModelFiles, teachers: Mapping[str, ModelFiles], shared_head: bool) -> None:
     """Raise with all differences in names, shapes and vocabulary between the merge and its teachers."""
     prefix = "" if shared_head else encoder_prefix(merged.module)
-    ours = {name: tuple(p.shape) for name, p in merged.module.named_parameters() if name.startswith(prefix)}
-    wrong: list[str] = [f"{merged.reference}: {n} is not in its files" for n in merged.missing if n.startswith(prefix)]
+    wrong = [f"{merged.reference}: {n} is not in its files" for n in merged.missing if n.startswith(prefix)]
     for task, teacher in teachers.items():
-        theirs = {name: tuple(p.shape) for name, p in teacher.module.named_parameters() if name.startswith(prefix)}
-        for name in [*ours, *(name for name in theirs if name not in ours)]:
-            if ours.get(name) != theirs.get(name):
-                here, there = (list(one[name]) if name in one else "missing" for one in (ours, theirs))
-                wrong.append(f"{task}: {name} is {there} in {teacher.reference}, and {here} in {merged.reference}")
-        wrong += [f"{task}: {name} is not in the files of {teacher.reference}" for name in teacher.missing]
+        found = differences(merged.module, teacher.module, shared_head)
+        found += [f"{name} is not in the files" for name in teacher.missing]
         if (tokens := token_difference(merged.checkpoint, teacher.checkpoint)) is not None:
-            wrong += [f"{task}: {line}" for line in tokens.lines]
+            found += tokens.lines
+        wrong += [f"{task}, {teacher.reference}: {line}" for line in found]
     if wrong:
         raise InputError(f"the fine-tuned models do not fit the merge {merged.reference}:\n{listed(wrong)}")
 
