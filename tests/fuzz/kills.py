@@ -164,7 +164,7 @@ class Calibrate(Scenario):
 
     def run(self, *, old: bool = False, force: bool = False, resume: bool = False) -> None:
         data = {name: f"{name}.jsonl" for name in TEXTS}
-        settings = {"curvature": "none", "alpha": 1.0 if old else 0.25, "cache_memory": 0}
+        settings = {"curvature": "none", "alpha": 1.0 if old else 0.25, "cache_memory": 1}
         gm.calibrate("merged", data, out=self.out, force=force, device="cpu", progress=False, **settings)
 
     def content(self) -> Content:

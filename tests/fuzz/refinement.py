@@ -44,7 +44,7 @@ class Calibrate(Kind):
         {},
         optional={
             "curvature": st.sampled_from(["none", "merge"]),
-            "cache_memory": st.sampled_from([0, 1000]),
+            "cache_memory": st.sampled_from([1, 1000]),
             "ridge": st.sampled_from([0.0, 1e-9]),
             "alpha": st.sampled_from([0.0, 1.0]),
         },
