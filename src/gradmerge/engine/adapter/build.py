@@ -6,6 +6,7 @@ the base is read. Every other tensor goes through the rule, and its difference f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -131,7 +132,7 @@ class AdapterOutput:
         else:
             for name in self._stored:
                 if any(name in adapter.factors and not adapter.has_only_factors(name) for adapter in self._adapters):
-                    why = f"the change of {name} is more than LoRA's factors, as with DoRA"
+                    why = f"the change of {name} is more than the factors of a module, as with DoRA and fused experts"
         if why:
             raise InputError(
                 f"output.rank: {why}, so that an adapter can only approximate the merge. Set its rank (such as 64); "
@@ -157,7 +158,9 @@ class AdapterOutput:
         self._journal.open(fresh=finished is None)
         finished = finished or Finished()
         self._parts.mkdir(exist_ok=True)
-        self._changes = {name: load_change(path) for name in self._stored if (path := self._path(name)).exists()}
+        for name in self._stored:
+            with contextlib.suppress(InputError, OSError):  # not there, or damaged
+                self._changes[name] = load_change(self._path(name))
         finished.blocks = {b.number for blocks in self._blocks.values() for b in blocks if self._is_finished(b.job)}
         return finished
 
