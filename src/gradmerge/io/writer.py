@@ -62,7 +62,7 @@ class ShardWriter:
         self.folder = folder
         self.sizes: dict[str, int] = {}
         """Bytes of each file."""
-        self.released: set[str] = set()
+        self.uploaded: set[str] = set()
         """Complete files that were uploaded and deleted."""
         self._headers: dict[str, bytes] = {}
         self._entries: dict[str, tuple[str, Entry]] = {}
@@ -107,7 +107,7 @@ class ShardWriter:
     def open(self) -> bool:
         """Create the files at full size with their headers. Return whether an earlier run left all of them."""
         complete = True
-        for filename in self._headers.keys() - self.released:
+        for filename in self._headers.keys() - self.uploaded:
             path = self.folder / filename
             try:
                 path.parent.mkdir(exist_ok=True)
@@ -116,6 +116,7 @@ class ShardWriter:
                     os.ftruncate(fd, self.sizes[filename])
                     complete = False
                 _write(fd, memoryview(self._headers[filename]), 0)
+                self.close_file(filename)  # a result may have more files than a process may open
             except OSError as error:
                 raise MachineError(f"{path}: {error.strerror}") from error
         return complete
@@ -149,13 +150,12 @@ class ShardWriter:
         for filename, index in self._indexes.items():
             (self.folder / filename).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
         self.close()
-        for filename in self._headers.keys() - self.released:
+        for filename in self._headers.keys() - self.uploaded:
             TensorFile(self.folder / filename).close()
 
-    def release(self, filename: str) -> None:
-        """Close a complete file that will be uploaded and deleted."""
+    def close_file(self, filename: str) -> None:
+        """Close a file to which no other thread is writing. A later write opens it again."""
         with self._lock:
-            self.released.add(filename)
             if filename in self._fds:
                 os.close(self._fds.pop(filename))
 

@@ -164,7 +164,7 @@ class AdapterOutput:
         finished.blocks = {b.number for blocks in self._blocks.values() for b in blocks if self._is_finished(b.job)}
         return finished
 
-    def start(self, statistics: Statistics) -> list[Block]:
+    def start(self, statistics: Statistics, finished: Finished) -> list[Block]:
         """Concatenate the factors of adapters where that is exact, and return the blocks that must be merged."""
         self._statistics = statistics
         left = set[str]()

@@ -142,7 +142,7 @@ class RayCluster:
         """Merge blocks and write them to the files of the output."""
         assert isinstance(output, Output)  # adapters are written by the local engine alone
         output.files.close()  # so that every machine sees them
-        files = {block.job.name: output.files.locate(block.job.name) for block in blocks}
+        files = {block.job.name: output.files.model.locate(block.job.name) for block in blocks}
         in_file_order = sorted(blocks, key=lambda block: (*files[block.job.name], block.start))
         shares: list[list[Block]] = []
         for _, group in groupby(in_file_order, lambda block: files[block.job.name][0]):

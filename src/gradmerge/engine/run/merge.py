@@ -120,7 +120,7 @@ def merge_to_folder(
                 journal.statistics(statistics)
                 result.bytes_read += plan.statistics_read
             with timed(timings, "merge"):
-                left = output.start(statistics)
+                left = output.start(statistics, finished)
                 blocks = sum(1 for _ in plan.blocks())
                 done = plan.total_read * (blocks - len(left)) // max(1, blocks)
                 progress.begin("merging", plan.total_read, done)

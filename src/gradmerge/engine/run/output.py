@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from ...io.atomic_dir import AtomicDir
 from ...io.reader import FLOATS, bytes_of
 from ...io.writer import ShardWriter
 from ...recipe import Recipe
-from ..plan.jobs import Block, MergedBlock
+from ..plan.jobs import Block, Job, MergedBlock
 from ..plan.plan import Plan
 from .journal import Finished, Journal
 from .statistics import Statistics
@@ -24,16 +26,17 @@ class WeightFiles:
 
     def __init__(self, plan: Plan, folder: Path, name: str, shard_size: int) -> None:
         folders = stems(plan.inputs.template)
-        self._model = ShardWriter(folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
-        self.writers = [self._model]
+        self.model = ShardWriter(folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
+        self.writers = [self.model]
         if plan.write_precision:
             likelihood = next((c.likelihood for c in plan.inputs.curvatures if c.likelihood), "empirical")
             header = metadata(plan.examples, likelihood, name)
             self.writers.append(ShardWriter(folder / STEM, STEM, plan.precision_tensors, shard_size, header))
 
-    def locate(self, tensor: str) -> tuple[str, int]:
-        """Return the file of a tensor, and where in it the tensor begins."""
-        return self._model.locate(tensor)
+    def files_of(self, job: Job) -> set[tuple[ShardWriter, str]]:
+        """Return the files of a job: a layer may have its bias in another file than its weight."""
+        names = [(writer, name) for writer in self.writers for name in job.tensors if name in writer]
+        return {(writer, writer.locate(name)[0]) for writer, name in names}
 
     def open(self, tensors: Iterable[str]) -> None:
         """Open the existing files of some tensors, for writing."""
@@ -45,7 +48,7 @@ class WeightFiles:
     def write(self, merged: MergedBlock) -> None:
         """Write a block; may be called from several threads at once."""
         for name, values in merged.tensors.items():
-            self._model.write(name, merged.start, bytes_of(values.contiguous()))
+            self.model.write(name, merged.start, bytes_of(values.contiguous()))
         if merged.precision is not None:
             self.writers[1].write(merged.job.name, merged.start, bytes_of(merged.precision.contiguous()))
 
@@ -62,15 +65,14 @@ class Output:
 
     def __init__(self, recipe: Recipe, plan: Plan, folder: AtomicDir, journal: Journal) -> None:
         self._recipe, self._plan, self._folder, self._journal = recipe, plan, folder, journal
-        self._finished = Finished()
+        self._upload = folder.upload
         self.files = WeightFiles(plan, folder.folder, folder.out.name, recipe.output.shard_size)
         self._writers = self.files.writers
-        self._outgoing = None
-        if folder.upload is not None:
-            from .outgoing import Outgoing
-
-            # Curvature is uploaded at the end: its card is written from its files.
-            self._outgoing = Outgoing(plan, folder, folder.upload, self._writers[0])
+        self._files: dict[int, set[tuple[ShardWriter, str]]] = {}
+        """Number of a block → the files that it is written to."""
+        self._missing: Counter[tuple[ShardWriter, str]] = Counter()
+        """File → the number of its blocks that are not in the journal."""
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Output:
         return self
@@ -85,13 +87,15 @@ class Output:
         """Open the files and the journal, and return what an earlier run finished."""
         finished = self._journal.load() if resume else None
         self._folder.keep = finished is not None
+        model, needed = self.files.model, sum(writer.nbytes for writer in self._writers)
+        if self._upload is not None:
+            if finished is not None and not self._upload.resume(model.sizes):
+                finished = None  # a file that was sent has disappeared
+            model.uploaded = set(self._upload.sent) if finished is not None else set()
+            needed -= max(0, model.nbytes - 6 * max(model.sizes.values(), default=0))  # a few files at a time
         if finished is None and resume:
             self._folder.clear()
-        small_files = sidecars(self._plan.inputs.template).nbytes + 1_000_000
-        needed = sum(writer.nbytes for writer in self._writers)
-        if self._outgoing is not None:
-            finished, needed = self._outgoing.checked(finished), self._outgoing.space(needed)
-        self._folder.require_space(needed + small_files)
+        self._folder.require_space(needed + sidecars(self._plan.inputs.template).nbytes + 1_000_000)
         for writer in self._writers:
             writer.folder.mkdir(exist_ok=True)
             if not writer.open():
@@ -103,10 +107,15 @@ class Output:
         except MachineError:
             self._folder.keep = finished is not None
             raise
-        self._finished = finished or Finished()
-        if self._outgoing is not None:
-            self._outgoing.start(self._finished)
-        return self._finished
+        return finished or Finished()
+
+    def start(self, statistics: Statistics, finished: Finished) -> list[Block]:
+        """Return the blocks that are left to merge."""
+        left = [block for block in self._plan.blocks() if block.number not in finished.blocks]
+        files = {job.name: self.files.files_of(job) for job in self._plan.jobs}
+        self._files = {block.number: files[block.job.name] for block in left}
+        self._missing = Counter(file for some in self._files.values() for file in some)
+        return left
 
     def put(self, merged: MergedBlock) -> None:
         """Write a block, then its line of the journal; may be called from several threads at once."""
@@ -114,15 +123,18 @@ class Output:
         self.done([merged.block.number])
 
     def done(self, numbers: Collection[int]) -> None:
-        """Record in the journal that blocks are written."""
+        """Record in the journal that blocks are written, and close and upload the files that they complete."""
         self._journal.blocks(numbers)
-        self._finished.blocks.update(numbers)
-        if self._outgoing is not None:
-            self._outgoing.done(numbers)
-
-    def start(self, statistics: Statistics) -> list[Block]:
-        """Return the blocks that are left to merge."""
-        return [block for block in self._plan.blocks() if block.number not in self._finished.blocks]
+        files = [file for number in numbers for file in self._files[number]]
+        with self._lock:
+            self._missing.subtract(files)
+            complete = [file for file in dict.fromkeys(files) if not self._missing[file]]
+        for writer, name in complete:
+            writer.close_file(name)
+            # Curvature is uploaded at the end: its card is written from its files.
+            if self._upload is not None and writer is self.files.model:
+                writer.uploaded.add(name)
+                self._upload.send(name)
 
     def finish(self) -> dict[str, int]:
         """Complete the weight files, copy the small files, and return the bytes of the former by name."""
