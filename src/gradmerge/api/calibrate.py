@@ -29,12 +29,12 @@ from ..tasks.encoder import encoder_prefix
 from ..tasks.models import device_of
 from ..text import count, parse_size
 from .dry_run import PROCESS, JobSize, free_disk, free_memory
-from .refine import RefinementResult, paths_by_name, refine_folder, refine_module
+from .refine import BATCH_TOKENS, RefinementResult, paths_by_name, refine_folder, refine_module
 
 #: Layers with more inputs or outputs have no output factor.
 MAX_KRONECKER_DIM = 16384
-#: Rows of a batch, and tokens with padding: a language model's answers take memory for each.
-BATCH_SIZE, BATCH_TOKENS = 32, 8192
+#: Rows of a batch.
+BATCH_SIZE = 32
 #: Share of the free memory that hidden states may take, and that all G matrices together may take.
 CACHE_SHARE, FACTOR_SHARE = 0.5, 0.5
 

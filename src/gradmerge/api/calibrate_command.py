@@ -18,18 +18,23 @@ OUT, ROWS = "OUT", "ROWS"
 
 
 def calibrate_command(
-    recipe: Recipe, data: Mapping[str, str], merged: str | None = None, columns: Mapping[str, str] | None = None
+    recipe: Recipe,
+    data: Mapping[str, str],
+    merged: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    out: str = OUT,
 ) -> str:
     """Return the command that calibrates the merge of a recipe, to paste into a shell.
 
     It is empty for recipes whose merge cannot be calibrated: a removal, or models of other layers or another vocabulary
-    than the merge. ``OUT`` is the placeholder for a merge that is not written yet, ``ROWS`` for missing rows.
+    than the merge. ``ROWS`` is the placeholder for missing rows.
 
     Args:
         recipe: The recipe.
         data: Task (as `diagnose` and `preview` name it, or `base`) → data source.
         merged: The merged model, if it is written.
         columns: Which column of the data is what.
+        out: Without ``merged``: the folder that the merge will be written to, by default the placeholder ``OUT``.
 
     >>> calibrate_command(recipe, {"yelp": "yelp.jsonl"})  # doctest: +SKIP
     'gradmerge calibrate OUT --data yelp=yelp.jsonl --data imdb=ROWS -o calibrated'
@@ -41,7 +46,7 @@ def calibrate_command(
     known = models
     if merged is not None:
         known = models_of_folder(Path(merged)) if Path(merged).is_dir() else {}
-    words = ["gradmerge", "calibrate", merged or OUT]
+    words = ["gradmerge", "calibrate", merged or out]
     teachers = []
     for task, (name, model) in zip(tasks, models.items(), strict=True):
         words += ["--data", f"{name}={data.get(task, ROWS)}"]

@@ -26,8 +26,10 @@ from ..tasks import LoadOptions, complete
 from ..tasks.encoder import encoder_prefix
 from ..tasks.models import load_model
 from .dry_run import free_memory
-from .refine import RefinementResult, paths_by_name, refine_folder, refine_module
+from .refine import BATCH_TOKENS, RefinementResult, paths_by_name, refine_folder, refine_module
 
+#: Rows of a task in a step.
+BATCH_SIZE = 16
 #: Share of the free memory for what the fine-tuned models return.
 OUTPUT_SHARE = 0.5
 
@@ -125,7 +127,8 @@ def distill(
         force: Replace ``out`` if gradmerge wrote it.
         command: What the report says to repeat the run with.
         loading: For folders: how models and rows are loaded, as :class:`gradmerge.LoadOptions` says. ``limit`` is the
-            number of rows per task, 256 by default, and ``batch_size`` the rows of a task in a step.
+            number of rows per task, 256 by default. ``batch_size`` is the number of rows of a task in a step, 16 by
+            default, or fewer rows of long texts.
 
     Returns:
         The loss of every task on held-out rows, before, during and after.
@@ -176,8 +179,9 @@ def distill(
         paths_by_name("teachers", teachers or {}),
         Path(out),
         distill_folder,
-        complete(loading, distill),
+        complete({"batch_size": BATCH_SIZE, **loading}, distill),
         action="distillation",
+        tokens=None if "batch_size" in loading else BATCH_TOKENS,
         keep_adapter=True,
         force=force,
         command=command,

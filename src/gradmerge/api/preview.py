@@ -29,7 +29,7 @@ from ..report.preview_tables import settings_table
 from ..report.preview_text import verdict
 from ..tasks import Generation, LoadOptions, complete, tokenizer_of
 from ..text import to_json
-from .calibrate_command import calibrate_command
+from .calibrate_command import OUT, calibrate_command
 from .diagnose import provenance, recipe_text, report_folder
 from .merge import default_threads, merge, merged_first, recipe_of_models
 from .recipe_yaml import recipe_documents
@@ -57,6 +57,7 @@ def preview(
     force: bool = False,
     progress: bool | Progress = True,
     command: str = "",
+    save_best: str | Path | None = None,
     **loading: Unpack[LoadOptions],
 ) -> Preview:
     """Look at a recipe's merge under many weights and methods, without writing any model.
@@ -81,6 +82,7 @@ def preview(
         threads, allow_pickle, allow_config, dequantize, allow_code, force: As of :func:`gradmerge.merge`.
         progress: A bar on long work; False for none; or what is told how far it is, in merges.
         command: What the report says to repeat it with.
+        save_best: The folder that you will merge the best setting into, for the ``calibrate`` command of the advice.
         loading: How models and data are loaded: the keywords of :class:`gradmerge.LoadOptions`.
 
     Returns:
@@ -113,7 +115,7 @@ def preview(
         ):
             found = compare(recipe, looker, settings, space.axis, objective=objective, fixed=fixed, progress=told)
             found.notes += space.notes(chosen)
-        tell(staging, found, None, data or {}, command, options["columns"])
+        tell(staging, found, None, data or {}, command, options["columns"], save_best)
     return found
 
 
@@ -135,6 +137,7 @@ def suggest_weights(
     force: bool = False,
     progress: bool | Progress = True,
     command: str = "",
+    save_best: str | Path | None = None,
     **loading: Unpack[LoadOptions],
 ) -> Suggestion:
     """Search the weights with which the worst task (``objective`` "worst") or the sum over tasks ("sum") loses least.
@@ -147,7 +150,7 @@ def suggest_weights(
         recipe, out, data, methods, changes: As of :func:`gradmerge.preview`.
         objective: What is to be small.
         weights: Ranges to search, by default 0 to 1.5.
-        threads, allow_pickle, allow_config, dequantize, allow_code, force, progress, command, loading: As of
+        threads, allow_pickle, allow_config, dequantize, allow_code, force, progress, command, save_best, loading: As of
             :func:`gradmerge.preview`.
 
     Returns:
@@ -180,7 +183,7 @@ def suggest_weights(
                 fixed=fixed,
                 progress=told,
             )
-        tell(staging, found.evaluated, found, data or {}, command, options["columns"])
+        tell(staging, found.evaluated, found, data or {}, command, options["columns"], save_best)
     return found
 
 
@@ -229,9 +232,10 @@ def tell(
     data: Mapping[str, str],
     command: str,
     columns: Mapping[str, str] | None = None,
+    save_best: str | Path | None = None,
 ) -> None:
     """The verdict, and the report if one is wanted."""
-    found.calibrate_command = calibrate_command(found.recipe, data, columns=columns)
+    found.calibrate_command = calibrate_command(found.recipe, data, columns=columns, out=str(save_best or OUT))
     found.verdict = verdict(found, suggestion)
     if staging is None:
         return

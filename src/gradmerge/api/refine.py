@@ -37,6 +37,9 @@ from ..report.page import Page, write_report
 from ..tasks import LoadOptions
 from ..tasks.data_sources import data_paths
 
+#: By default, batches of texts with more tokens (with padding) are split: activations and answers take memory for each.
+BATCH_TOKENS = 8192
+
 
 @dataclass(repr=False, kw_only=True)
 class RefinementResult(Displayed):

@@ -44,12 +44,6 @@ class RowOptions(LoadingOptions):
     """How models and unlabeled rows are loaded."""
 
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="Read at most N rows of each task.")] = 256
-
-
-@dataclass(frozen=True)
-class CalibrationRowOptions(RowOptions):
-    """The same with larger batches."""
-
     batch_size: Annotated[
         int | None,
         typer.Option(
@@ -61,7 +55,7 @@ class CalibrationRowOptions(RowOptions):
     ] = None  # type: ignore[assignment]
 
     def as_keywords(self) -> LoadOptions:
-        """As keywords of the Python functions."""
+        """As keywords of the Python functions, which have batch sizes of their own."""
         keywords = super().as_keywords()
         if self.batch_size is None:
             del keywords["batch_size"]
@@ -92,7 +86,7 @@ def calibrate(
         typer.Option("--check/--no-check", help="Hold out a tenth of the rows, and keep the merge if it is closer."),
     ] = True,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the labels that are sampled.")] = 0,
-    loading: CalibrationRowOptions,
+    loading: RowOptions,
     force: Force = False,
     dry_run: DryRun = False,
     printing: Printing,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,16 @@ EXAMPLE = (
     "Examples: gradmerge distill ./calibrated --data yelp=yelp.jsonl --data imdb=imdb.jsonl -o ./distilled   ·   "
     "gradmerge distill ./merged --data code=code.jsonl --teacher code=./code-model --steps 100 -o ./distilled"
 )
+
+
+@dataclass(frozen=True)
+class BatchOptions(RowOptions):
+    """The same, with the batches of a training."""
+
+    batch_size: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Rows of each task in a step.", show_default="16, fewer for long texts"),
+    ] = None  # type: ignore[assignment]
 
 
 @command
@@ -43,7 +54,7 @@ def distill(
         typer.Option(metavar="R", help="Highest learning rate. Default: 0.06 over the model's width."),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the order of batches.")] = 0,
-    loading: RowOptions,
+    loading: BatchOptions,
     force: Force = False,
     printing: Printing,
 ) -> None:

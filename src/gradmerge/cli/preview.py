@@ -131,6 +131,7 @@ def preview(
         "objective": objective or "worst",
         "force": force,
         "command": typed(),
+        "save_best": save_best,
         **reading.as_keywords(),
         **loading.as_keywords(),
     }
