@@ -117,7 +117,7 @@ def test_a_merge_from_and_to_s3_has_the_bytes_of_a_local_one(case: str, s3: Any,
     for one, other in zip(*(record["inputs"] for record in records), strict=True):
         assert one["source"].replace("s3://bucket", str(s3.here)) == other["source"]
         assert one["files"] == other["files"]
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert not [path for path in (tmp_path / "cache/out").rglob("*") if path.is_file()]
     assert gm.merge(make("s3://bucket"), f"s3://{out}", resume=True).already_done
 
 
@@ -157,7 +157,7 @@ def test_a_merge_that_was_killed_resumes_and_sends_no_shard_twice(
         gm.merge(asked, "s3://bucket/stopped", progress=Stop(4), threads=1, block=100)
     early = set(files_at(s3, "bucket/stopped"))
     assert UNFINISHED in early and any("-of-" in name for name in early) and "config.json" not in early
-    local = {path.name for path in (tmp_path / "cache").rglob("*.safetensors")}
+    local = {path.name for path in (tmp_path / "cache/out").rglob("*.safetensors")}
     assert local and not local & early
     for refused in ({"recipe": asked | {"damping": 1}, "resume": True}, {"recipe": asked}):
         with pytest.raises(gm.InputError, match="stopped"):
@@ -201,7 +201,7 @@ def test_a_store_that_fails_at_the_end_leaves_an_unfinished_result(
     local = tmp_path / out.partition("/")[2]
     gm.merge(asked | {"models": [str(s3.here / name) for name in "ab"]}, local)
     assert_same(files_at(s3, out), weight_bytes(local), s3)
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert not [path for path in (tmp_path / "cache/out").rglob("*") if path.is_file()]
 
 
 def test_an_error_leaves_nothing_at_the_url(s3: Any, tmp_path: Path) -> None:

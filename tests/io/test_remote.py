@@ -15,10 +15,9 @@ from safetensors.torch import save
 
 from gradmerge.engine.thread_pool import run_parallel
 from gradmerge.errors import InputError, MachineError
-from gradmerge.io import download, range_reader, remote
-from gradmerge.io.download import download_model
+from gradmerge.io import range_reader, remote
 from gradmerge.io.reader import TensorFile
-from gradmerge.io.remote import RemoteFile, local_copy
+from gradmerge.io.remote import RemoteFile, download_model, local_copy
 from gradmerge.urls import count_local_copies
 
 from ..http_stand_in import Web, web_server
@@ -33,6 +32,12 @@ class CountedFile(RemoteFile):
     def fetch(self, start: int, stop: int) -> bytes:
         self.requests.append((start, stop))
         return self.content[start:stop]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADMERGE_CACHE", str(tmp_path))
+    remote._copies.clear()
 
 
 @pytest.fixture
@@ -176,7 +181,9 @@ def folder() -> Iterator[str]:
     remote._copies.clear()
 
 
-def test_a_local_copy_holds_small_files_and_placeholders(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_copy_holds_small_files_and_placeholders(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote, "MAX_TOKENIZER", 200)
     path = local_copy(folder)
     names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
@@ -187,6 +194,7 @@ def test_a_local_copy_holds_small_files_and_placeholders(folder: str, monkeypatc
     with pytest.raises(SafetensorError):
         safe_open(path / "model.safetensors", "pt")
     monkeypatch.setattr(remote, "MAX_SMALL_BYTES", 10)
+    monkeypatch.setenv("GRADMERGE_CACHE", str(tmp_path / "other"))
     remote._copies.clear()
     with pytest.raises(InputError):
         local_copy(folder)
@@ -203,11 +211,12 @@ def test_a_changed_model_gets_a_new_local_copy(folder: str, monkeypatch: pytest.
 def test_a_model_that_is_run_is_downloaded_once(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("GRADMERGE_CACHE", str(tmp_path))
     path = download_model(folder)
     assert path.is_relative_to(tmp_path) and path.name == "model" and folder in caplog.text
     assert (path / "model.safetensors").read_bytes() == save({"w": torch.arange(5.0)})
-    monkeypatch.setattr(download, "_download", None)
-    assert download_model(folder) == path and [child.name for child in path.parent.iterdir()] == ["model"]
+    remote._copies.clear()
+    monkeypatch.setattr(RemoteFile, "fetch", None)
+    assert download_model(folder) == path == local_copy(folder)
+    assert [child.name for child in path.parent.iterdir()] == ["model"]
     with pytest.raises(InputError):
         download_model(f"{folder}/model.safetensors")

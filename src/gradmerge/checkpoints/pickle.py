@@ -35,9 +35,9 @@ class PickleFile(PositionalFile):
 
     def __init__(self, path: Path) -> None:
         if count_local_copies():
-            from ..io.download import download_in_place
+            from ..io.remote import download
 
-            download_in_place(path)
+            download([path])
         super().__init__(path)
         self.entries: dict[str, Entry] = {}
         self._size = os.fstat(self._fd).st_size

@@ -209,7 +209,7 @@ class Notes(logging.Handler):
 @contextlib.contextmanager
 def fetching_noted(quiet: bool) -> Iterator[None]:
     """Say it as a note when a model or data are fetched: that may take a while."""
-    log = logging.getLogger("gradmerge.io.download")
+    log = logging.getLogger("gradmerge.io.remote")
     handler = Notes(logging.CRITICAL if quiet else logging.WARNING)
     log.addHandler(handler)
     log.propagate = False

@@ -1,14 +1,18 @@
-"""Models at URLs, read through fsspec.
+"""Models, recipes and data at URLs, read through fsspec.
 
-:func:`local_copy` creates a temporary folder with the names of the remote files. It downloads small files, such as
-configs and tokenizers, so that all other code reads them as usual. A weight file becomes a sparse placeholder of the
+:func:`local_copy` creates a folder in the cache with the names of the remote files. It downloads small files, such as
+configs and tokenizers, so that all other code reads them as usual. Every other file becomes a sparse placeholder of the
 same size with an invalid header. :class:`gradmerge.io.reader.PositionalFile` recognizes placeholders with
-:func:`remote_file_at` and reads byte ranges of the original.
+:func:`remote_file_at` and reads byte ranges of the original. Commands that run a model replace the placeholders by the
+content.
 """
 
 from __future__ import annotations
 
-import atexit
+import hashlib
+import json
+import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -23,21 +27,24 @@ from typing import Any, TypeVar
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import first_line, size
 from ..urls import REDACTED, redact, register_local_copy, unredact
-from .small_files import MAX_TOKENIZER
+from .reader import is_plain_name
+from .small_files import MAX_TOKENIZER, read_start
 
 #: Small files that are downloaded when a model is opened.
 SMALL_FILES = (
-    "*.json *.txt *.model *.jinja *.tiktoken *.spm *.bpe *.codes README.md LICENSE* LICENCE* COPYING* NOTICE* "
-    "USE_POLICY* *.yml *.yaml"
+    *("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.yml", "*.yaml"),
+    *("README.md", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*"),
 )
 #: Limits of a model folder: number of files, of subfolders, and bytes of all small files.
 MAX_FILES, MAX_FOLDERS, MAX_SMALL_BYTES = 10_000, 64, 1_000_000_000
 #: Seconds for which a listing is reused while a recipe is being opened.
 FRESH = 10.0
+#: Bytes of each request when a whole file is downloaded.
+STEP = 32 << 20
 #: Keys of fsspec's file information that change with a file's content.
 VERSION_KEYS = (
     *("ETag", "etag", "generation", "versionId", "VersionId", "blob_id", "content_md5", "md5Hash", "LastModified"),
-    *("Last-Modified", "last_modified", "mtime", "created"),
+    *("Last-Modified", "last_modified", "mtime", "modified", "modify", "created"),
 )
 #: The first bytes of a placeholder. As the length of a safetensors header, they exceed every file.
 INVALID_HEADER = b"\xff" * 8
@@ -64,10 +71,20 @@ class RemoteFile:
             return b""
         content = retry(self.url, lambda: self._read_range(start, stop))
         if len(content) > stop - start:
-            raise _no_ranges(self.url)
+            raise InputError(f"{self.url}: the server does not support range requests. Download the file.")
         if len(content) < stop - start:
             raise MachineError(f"{self.url}: ends at byte {start + len(content)}; it was longer when it was opened")
         return content
+
+    def download(self, path: Path) -> Path:
+        """Download the whole file to a path, several ranges at a time."""
+        with path.open("wb") as out, ThreadPoolExecutor(8, "gradmerge-download") as pool:
+
+            def fetch(start: int) -> None:
+                os.pwrite(out.fileno(), self.fetch(start, min(start + STEP, self.size)), start)
+
+            list(pool.map(fetch, range(0, self.size, STEP)))
+        return path
 
     def _read_range(self, start: int, stop: int) -> bytes:
         if protocol_of(self.fs) not in ("hf", "http", "https"):
@@ -79,7 +96,7 @@ class RemoteFile:
 
 @dataclass
 class LocalCopy:
-    """The local stand-in of a URL."""
+    """The local stand-in of a URL: a folder, or a file."""
 
     url: str
     path: Path
@@ -97,55 +114,58 @@ _copies: dict[str, LocalCopy] = {}
 _files: dict[str, tuple[LocalCopy, RemoteFile]] = {}
 """By local path."""
 _lock = threading.RLock()
-_temporary_folders: list[Path] = []
+
+
+def cache_folder() -> Path:
+    """Return the folder for copies of remote files and for results that are being uploaded."""
+    if folder := os.environ.get("GRADMERGE_CACHE"):
+        return Path(folder).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "gradmerge"  # noqa: PTH111
 
 
 def local_copy(url: str) -> Path:
-    """Return the local stand-in of a URL: a folder with its small files, or a file. It is removed at exit."""
-    with _lock:
-        known = _copies.get(url)
-        if known is not None and time.monotonic() - known.listed < FRESH:
-            return known.path
-        files, commit = list_files(url)
-        if known is not None and files == known.files:
-            known.listed = time.monotonic()
-            return known.path
-        if not _temporary_folders:
-            _temporary_folders.append(Path(tempfile.mkdtemp(prefix="gradmerge-")))
-            atexit.register(shutil.rmtree, _temporary_folders[0], ignore_errors=True)
-        name = last_part(url.partition("://")[2]).partition("@")[0] or "model"
-        copy = LocalCopy(url, _temporary_folders[0] / str(len(_files)) / name, files, commit)
-        _create(copy)
-        _copies[url] = copy
-        _files.update({str(copy.path_of(name)): (copy, file) for name, file in files.items()})
-        register_local_copy(copy.path, url)
-        return copy.path
+    """Return the local stand-in of a URL: a folder with its small files, or a file."""
+    return _local_copy(url, FRESH).path
 
 
-def _create(copy: LocalCopy) -> None:
-    """Download the small files and create placeholders for all others."""
-    small = {name: file for name, file in copy.files.items() if is_small(file)}
-    if sum(file.size for file in small.values()) > MAX_SMALL_BYTES:
-        raise InputError(f"{copy.url}: has more than {size(MAX_SMALL_BYTES)} of small files. That is not a model.")
-    try:
-        for name, file in copy.files.items():
-            copy.path_of(name).parent.mkdir(parents=True, exist_ok=True)
-            if name not in small:
-                with copy.path_of(name).open("wb") as placeholder:
-                    placeholder.write(INVALID_HEADER[: file.size])
-                    placeholder.truncate(file.size)
-        with ThreadPoolExecutor(8, "gradmerge-download") as pool:
-            contents = pool.map(lambda file: file.fetch(0, file.size), small.values())
-            for name, content in zip(small, contents, strict=True):
-                copy.path_of(name).write_bytes(content)
-    except OSError as error:
-        raise MachineError(f"{copy.path}: cannot be written: {error.strerror}") from error
+def download_model(url: str) -> Path:
+    """Return the local copy of the model at a URL, with all its weights."""
+    copy = _local_copy(url, 0)
+    if "" in copy.files:
+        raise InputError(f"{url}: is a file. To run a model, pass the folder with its config.json.")
+    download([copy.path / name for name in copy.files if name.endswith(".safetensors")])
+    return copy.path
+
+
+def download_file(url: str) -> Path:
+    """Return the local copy of a data file at a URL, with its content."""
+    copy = _local_copy(url, 0)
+    if "" not in copy.files:
+        raise InputError(f"{url}: is a folder. Data at a URL must be one file.")
+    download([copy.path])
+    return copy.path
+
+
+def download(paths: Iterable[Path]) -> None:
+    """Replace placeholders by the content of their files."""
+    files = {path: file for path in paths if (file := remote_file_at(path)) is not None}
+    total = sum(file.size for file in files.values())
+    for path, file in files.items():
+        logging.getLogger(__name__).warning("%s: downloading %s to %s", file.url, size(file.size), path)
+        if (free := shutil.disk_usage(path.parent).free) < total:
+            raise MachineError(f"{path.parent}: the download takes {size(total)}, but only {size(free)} are free")
+        try:
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".partial-") as partial:
+                file.download(Path(partial, "file")).rename(path)
+        except OSError as error:
+            raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def remote_file_at(path: Path) -> RemoteFile | None:
-    """Return the remote file that a local path is a stand-in of."""
+    """Return the remote file that a local path is a placeholder of, or None if the path has the content."""
     known = _files.get(str(path)) if _files else None
-    return known[1] if known is not None else None
+    is_placeholder = known is not None and read_start(path)[:8] == INVALID_HEADER[: known[1].size]
+    return known[1] if known is not None and is_placeholder else None
 
 
 def commit_of(folder: Path) -> str | None:
@@ -155,7 +175,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def states_of(paths: Iterable[Path]) -> dict[Path, list[Any]]:
-    """Return the current URL, size and version of every path that is a stand-in of a remote file."""
+    """Return the current URL, size and version of every path that is a local copy of a remote file."""
     known = {path: _files[str(path)] for path in paths if str(path) in _files}
     copies = {copy.url: copy for copy, _ in known.values()}
     with ThreadPoolExecutor(8, "gradmerge-list") as pool:
@@ -166,12 +186,66 @@ def states_of(paths: Iterable[Path]) -> dict[Path, list[Any]]:
 
 def read_whole(url: str, limit: int) -> bytes:
     """Return the content of a file at a URL of at most ``limit`` bytes."""
-    files, _ = list_files(url)
-    if "" not in files:
+    file = list_files(url)[0].get("")
+    if file is None:
         raise InputError(f"{url}: is a folder, not a file")
-    if files[""].size > limit:
+    if file.size > limit:
         raise InputError(f"{url}: larger than {size(limit)}, the limit for such a file")
-    return files[""].fetch(0, files[""].size)
+    return file.fetch(0, file.size)
+
+
+def _local_copy(url: str, max_age: float) -> LocalCopy:
+    """Return the local copy of a URL, listed at most ``max_age`` seconds ago."""
+    with _lock:
+        copy = _copies.get(url)
+        if copy is None or time.monotonic() - copy.listed > max_age:
+            files, commit = list_files(url)
+            if copy is None or files != copy.files:
+                copy = LocalCopy(url, _cached_path(url, files), files, commit)
+                _create(copy)
+                _copies[url] = copy
+                _files.update({str(copy.path_of(name)): (copy, file) for name, file in files.items()})
+                register_local_copy(copy.path, url)
+            copy.listed = time.monotonic()
+        return copy
+
+
+def _cached_path(url: str, files: dict[str, RemoteFile]) -> Path:
+    """Return the path in the cache of these versions of the files."""
+    # A new signature does not change a file. Without versions, only the full URL identifies it.
+    identity = redact(unredact(url)) if all(file.version for file in files.values()) else unredact(url)
+    key = json.dumps([identity, sorted((name, file.size, file.version) for name, file in files.items())])
+    name = last_part(url.partition("://")[2])
+    name = name if "" in files else name.partition("@")[0]  # of a Hub repository without its revision
+    name = name if is_plain_name(name) else "model"
+    return cache_folder() / "models" / hashlib.sha256(key.encode()).hexdigest()[:16] / name
+
+
+def _create(copy: LocalCopy) -> None:
+    """Download the small files and create placeholders for all others, unless the cache has them."""
+    if copy.path.exists():
+        return
+    small = {name: file for name, file in copy.files.items() if is_small(file)}
+    if sum(file.size for file in small.values()) > MAX_SMALL_BYTES:
+        raise InputError(f"{copy.url}: has more than {size(MAX_SMALL_BYTES)} of small files. That is not a model.")
+    try:
+        copy.path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            tempfile.TemporaryDirectory(dir=copy.path.parent, prefix=".partial-") as partial,
+            ThreadPoolExecutor(8, "gradmerge-download") as pool,
+        ):
+            contents = dict(zip(small, pool.map(lambda file: file.fetch(0, file.size), small.values()), strict=True))
+            unfinished = LocalCopy(copy.url, Path(partial, copy.path.name), copy.files, None)
+            for name, file in copy.files.items():
+                path = unfinished.path_of(name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(contents.get(name, INVALID_HEADER[: file.size]))
+                os.truncate(path, file.size)
+            unfinished.path.rename(copy.path)
+    except OSError as error:
+        if not copy.path.exists():  # otherwise another process has created it meanwhile
+            advice = "Set GRADMERGE_CACHE (--cache) to another folder."
+            raise MachineError(f"{copy.path}: cannot be written: {error.strerror}. {advice}") from error
 
 
 def list_files(url: str) -> tuple[dict[str, RemoteFile], str | None]:
@@ -195,7 +269,7 @@ def _list(fs: Any, path: str, url: str) -> dict[str, RemoteFile]:
     if info["type"] != "directory":
         return {"": _remote_file(fs, url, info)}
     entries = fs.ls(path, detail=True)
-    folders = sorted(entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory")
+    folders = [entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"]
     wanted = [folder for folder in folders if not last_part(folder).startswith((".", "checkpoint-"))]
     for folder in wanted[:MAX_FOLDERS]:
         if folder != path.rstrip("/"):
@@ -203,17 +277,10 @@ def _list(fs: Any, path: str, url: str) -> dict[str, RemoteFile]:
     files = {}
     for entry in entries[:MAX_FILES]:
         name = entry["name"].removeprefix(path.rstrip("/")).strip("/")
-        if entry["type"] != "directory" and entry["name"] != name and _is_safe_name(name):
+        parts = name.split("/")
+        if entry["type"] != "directory" and entry["name"] != name and all(map(is_plain_name, parts)):
             files[name] = _remote_file(fs, f"{url}/{name}", entry)
     return files
-
-
-def _is_safe_name(name: str) -> bool:
-    """Return whether a name stays inside the local copy, at most one folder below it."""
-    from .reader import is_plain_name
-
-    parts = name.split("/")
-    return len(parts) <= 2 and all(map(is_plain_name, parts)) and not (len(parts) == 2 and name.startswith("."))
 
 
 def _remote_file(fs: Any, url: str, info: dict[str, Any]) -> RemoteFile:
@@ -227,8 +294,7 @@ def _remote_file(fs: Any, url: str, info: dict[str, Any]) -> RemoteFile:
 
 def is_small(file: RemoteFile) -> bool:
     """Return whether a file is downloaded when its model is opened."""
-    patterns = SMALL_FILES.split()
-    return file.size <= MAX_TOKENIZER and any(fnmatchcase(last_part(file.path), pattern) for pattern in patterns)
+    return file.size <= MAX_TOKENIZER and any(fnmatchcase(last_part(file.path), pattern) for pattern in SMALL_FILES)
 
 
 def last_part(path: str) -> str:
@@ -260,9 +326,6 @@ def file_system(url: str) -> tuple[Any, str]:
         options["endpoint"] = constants.ENDPOINT
     try:
         fs, path = url_to_fs(unredact(url), **options)
-    except ImportError as error:
-        command = "pip install 'gradmerge[remote]'" if url.startswith(("s3://", "s3a://")) else first_line(error)
-        raise InputError(f"{url}: a package is not installed: {command}") from None
     except Exception as error:
         raise translate_fs_error(url, error) from None  # its text may contain secrets
     return fs, str(path)
@@ -301,16 +364,9 @@ def translate_fs_error(url: str, error: Exception) -> GradmergeError:
             f"{url}: access denied ({reason}). Set the credentials of this file system, for example in the "
             f"environment or a profile.{missing}"
         )
-    if isinstance(error, ValueError) and "range" in str(error):
-        return _no_ranges(url)
-    if isinstance(error, ValueError) and "Protocol not known" in str(error):
-        return InputError(f"{url}: unknown protocol. Known are those of fsspec, such as s3://, gs:// and hf://.")
-    if isinstance(error, NotImplementedError):
-        return InputError(f"{url}: the file system does not support this ({reason})")
-    if kind == "ParamValidationError":  # S3 has no `user:password@`
-        return InputError(f"{url}: invalid S3 address. Set the keys in the environment or a profile.")
+    if isinstance(error, ImportError):
+        command = "pip install 'gradmerge[remote]'" if url.startswith(("s3://", "s3a://")) else reason
+        return InputError(f"{url}: a package is not installed: {command}")
+    if isinstance(error, ValueError | NotImplementedError) or kind == "ParamValidationError":
+        return InputError(f"{url}: cannot be used: {reason}. Check the address, or download the file.")
     return MachineError(f"{url}: the network or the store failed: {kind}: {reason}")
-
-
-def _no_ranges(url: str) -> InputError:
-    return InputError(f"{url}: the server does not support range requests. Download the file and pass its path.")

@@ -16,8 +16,7 @@ from pathlib import Path
 from ..errors import InputError
 from ..urls import UrlPath, as_url, url_of
 from .atomic_dir import MARK
-from .download import cache_folder
-from .remote import file_system, protocol_of, retry
+from .remote import cache_folder, file_system, protocol_of, retry
 
 UNFINISHED = "gradmerge.unfinished"
 #: Files of a staged folder that are not sent, and those that are sent last, in this order.

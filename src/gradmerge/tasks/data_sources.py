@@ -89,7 +89,7 @@ def at_hand(place: str) -> Path:
     """Where a file or folder of data lies on this machine; a file at a URL is fetched for that."""
     if (url := remote_url(place)) is None:
         return local_path(place, None)
-    from ..io.download import download_file
+    from ..io.remote import download_file
 
     return download_file(url)
 

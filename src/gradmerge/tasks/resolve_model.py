@@ -25,7 +25,7 @@ _ENDS = (
 def folder_of(reference: str) -> Path:
     """The folder of a model, as it is or fetched from the Hub or a URL."""
     if (url := remote_url(reference)) is not None:
-        from ..io.download import download_model
+        from ..io.remote import download_model
 
         return download_model(url)
     path = local_path(reference, None)
