@@ -19,9 +19,6 @@ from .usage import adapter_usage, pipeline_tag, usage
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
-TEMPLATE = Path(__file__).with_name("card.md")
-
-
 def write_card(
     folder: Path,
     name: str,
@@ -85,12 +82,28 @@ def _unique(values: Iterable[Iterable[str]]) -> list[str] | None:
     return list(dict.fromkeys(value for part in values for value in part)) or None
 
 
-def render_card(data: ModelCardData, title: str, text: str, **sections: str) -> str:
-    """Return a card from the template; title, text and sections are Markdown."""
-    from jinja2 import Template
-
-    template = Template(TEMPLATE.read_text("utf-8"), keep_trailing_newline=True)
-    return str(template.render(card_data=data.to_yaml(), title=title, text=text, **sections))
+def render_card(
+    data: ModelCardData,
+    title: str,
+    text: str,
+    *,
+    license: str = "",
+    usage: str = "",
+    evaluations: str = "",
+    recipe: str = "",
+) -> str:
+    """Return a card with these sections; all texts are Markdown."""
+    more = "`gradmerge.json` in this repository has the full recipe with defaults, the inputs and the versions."
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {title}",
+        text,
+        license,
+        usage and f"## Usage\n\n{usage}",
+        evaluations,
+        recipe and f"## Recipe\n\n{recipe}\n\n{more}",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
