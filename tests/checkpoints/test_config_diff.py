@@ -36,31 +36,18 @@ def full(config: Config) -> Config:
 
 SAME: dict[str, tuple[Config, Config]] = {
     "defaults written out": (LLAMA, full(LLAMA)),
-    "theta moved": (
-        LLAMA | {"rope_theta": 5e5},
-        LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
-    ),
     "scaling moved": (
         LLAMA | {"rope_scaling": LINEAR},
         full(LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     ),
-    "llama 3 moved": (LLAMA | {"rope_scaling": LLAMA3}, full(LLAMA | {"rope_scaling": LLAMA3})),
-    "no scaling": (LLAMA | {"rope_scaling": None}, LLAMA | {"rope_scaling": {"rope_type": "default"}}),
     "key-value heads": (LLAMA, LLAMA | {"num_key_value_heads": 4, "head_dim": 16}),
     "another word": (LLAMA | {"hidden_act": "silu"}, LLAMA | {"hidden_act": "swish"}),
-    "another name": ({"model_type": "gpt2", "n_head": 12}, {"model_type": "gpt2", "num_attention_heads": 12}),
     "longer positions": (LLAMA, LLAMA | {"max_position_embeddings": 99}),
     "windows unused": (QWEN, QWEN | {"sliding_window": None, "max_window_layers": 2}),
-    "windows unused by default": (QWEN, {"model_type": "qwen2"}),
     "old gemma": (
         {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         full({"model_type": "gemma3_text"}),
     ),
-    "old neox": (
-        {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000},
-        full({"model_type": "gpt_neox"}),
-    ),
-    "an inner default": (CLIP, {"model_type": "clip"}),
     "height and width": ({"model_type": "vit", "image_size": [8, 8]}, {"model_type": "vit", "image_size": 8}),
     "absolute positions": (BERT | {"position_embedding_type": "absolute"}, BERT),
     "irrelevant keys": (
@@ -74,16 +61,6 @@ SAME: dict[str, tuple[Config, Config]] = {
 OTHER: dict[str, tuple[Config, Config, set[str]]] = {
     "theta": (LLAMA, LLAMA | {"rope_theta": 5e5}, {"rope_parameters.rope_theta"}),
     "scaling": (LLAMA, LLAMA | {"rope_scaling": LINEAR}, {"rope_parameters.rope_type"}),
-    "factor": (
-        LLAMA | {"rope_scaling": LINEAR},
-        LLAMA | {"rope_scaling": LINEAR | {"factor": 4.0}},
-        {"rope_parameters.factor"},
-    ),
-    "original length": (
-        LLAMA | {"rope_scaling": LLAMA3},
-        LLAMA | {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}},
-        {"rope_parameters.original_max_position_embeddings"},
-    ),
     "length": (
         LLAMA | {"rope_scaling": DYNAMIC},
         LLAMA | {"rope_scaling": DYNAMIC, "max_position_embeddings": 99},
@@ -94,28 +71,14 @@ OTHER: dict[str, tuple[Config, Config, set[str]]] = {
         {"model_type": "gpt_neox", "num_attention_heads": 4, "rotary_emb_base": 20000},
         {"num_attention_heads", "rope_parameters.rope_theta"},
     ),
-    "key-value heads": (LLAMA, LLAMA | {"num_key_value_heads": 2}, {"num_key_value_heads"}),
-    "gpt2's heads": ({"model_type": "gpt2"}, {"model_type": "gpt2", "n_head": 8}, {"n_head"}),
     "epsilon": (BERT, BERT | {"layer_norm_eps": 1e-5}, {"layer_norm_eps"}),
-    "gelu": ({"model_type": "gpt2"}, {"model_type": "gpt2", "activation_function": "gelu"}, {"activation_function"}),
     "window": ({"model_type": "mistral"}, {"model_type": "mistral", "sliding_window": None}, {"sliding_window"}),
-    "a flag": ({"model_type": "gpt2"}, {"model_type": "gpt2", "scale_attn_weights": False}, {"scale_attn_weights"}),
     "inside": (
         CLIP,
         {"model_type": "clip", "text_config": {"num_attention_heads": 4}},
         {"text_config.num_attention_heads"},
     ),
     "model type": (BERT, {"model_type": "roberta"}, {"model_type"}),
-    "experts": (
-        {"model_type": "mixtral"},
-        {"model_type": "mixtral", "num_experts_per_tok": 1},
-        {"num_experts_per_tok"},
-    ),
-    "softcap": (
-        {"model_type": "gemma2"},
-        {"model_type": "gemma2", "final_logit_softcapping": None},
-        {"final_logit_softcapping"},
-    ),
     "several": (
         LLAMA,
         LLAMA | {"rope_theta": 1.0, "rms_norm_eps": 0.1, "hidden_act": "gelu"},
@@ -128,24 +91,19 @@ OTHER: dict[str, tuple[Config, Config, set[str]]] = {
 @pytest.mark.parametrize("case", SAME)
 def test_equivalent_configs_do_not_differ(case: str) -> None:
     one, other = SAME[case]
-    assert differences(one, other) == ({}, []) and differences(other, one) == ({}, [])
+    assert not differences(one, other) and not differences(other, one)
 
 
 @pytest.mark.parametrize("case", OTHER)
 def test_configs_differ_in_the_keys_that_change_the_function(case: str) -> None:
     one, other, keys = OTHER[case]
-    found, _ = differences(one, other)
-    back, _ = differences(other, one)
+    found = differences(one, other)
     assert found.keys() == keys
-    assert back == {key: (theirs, ours) for key, (ours, theirs) in found.items()}
+    assert differences(other, one) == {key: (theirs, ours) for key, (ours, theirs) in found.items()}
 
 
 def test_other_heads_are_found_whatever_follows_from_them() -> None:
-    assert "num_attention_heads" in differences(LLAMA, LLAMA | {"num_attention_heads": 8})[0]
-
-
-def test_a_key_without_a_known_default_is_unknown_and_not_a_difference() -> None:
-    assert differences({"model_type": "mine", "rope_theta": 3}, {"model_type": "mine"}) == ({}, ["rope_theta"])
+    assert "num_attention_heads" in differences(LLAMA, LLAMA | {"num_attention_heads": 8})
 
 
 def test_a_language_model_is_compared_with_the_text_part_of_an_older_multimodal_config() -> None:
@@ -154,8 +112,8 @@ def test_a_language_model_is_compared_with_the_text_part_of_an_older_multimodal_
     flat = {"model_type": "qwen2_vl", **text, "vision_config": {"depth": 1}}
     flat["rope_scaling"] = {"type": "mrope", "mrope_section": [1, 1, 2]}
     alone = {"model_type": "qwen2", **text}
-    assert differences(flat, alone)[0] == {}
-    assert differences(flat, alone | {"rope_theta": 1e4})[0].keys() == {"rope_parameters.rope_theta"}
+    assert not differences(flat, alone)
+    assert differences(flat, alone | {"rope_theta": 1e4}).keys() == {"rope_parameters.rope_theta"}
 
 
 # Hostile configs
@@ -163,7 +121,7 @@ def test_a_language_model_is_compared_with_the_text_part_of_an_older_multimodal_
 
 def test_a_config_with_a_billion_layers_is_compared_without_making_them() -> None:
     deep = {"num_hidden_layers": 10**9, "num_labels": 10**9}
-    assert differences(LLAMA | deep, LLAMA | deep | {"hidden_act": "gelu"}) == ({}, ["hidden_act"])
+    assert differences(LLAMA | deep, LLAMA | deep | {"hidden_act": "gelu"}) == {}
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "x", [], [[1]], {}, {"a": {"b": []}}, float("nan"), True, "\x1b[31m"])
@@ -182,7 +140,7 @@ def test_filling_in_defaults_does_not_use_the_network(monkeypatch: pytest.Monkey
     asked: list[Any] = []
     monkeypatch.setattr("socket.getaddrinfo", lambda *where, **_: asked.append(where))
     one = {"model_type": "dpt", "backbone": "someone/something", "use_timm_backbone": False, "layer_norm_eps": 1e-12}
-    assert differences(one, one | {"layer_norm_eps": 1e-6})[0].keys() == {"layer_norm_eps"}
+    assert differences(one, one | {"layer_norm_eps": 1e-6}).keys() == {"layer_norm_eps"}
     assert not asked
 
 
@@ -223,9 +181,8 @@ def test_all_differences_are_in_one_message_and_each_can_be_allowed(tmp_path: Pa
     message = refusal(tmp_path, recipe, allow_config=["rms_norm_eps"])
     assert "rope_type" in message and "rms_norm_eps" not in message
     for number, rope in enumerate(("rope_parameters.rope_type", "rope_scaling", "rope_parameters", "rope_type")):
-        result = gm.merge(recipe, tmp_path / f"out{number}", allow_config=["rms_norm_eps", rope, "nonsense"])
+        result = gm.merge(recipe, tmp_path / f"out{number}", allow_config=["rms_norm_eps", rope])
         assert any("rms_norm_eps" in note and "rope_type" in note for note in result.notes)
-        assert any("nonsense" in note for note in result.notes)
     assert json.loads((tmp_path / "out0/config.json").read_text())["num_attention_heads"] == 4
 
 

@@ -18,7 +18,7 @@ from gradmerge.checkpoints import Checkpoint, compare
 from gradmerge.checkpoints.compat.tied_weights import tied_to
 from gradmerge.errors import InputError
 from tests.forked import forked
-from tests.making import assert_close, random_state, read_model, run, write_model
+from tests.making import assert_close, random_state, read_model, write_model
 
 from .families import make, randomise
 
@@ -112,12 +112,6 @@ def test_random_masks_keep_tied_weights_equal(tmp_path: Path) -> None:
     gm.merge({"method": "dare", "base": str(folders[0]), "models": [str(folders[1])]}, tmp_path / "out")
     got = read_model(tmp_path / "out")
     assert got["lm_head.weight"].equal(got["model.embed_tokens.weight"])
-
-
-def test_inspect_refuses_a_head_that_the_config_ties_beside_an_untied_one(tmp_path: Path) -> None:
-    folders = [write(tmp_path / kind, "llama", kind, i) for i, kind in enumerate(("untied", "contradictory"))]
-    run("inspect", *folders, status=2)
-    run("inspect", *reversed(folders), status=2)
 
 
 def test_defaults_of_the_class_count_where_a_config_does_not_mention_ties(tmp_path: Path) -> None:

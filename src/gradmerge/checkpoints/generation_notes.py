@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ..io.small_files import readable_json
 from .checkpoint import Checkpoint
 from .compat.config_diff import abbreviate
-from .tokenizer.chat_template import chat_templates, template_note
+from .tokenizer.chat_template import template_note
 
 #: Keys of generation_config.json that do not change what is generated.
 IRRELEVANT = {"transformers_version", "_from_model_config"}
 
 
-def generation_notes(first: Checkpoint, other: Checkpoint, resolved_keys: Sequence[str] = ()) -> Iterator[str]:
-    """Yield a note for each difference, unless the recipe resolves it. The result gets the files of ``first``."""
+def generation_notes(first: Checkpoint, other: Checkpoint) -> Iterator[str]:
+    """Yield a note for each difference."""
     if first.folder is None or other.folder is None or first.folder == other.folder:
         return
-    templates, other_templates = chat_templates(first.folder), chat_templates(other.folder)
-    note = template_note(other.label, other_templates, first.label, templates)
-    if "chat_template" not in resolved_keys and note is not None:
+    if (note := template_note(first, other)) is not None:
         yield note
     defaults = readable_json(first.folder / "generation_config.json")
     other_defaults = readable_json(other.folder / "generation_config.json")

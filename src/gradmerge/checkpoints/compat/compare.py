@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,12 @@ from ...errors import InputError
 from ...io.reader import TensorInfo
 from ...notes import Kind, Note
 from ...text import counted, listed, nearest, some
-from ..checkpoint import Checkpoint, is_same, unwrap_chain
+from ..checkpoint import Buffers, Checkpoint, is_same, unwrap_chain
 from ..generation_notes import generation_notes
 from ..quantization import detect_quantization
 from ..tokenizer.embedding_rows import VOCABULARY, unwrap
 from ..tokenizer.vocabulary import MATCH, token_difference
 from .config_diff import abbreviate, allows, differences, labels
-from .lineage import lineage, lineage_note
 from .rename import rename_hint
 from .tied_weights import KEY as TYING, equal, in_layer, same_values, tied_to, tying_differences
 
@@ -30,6 +30,9 @@ BUFFERS = re.compile(
     r".*\.(attn|attention)\.masked_bias"
 )
 MASKS = (".attn.bias", ".attention.bias")
+#: Fine-tuning moves weight matrices by a few hundredths of their norm, long training on other data by a few tenths.
+#: Unrelated matrices are about √2 apart.
+UNRELATED_DISTANCE = 0.7
 
 
 @dataclass
@@ -66,9 +69,9 @@ def compare(
     *,
     allow_config: Sequence[str] = (),
     first_is_base: bool = True,
-    resolved_keys: Sequence[str] = (),
+    one_tokenizer: bool = False,
 ) -> Comparison:
-    """Compare every checkpoint with the first: names, shapes, types, vocabulary, ties, buffers, configs and lineage.
+    """Compare every checkpoint with the first: names, shapes, types, vocabulary, ties, buffers, configs and distance.
 
     Args:
         first: The base, or the first model if there is no base.
@@ -77,7 +80,7 @@ def compare(
         exclude: Patterns of tensors to copy from ``first``.
         allow_config: Config keys that may differ. The differences become notes.
         first_is_base: Whether the other models should be fine-tuned from ``first``.
-        resolved_keys: Keys of the recipe, `tokenizer` or `chat_template`, that resolve differences of that kind.
+        one_tokenizer: The vocabulary rows are matched already, so that the tokenizers are not compared.
     """
     allow_config = [allow_config] if isinstance(allow_config, str) else allow_config
     result = Comparison()
@@ -98,27 +101,23 @@ def compare(
     quantized = {id(c): found.problem(c.label) for c in (first, *others) if (found := detect_quantization(c, chosen))}
     result.problems += quantized.values()
     unsupported = [n for n in selected if first.tensors[n].dtype.startswith(("F8", "C64"))]
-    if unsupported and id(first) not in quantized:
+    if id(first) not in quantized:
         lines = [f"{name}: {first.tensors[name]}" for name in unsupported]
         advice = "Exclude these tensors, or convert the model."
         result.refuse(lines, f"{first.label}: only float64, float32, float16 and bfloat16 can be merged", advice)
 
-    needed_keys: set[str] = set()
     for other in others:
         aliases: dict[str, str] = {}
         if not quantized.keys() & {id(first), id(other)}:
             aliases = _compare_tensors(first, other, result, chosen)
             _compare_integers(first, other, result, set(selected) - set(unsupported))
-            _note_lineage(first, other, result, aliases, first_is_base)
+            _note_unrelated(first, other, result, aliases, first_is_base)
         result.aliases.append(aliases)
-        needed_keys |= _compare_configs(first, other, result, chosen, allow_config)
-        if "tokenizer" not in resolved_keys:
+        _compare_configs(first, other, result, chosen, allow_config)
+        if not one_tokenizer:
             _note_tokens(first, other, result)
-        result.notes += generation_notes(first, other, resolved_keys)
+        result.notes += generation_notes(first, other)
 
-    result.notes += [
-        f"allow_config: the configs do not differ in {key}" for key in allow_config if key not in needed_keys
-    ]
     averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]
     if averaged:
         result.notes.append(
@@ -136,9 +135,8 @@ def _compare_tensors(
     """Compare names, shapes and types. Return tensor → the stored tensor that it is tied to in ``other``."""
     aliases: dict[str, str] = {}
     missing: list[str] = []
-    shapes: list[str] = []
+    different: list[str] = []
     vocabulary: list[str] = []
-    types: list[str] = []
     for name in result.merged:
         if name in other.absent:
             continue
@@ -152,22 +150,30 @@ def _compare_tensors(
         if theirs.shape != ours.shape:
             is_vocabulary = VOCABULARY.fullmatch(name) and theirs.shape[1:] == ours.shape[1:]
             line = f"{name}: {list(ours.shape)} in {first.label}, {list(theirs.shape)} in {other.label}"
-            (vocabulary if is_vocabulary else shapes).append(line)
+            (vocabulary if is_vocabulary else different).append(line)
         elif not theirs.is_float:
-            types.append(f"{name}: {ours} in {first.label}, {theirs} in {other.label}")
+            different.append(f"{name}: {ours} in {first.label}, {theirs} in {other.label}")
+
+    extra: list[str] = []
+    for name, info in other.tensors.items():
+        if name in first.tensors or not chosen(name) or is_buffer(name, info):
+            continue
+        source = tied_to(name, first)
+        if source is not None and source in other.tensors and same_values(other, name, source):
+            result.notes.append(f"{other.label}: {name} is a copy of {source}, which {first.label} stores once")
+        else:
+            extra.append(name)
 
     if vocabulary:
         difference = token_difference(first, other)
         vocabulary += difference.lines if difference else []
     what = f"{other.label}: its vocabulary differs from that of {first.label}; rows of the embeddings are other tokens"
     result.refuse(vocabulary, what, f"{MATCH}, resize one of them, or exclude these tensors.")
-    hint = rename_hint(first, other, missing) if missing else ""
-    result.refuse(missing, f"{other.label}: {counted(missing, 'tensor')} of {first.label} missing", hint)
+    what = f"{other.label}: {counted(missing, 'tensor')} of {first.label} missing"
+    result.refuse(missing, what, rename_hint(first, other, missing))
     advice = "" if missing else "If these are heads that should not be merged, exclude them."
-    extra = _extra_tensors(first, other, result, chosen)
     result.refuse(extra, f"{other.label}: {counted(extra, 'tensor')} that {first.label} does not have", advice)
-    result.refuse(shapes, f"{other.label}: shapes differ from {first.label}")
-    result.refuse(types, f"{other.label}: weights are not floating-point")
+    result.refuse(different, f"{other.label}: shapes or types differ from {first.label}")
     if aliases:
         pairs = ", ".join(f"{name} = {source}" for name, source in aliases.items())
         result.notes.append(f"{other.label}: tied weights are stored once: {pairs}")
@@ -177,22 +183,69 @@ def _compare_tensors(
     return aliases
 
 
-def _extra_tensors(
-    first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool]
-) -> list[str]:
-    """Return tensors that only ``other`` has, except buffers and copies of weights that ``first`` ties."""
-    extra = []
-    for name, info in other.tensors.items():
-        if name in first.tensors or not chosen(name) or is_buffer(name, info):
+def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, names: set[str]) -> None:
+    """Compare integers, which are copied from the first model. Vectors may have other values."""
+    refused: list[str] = []
+    noted: list[str] = []
+    for name in (n for n in result.copied if n in names):
+        ours, theirs = first.tensors[name], other.tensors.get(name)
+        if ours.is_float or is_buffer(name, ours):
             continue
-        source = tied_to(name, first)
-        if source is not None and source in other.tensors and same_values(other, name, source):
-            result.notes.append(
-                f"{other.label}: {name} is a copy of {source}, which {first.label} stores once; left out"
-            )
-        else:
-            extra.append(name)
-    return extra
+        comparable = theirs is not None and not theirs.is_float and theirs.shape == ours.shape
+        if not comparable or not equal((first, name), (other, name), lambda block: block.to(torch.int64)):
+            is_refused = theirs is not None and (not comparable or len(ours.shape) > 1)
+            (refused if is_refused else noted).append(name)
+    result.refuse(
+        refused,
+        f"{other.label}: integer tensors, which cannot be merged, differ from those of {first.label}",
+        f"Convert the model, or exclude these tensors to keep those of {first.label}.",
+    )
+    if noted:
+        result.notes.append(f"{other.label}: integers that differ are taken from {first.label}: {some(noted)}")
+
+
+def _note_unrelated(
+    first: Checkpoint, other: Checkpoint, result: Comparison, aliases: Mapping[str, str], first_is_base: bool
+) -> None:
+    """Add a warning if the weight matrices of two models are too far apart for a common base."""
+    ours, theirs = (list(unwrap_chain(unwrap(checkpoint))) for checkpoint in (first, other))
+    bases = [inner.base for inner in theirs if hasattr(inner, "base")]
+    if any(is_same(base, inner) for base in bases for inner in ours):
+        return  # an adapter on the first model, or on the base of the first model
+    shared = [name for name in result.merged if name in other.tensors and name not in aliases]
+    same_shape = [name for name in shared if other.tensors[name].shape == first.tensors[name].shape]
+    distance, cosine = distance_of(first, other, same_shape)
+    if distance >= UNRELATED_DISTANCE:
+        base = first.label if first_is_base else f"the same base as {first.label}"
+        text = (
+            f"WARNING: {other.label} may not be fine-tuned from {base}: its weight matrices differ from those of "
+            f"{first.label} by {distance:.2f} times their norm, with a cosine of {cosine:.2f}. After fine-tuning these "
+            "are near 0 and 1. Models without a common base do not merge: check that these are the models you mean."
+        )
+        result.notes.append(Note(text, Kind.STRANGERS, distance=distance, cosine=cosine))
+
+
+def distance_of(first: Checkpoint, other: Checkpoint, names: Sequence[str]) -> tuple[float, float]:
+    """Return ‖θ_t − θ_0‖ / ‖θ_0‖ (0 if it is undefined) and the cosine of the matrices among ``names``.
+
+    The sample has at most 64 matrices, and of each 16,384 entries from its middle, which count for the whole matrix.
+    """
+    ours = theirs = product = 0.0
+    buffers = Buffers()
+    infos = first.tensors
+    matrices = [n for n in names if len(infos[n].shape) >= 2 and infos[n].numel and other.tensors[n].is_float]
+    for name in matrices[:: -(-len(matrices) // 64) or 1]:
+        length = min(1 << 14, infos[name].numel)
+        scale, start = infos[name].numel / length, (infos[name].numel - length) // 2
+        a = first.read(name, start, start + length, buffers, "ours").double()
+        b = other.read(name, start, start + length, buffers, "theirs").double()
+        # Sums of products instead of `@`, which would start every thread of the machine for microseconds of work.
+        ours += float((a * a).sum()) * scale
+        theirs += float((b * b).sum()) * scale
+        product += float((a * b).sum()) * scale
+    square, norms = ours + theirs - 2 * product, math.sqrt(ours) * math.sqrt(theirs)
+    distance = math.sqrt(max(0.0, square) / ours) if ours and math.isfinite(square) else 0.0
+    return distance, product / norms if norms else 0.0
 
 
 def _note_tokens(first: Checkpoint, other: Checkpoint, result: Comparison) -> None:
@@ -200,112 +253,57 @@ def _note_tokens(first: Checkpoint, other: Checkpoint, result: Comparison) -> No
     difference = token_difference(first, other)
     if difference is None:
         return
+    lines = "; ".join(difference.lines)
     shapes = [first.tensors[name].shape for name in result.merged if not in_layer(name)]
     if difference.moved and any(len(shape) > 1 and shape[0] >= min(difference.sizes) for shape in shapes):
         text = (
             f"WARNING: {other.label}: its tokenizer maps tokens to other rows than that of {first.label}, so the merge "
-            f"mixes embeddings of different tokens: {'; '.join(difference.lines)}. {MATCH}"
+            f"mixes embeddings of different tokens: {lines}. {MATCH}"
         )
         result.notes.append(Note(text, Kind.TOKENS, moved=len(difference.moved)))
     else:
         text = f"{other.label}: its tokenizer differs from that of {first.label}, which the result gets"
-        result.notes.append(f"{text}: {'; '.join(difference.lines)}. {MATCH}")
-
-
-def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, names: set[str]) -> None:
-    """Compare integers, which are copied from the first model. Only small ones may differ."""
-    refused: list[str] = []
-    noted: list[str] = []
-    for name in (n for n in result.copied if n in names):
-        ours, theirs = first.tensors[name], other.tensors.get(name)
-        if ours.is_float or is_buffer(name, ours):
-            continue
-        if theirs is None:
-            noted.append(f"{name} (which it does not have)")
-        elif theirs.is_float or theirs.shape != ours.shape:
-            refused.append(f"{name}: {ours} in {first.label}, {theirs} in {other.label}")
-        elif equal((first, name), (other, name), lambda block: block.to(torch.int64)):
-            continue
-        elif len(ours.shape) > 1:
-            refused.append(f"{name}: {ours}, with other values")
-        else:
-            noted.append(name)
-    what = f"{other.label}: integer tensors, which cannot be merged, differ from those of {first.label}"
-    advice = f"Convert the model, or exclude these tensors to keep those of {first.label}."
-    result.refuse(refused, what, advice)
-    if noted:
-        result.notes.append(f"{other.label}: integers that differ are taken from {first.label}: {some(noted)}")
+        result.notes.append(f"{text}: {lines}. {MATCH}")
 
 
 def _compare_configs(
     first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool], allowed: Sequence[str]
-) -> set[str]:
-    """Refuse configs that compute something else from the same weights. Return the ``allowed`` keys that it needs."""
+) -> None:
+    """Refuse configs that compute something else from the same weights, except for the ``allowed`` keys."""
     try:
-        found, unknown = differences(first.config, other.config)
         lines = [
             (key, f"{key}: {abbreviate(ours)} in {first.label}, {abbreviate(theirs)} in {other.label}")
-            for key, (ours, theirs) in found.items()
+            for key, (ours, theirs) in differences(first.config, other.config).items()
         ]
     except RecursionError:
         raise InputError(f"{other.label}: its config.json, or that of {first.label}, is nested too deeply") from None
     tying, notes = tying_differences(unwrap(first), unwrap(other), chosen)
     lines += [(TYING, line) for line in tying]
-    moved, label_notes = _compare_labels(first, other, result.merged)
-    lines += [("id2label", line) for line in moved]
-    result.notes += notes + label_notes
+    result.notes += notes
 
-    needed = {key: by for key, _ in lines if (by := allows(allowed, key))}
+    # Labels matter only if a head of that size is merged.
+    ours, theirs = labels(first.config), labels(other.config)
+    heads = [n for n in result.merged if "embed" not in n and first.tensors[n].shape[:1] == (len(ours),)]
+    if ours and theirs and ours != theirs and heads:
+        moved = [f"{n!r} is {ours[n]} and {theirs[n]}" for n in ours if n in theirs and ours[n] != theirs[n]]
+        if moved:
+            line = f"id2label: classes in another order in {first.label} and {other.label}: {some(moved)}"
+            lines.append(("id2label", line))
+        else:
+            result.notes.append(
+                f"{other.label}: its classes have other names (id2label) than those of {first.label}, which the result "
+                f"gets; exclude {heads[0]} if they are other classes"
+            )
+
     result.refuse(
-        [line for key, line in lines if key not in needed],
+        [line for key, line in lines if not allows(allowed, key)],
         f"{other.label}: with its config the same weights compute something else than with that of {first.label}",
         "Use models that agree. If a difference is intended, list its key in allow_config (--allow-config KEY).",
         limit=20,
     )
-    if needed:
-        allowed_lines = "; ".join(line for key, line in lines if key in needed)
+    accepted = [line for key, line in lines if allows(allowed, key)]
+    if accepted:
         result.notes.append(
             f"{other.label}: allow_config accepts that its config differs; the result gets that of {first.label}. "
-            + allowed_lines
+            + "; ".join(accepted)
         )
-    if unknown:
-        result.notes.append(
-            f"{other.label}: its config or that of {first.label} leaves out {some(unknown)}, and the default is unknown"
-        )
-    ours, theirs = (checkpoint.config.get("problem_type") for checkpoint in (first, other))
-    if ours and theirs and ours != theirs:
-        result.notes.append(
-            f"{other.label}: its problem_type is {abbreviate(theirs)}, that of {first.label} {abbreviate(ours)}"
-        )
-    return set(needed.values())
-
-
-def _compare_labels(first: Checkpoint, other: Checkpoint, merged: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return lines about classes whose index differs, and a note if only their names differ.
-
-    Labels matter only if a head of that size is merged.
-    """
-    ours, theirs = labels(first.config), labels(other.config)
-    heads = [n for n in merged if "embed" not in n and first.tensors[n].shape[:1] == (len(ours),)]
-    if not ours or not theirs or ours == theirs or not heads:
-        return [], []
-    moved = [f"{n!r} is {ours[n]} and {theirs[n]}" for n in ours if n in theirs and ours[n] != theirs[n]]
-    if moved:
-        return [f"id2label: classes in another order in {first.label} and {other.label}: {some(moved)}"], []
-    return [], [
-        f"{other.label}: its classes have other names (id2label) than those of {first.label}, which the result gets; "
-        f"exclude {heads[0]} if they are other classes"
-    ]
-
-
-def _note_lineage(
-    first: Checkpoint, other: Checkpoint, result: Comparison, aliases: Mapping[str, str], first_is_base: bool
-) -> None:
-    ours, theirs = (list(unwrap_chain(unwrap(checkpoint))) for checkpoint in (first, other))
-    bases = [inner.base for inner in theirs if hasattr(inner, "base")]
-    if any(is_same(base, inner) for base in bases for inner in ours):
-        return  # an adapter on the first model, or on the base of the first model
-    stored = {name: other.tensors.get(name) for name in result.merged if name not in aliases}
-    shared = [n for n, info in stored.items() if info and info.is_float and info.shape == first.tensors[n].shape]
-    text = lineage_note(first, other, lineage(first, other, shared), first_is_base)
-    result.notes += [text] if text else []

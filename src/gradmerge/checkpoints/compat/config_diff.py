@@ -58,7 +58,6 @@ NO_MODEL = {"quantization_config", "compression_config", "generation_config"}
 NESTED = {"encoder", "decoder", "question_encoder", "generator", "model_args"}
 DEPTH = 8
 MOST_LAYERS = 10_000
-MISSING = object()
 
 
 def parts(config: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -70,52 +69,34 @@ def parts(config: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator
             yield from parts(value, f"{path}{key}.", depth + 1)
 
 
-def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
-    """Return key → both values where two configs differ, and the keys that one lacks and that have no known default.
+def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return key → both values where two configs differ in a key that both have after defaults are filled in.
 
     Keys are paths such as `text_config.num_attention_heads`. Defaults come from the config classes of transformers,
     which are imported only if the configs differ as they are.
     """
     if not first or not other or _values(first) == _values(other):
-        return {}, []
-    first, other, is_tower = _counterparts(first, other)
-    complete = [full for config in (first, other) if (full := completed(config)) is not None]
-    has_classes = len(complete) == 2
-    ours, theirs = map(_values, complete if has_classes else (first, other))
-    keys = ours.keys() | theirs.keys()
-    if not has_classes:
-        keys = {key for key in keys if WITHOUT_CLASS.search(key)}
-    elif first.get("model_type") != other.get("model_type"):
-        keys = ours.keys() & theirs.keys() - ({"model_type"} if is_tower else set())
-    pairs = {key: (ours.get(key, MISSING), theirs.get(key, MISSING)) for key in sorted(keys)}
-    pairs = {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and not all(map(_is_off, pair))}
-    certain = {key: pair for key, pair in pairs.items() if MISSING not in pair}
-    # A key that one of two complete configs lacks is not a key of the class.
-    return certain, [] if has_classes else [key for key in pairs if key not in certain]
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or value is False or value is MISSING
-
-
-def _counterparts(
-    first: Mapping[str, Any], other: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
-    """Return the configs of what two models have in common, and whether one is a part of a model for text and images.
-
-    A part of a diffusers pipeline (`unet_config` alone) counts as that part, and a language model as `text_config`.
-    """
-    if all(key.endswith("_config") for key in other):
-        return {key: first.get(key, {}) for key in other}, other, False
+        return {}
+    if all(key.endswith("_config") for key in other):  # a part of a diffusers pipeline, such as `unet_config`
+        first = {key: first.get(key, {}) for key in other}
     pair = [first, other]
     multimodal = [any(isinstance(c.get(f"{k}_config"), dict) for k in ("text", "vision", "audio")) for c in pair]
-    if multimodal[0] != multimodal[1]:
+    text: object = None
+    if multimodal[0] != multimodal[1]:  # a language model is compared with the one inside of the other model
         index = multimodal.index(True)
         text = (completed(pair[index]) or pair[index]).get("text_config")
-        if isinstance(text, dict):
-            pair[index] = text
-            return pair[0], pair[1], True
-    return first, other, False
+        pair[index] = text if isinstance(text, dict) else pair[index]
+    complete = [full for config in pair if (full := completed(config)) is not None]
+    has_classes = len(complete) == 2
+    ours, theirs = map(_values, complete if has_classes else pair)
+    return {
+        key: (ours[key], theirs[key])
+        for key in sorted(ours.keys() & theirs.keys())
+        if ours[key] != theirs[key]
+        and not (ours[key] in (None, False) and theirs[key] in (None, False))
+        and (has_classes or WITHOUT_CLASS.search(key))
+        and not (isinstance(text, dict) and key == "model_type")
+    }
 
 
 def _values(config: Mapping[str, Any], path: str = "", depth: int = 0) -> dict[str, Any]:
@@ -123,7 +104,7 @@ def _values(config: Mapping[str, Any], path: str = "", depth: int = 0) -> dict[s
     found: dict[str, Any] = {}
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if isinstance(rope, dict) and str(rope.get("rope_type", rope.get("type"))) in ROPE_BY_LENGTH:
-        found[f"{path}max_position_embeddings"] = config.get("max_position_embeddings", MISSING)
+        found[f"{path}max_position_embeddings"] = config.get("max_position_embeddings")
     if modes := poolings(config):
         config = {key: value for key, value in config.items() if key not in POOLINGS} | {"pooling_mode": modes}
     for key, value in config.items():
@@ -189,17 +170,16 @@ def _safe_to_complete(config: Mapping[str, Any], depth: int = 0) -> dict[str, An
     }
 
 
-def allows(allowed: Sequence[str], key: str) -> str | None:
-    """Return which of the ``allowed`` keys covers a difference: the key, or the beginning or end of its path.
+def allows(allowed: Sequence[str], key: str) -> bool:
+    """Return whether ``allowed`` has a key, or the beginning or end of its path.
 
     `rope_scaling` and `rope_parameters` cover everything about rope.
     """
     pieces = key.split(".")
-    names = {".".join(pieces[:end]) for end in range(1, len(pieces) + 1)}
-    names |= {".".join(pieces[start:]) for start in range(len(pieces))}
+    names = {".".join(some) for i in range(len(pieces)) for some in (pieces[: i + 1], pieces[i:])}
     if re.search("rope|rotary|max_position", key):
         names |= {"rope_scaling", "rope_parameters", f"rope_scaling.{pieces[-1]}"}
-    return next((name for name in allowed if name in names), None)
+    return not names.isdisjoint(allowed)
 
 
 def labels(config: Mapping[str, Any]) -> dict[str, str]:

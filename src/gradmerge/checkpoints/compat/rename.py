@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ...errors import InputError
@@ -24,9 +25,8 @@ class RenamedCheckpoint(View):
         self._rename = dict(rename)
         for prefix in rename:
             if not any(name.startswith(prefix) for name in inner.tensors):
-                prefixes = {beginning for name in inner.tensors for beginning, _ in _splits(name)}
                 raise InputError(
-                    f"{where}: no tensor of {inner.label} begins with {prefix!r}{nearest(prefix, prefixes)}"
+                    f"{where}: no tensor of {inner.label} begins with {prefix!r}{nearest(prefix, inner.tensors)}"
                 )
         counts = Counter(renamed(name, rename) for name in inner.tensors)
         twice = [name for name, number in counts.items() if number > 1]
@@ -44,29 +44,22 @@ class RenamedCheckpoint(View):
 def rename_hint(first: Checkpoint, other: Checkpoint, missing: Sequence[str]) -> str:
     """Return advice if the names differ only by a prefix, such as those of a language model and of a VLM's part."""
     unknown = [name for name in other.tensors if name not in first.tensors]
-    by_ending: dict[str, list[str]] = defaultdict(list)
-    for name in unknown:
-        for _, ending in [("", name), *_splits(name)]:
-            by_ending[ending].append(name)
-    votes: Counter[tuple[str, str]] = Counter()
-    for name in missing:
-        ending = next((ending for _, ending in [("", name), *_splits(name)] if ending in by_ending), "")
-        candidates = [c for c in by_ending.get(ending, []) if other.tensors[c].shape == first.tensors[name].shape]
-        if len(candidates) == 1:
-            votes[candidates[0].removesuffix(ending), name.removesuffix(ending)] += 1
-    if not votes:
+    if not missing or not unknown:
         return ""
-    (theirs, ours), number = votes.most_common(1)[0]
-    if number <= min(len(missing), len(unknown)) // 2:
+    fewer, more = sorted((missing, unknown), key=len)
+    ending = max((_common_ending(fewer[0], name) for name in more), key=len)
+    theirs, ours = (next(n for n in names if n.endswith(ending)).removesuffix(ending) for names in (unknown, missing))
+    new_names = {renamed(name, {theirs: ours}) for name in other.tensors}
+    if 2 * len(new_names.intersection(missing)) <= len(fewer):
         return ""
-    rename = {theirs: ours}
-    hint = f"The names differ by a prefix. Write in the recipe, under this model:\n    rename: {json.dumps(rename)}"
-    new_names = {renamed(name, rename) for name in other.tensors}
-    if ours and any(name not in new_names for name in missing):
+    rename = json.dumps({theirs: ours})
+    hint = f"The names differ by a prefix. Write in the recipe, under this model:\n    rename: {rename}"
+    if ours and not new_names.issuperset(missing):
         hint += f"\n  and, to merge only that part, at the top level:\n    include: {json.dumps([f'{ours}*'])}"
     return hint
 
 
-def _splits(name: str) -> list[tuple[str, str]]:
-    """Return every way to split a name after a dot or a slash, the shortest beginning first."""
-    return [(name[: i + 1], name[i + 1 :]) for i, letter in enumerate(name) if letter in "./"]
+def _common_ending(one: str, two: str) -> str:
+    """Return the longest ending that two names share, from a dot or slash on."""
+    endings = [one, *(one[separator.end() :] for separator in re.finditer("[./]", one))]
+    return next((end for end in endings if two == end or two.endswith((f".{end}", f"/{end}"))), "")

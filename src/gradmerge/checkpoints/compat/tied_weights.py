@@ -36,6 +36,34 @@ KEY = "tie_word_embeddings"
 STACKS = ("encoder.", "decoder.", "model.encoder.", "model.decoder.")
 
 
+def in_layer(name: str) -> bool:
+    """Return whether a tensor belongs to a numbered layer. Tied weights are outside of the layers."""
+    return re.search(r"\.\d+\.", name) is not None
+
+
+def is_head(name: str) -> bool:
+    return name.endswith(".weight") and not name.startswith(STACKS)
+
+
+def says_untied(checkpoint: Checkpoint) -> bool:
+    return _config_flag(checkpoint) is False
+
+
+def has_head(checkpoint: Checkpoint) -> bool:
+    """Return whether the class in the config predicts tokens; True if the config names no class."""
+    architectures = checkpoint.config.get("architectures")
+    if not isinstance(architectures, list):
+        return True
+    return any(re.search("LM|Generation|PreTraining", str(name)) for name in architectures)
+
+
+def _config_flag(checkpoint: Checkpoint) -> bool | None:
+    """Return what the config says about tied embeddings, or None if it says nothing."""
+    text = checkpoint.config.get("text_config")
+    flag = checkpoint.config.get(KEY, text.get(KEY) if isinstance(text, dict) else None)
+    return flag if isinstance(flag, bool) else None
+
+
 def ties_of_class(checkpoint: Checkpoint) -> dict[str, str]:
     """Return tensor → the tensor it is tied to, as the model's transformers class declares.
 
@@ -79,33 +107,13 @@ def tied_to(name: str, checkpoint: Checkpoint) -> str | None:
 
 def tied_copies(checkpoint: Checkpoint) -> dict[str, str]:
     """Return tensor → the tensor it is tied to, for tied weights that the checkpoint stores twice."""
-    copies = {}
-    for name, source in _tied_pairs(checkpoint, checkpoint):
-        is_tied = _flag(name, checkpoint) is not False and name in checkpoint.tensors
-        if is_tied and same_values(checkpoint, name, source):
-            copies[name] = source
-    return copies
-
-
-def in_layer(name: str) -> bool:
-    """Return whether a tensor belongs to a numbered layer. Tied weights are outside of the layers."""
-    return re.search(r"\.\d+\.", name) is not None
-
-
-def is_head(name: str) -> bool:
-    return name.endswith(".weight") and not name.startswith(STACKS)
-
-
-def says_untied(checkpoint: Checkpoint) -> bool:
-    return _config_flag(checkpoint) is False
-
-
-def has_head(checkpoint: Checkpoint) -> bool:
-    """Return whether the class in the config predicts tokens; True if the config names no class."""
-    architectures = checkpoint.config.get("architectures")
-    if not isinstance(architectures, list):
-        return True
-    return any(re.search("LM|Generation|PreTraining", str(name)) for name in architectures)
+    return {
+        name: source
+        for name, source in _tied_pairs(checkpoint, checkpoint)
+        if name in checkpoint.tensors
+        and (name.startswith(STACKS) or not says_untied(checkpoint))
+        and same_values(checkpoint, name, source)
+    }
 
 
 def tying_differences(
@@ -119,78 +127,56 @@ def tying_differences(
     """
     problems: list[str] = []
     notes: list[str] = []
-    if not first.config or not other.config:
-        return problems, notes
-    for name, source in _tied_pairs(first, other):
+    pair = (first, other)
+    for name, source in _tied_pairs(first, other) if first.config and other.config else ():
+        stored = [name in checkpoint.tensors for checkpoint in pair]
         if not chosen(name) or name in first.absent | other.absent:
             continue
-        pair = (first, other)
-        stored = [name in checkpoint.tensors for checkpoint in pair]
-        if stored == [True, True]:
-            flags = [_flag(name, checkpoint) for checkpoint in pair]
-            if flags == [False, False]:
-                continue
-            equal = [same_values(checkpoint, name, source) for checkpoint in pair]
-            if all(equal):
-                continue
-            if None in flags or flags[0] != flags[1]:
-                flags = [_flag_with_default(name, checkpoint) for checkpoint in pair]
-            contradictory = [flag and not same for flag, same in zip(flags, equal, strict=True)]
-            if all(contradictory):
-                if is_head(name) and not says_untied(first):
-                    notes.append(f"{other.label} and {_contradiction(first, name, source)}")
-            elif any(contradictory):
-                problems.append(_contradiction(pair[contradictory.index(True)], name, source))
-            elif any(flags):
-                problems.append(_only_one_ties(pair[equal.index(True)], pair[equal.index(False)], name, source))
-        elif stored == [True, False] and tied_to(name, other) and not same_values(first, name, source):
-            problems.append(_only_one_ties(other, first, name, source))
-        elif stored == [False, False] and is_head(name) and says_untied(first) != says_untied(other):
+        if stored == [False, False] and is_head(name) and says_untied(first) != says_untied(other):
             untied = first if says_untied(first) else other
             if untied.config.get("architectures") and has_head(untied):
                 problems.append(f"{KEY}: false in {untied.label}, which stores no {name}")
+        if not stored[0] or not (stored[1] or tied_to(name, other)):
+            continue  # compared as a missing or an additional tensor
+        if not name.startswith(STACKS) and says_untied(first) and says_untied(other):
+            continue
+        is_copy = [name not in checkpoint.tensors or same_values(checkpoint, name, source) for checkpoint in pair]
+        if all(is_copy):
+            continue
+        is_tied = [name not in checkpoint.tensors or _class_ties(name, checkpoint) for checkpoint in pair]
+        contradictory = [tied and not copy for tied, copy in zip(is_tied, is_copy, strict=True)]
+        if all(contradictory):
+            notes.append(f"{other.label} and {_contradiction(first, name, source)}")
+        elif any(contradictory):
+            problems.append(_contradiction(pair[contradictory.index(True)], name, source))
+        elif any(is_tied):
+            tied, untied = pair[is_tied.index(True)], pair[is_tied.index(False)]
+            problems.append(
+                f"{KEY}: {name} is tied to {source} in {tied.label}, and a separate tensor in {untied.label}"
+            )
     return problems, notes
 
 
 def _tied_pairs(first: Checkpoint, other: Checkpoint) -> list[tuple[str, str]]:
     """Return (tensor, the tensor it can be tied to) for every pair whose second tensor both models store."""
-
-    def stored(source: str) -> bool:
-        return source in first.tensors and source in other.tensors
-
-    pairs = [(name, source) for name, sources in TIED.items() for source in sources if stored(source)]
-    known = {n for pair in pairs if pair[0] in first.tensors.keys() | other.tensors.keys() for n in pair}
-    unknown = {
-        name: info.shape
-        for name, info in first.tensors.items()
-        if len(info.shape) > 1 and not in_layer(name) and name not in known
-    }
+    shared = first.tensors.keys() & other.tensors.keys()
+    pairs = [(name, source) for name, sources in TIED.items() for source in sources if source in shared]
+    named = {n for pair in pairs if pair[0] in first.tensors.keys() | other.tensors.keys() for n in pair}
     vocabularies = [section.get("vocab_size") for _, section in parts(first.config)]
-    as_long = [shape for shape in unknown.values() if shape[0] in vocabularies]
+    unknown = [n for n, info in first.tensors.items() if len(info.shape) > 1 and not in_layer(n) and n not in named]
+    as_long = [name for name in unknown if first.tensors[name].shape[0] in vocabularies]
     # Import the class only for models that may have a head that the table does not know.
-    if any(name not in other.tensors for name in unknown) or len(set(as_long)) < len(as_long):
-        ties = ties_of_class(other) | ties_of_class(first)
-        pairs += [(name, source) for name, source in ties.items() if stored(source) and (name, source) not in pairs]
+    if len(as_long) > 1 or any(name not in other.tensors for name in unknown):
+        declared = ties_of_class(other) | ties_of_class(first)
+        pairs += [pair for pair in declared.items() if pair[1] in shared and pair not in pairs]
     return pairs
 
 
-def _config_flag(checkpoint: Checkpoint) -> bool | None:
-    """Return what the config says about tied embeddings, or None if it says nothing."""
-    text = checkpoint.config.get("text_config")
-    flag = checkpoint.config.get(KEY, text.get(KEY) if isinstance(text, dict) else None)
-    return flag if isinstance(flag, bool) else None
-
-
-def _flag(name: str, checkpoint: Checkpoint) -> bool | None:
-    return True if name.startswith(STACKS) else _config_flag(checkpoint)
-
-
-def _flag_with_default(name: str, checkpoint: Checkpoint) -> bool:
+def _class_ties(name: str, checkpoint: Checkpoint) -> bool:
     """Return whether the model's class ties a tensor. Some classes, such as T5's, ignore what the config says."""
     if name.startswith(STACKS):
         return True
-    full = completed(checkpoint.config) or {}
-    flag = full.get(KEY)
+    flag = (completed(checkpoint.config) or {}).get(KEY)
     return flag if isinstance(flag, bool) else _config_flag(checkpoint) is True
 
 
@@ -200,10 +186,6 @@ def _contradiction(checkpoint: Checkpoint, name: str, source: str) -> str:
         f"the two. transformers 4 ignores the stored {name}, transformers 5 uses it. If it was trained, set {KEY} to "
         "false in config.json; otherwise remove it from the file"
     )
-
-
-def _only_one_ties(tied: Checkpoint, untied: Checkpoint, name: str, source: str) -> str:
-    return f"{KEY}: {name} is tied to {source} in {tied.label}, and a separate tensor in {untied.label}"
 
 
 def same_values(checkpoint: Checkpoint, one: str, two: str) -> bool:

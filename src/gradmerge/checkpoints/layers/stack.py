@@ -1,101 +1,199 @@
-"""Stack layers of several models: a checkpoint that reads each layer from its model."""
+"""Layers of several models, one after the other: find layers, read each from its model, and write the config."""
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+import re
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from ...errors import InputError
 from ...notes import Kind, Note
+from ...text import some
 from ..checkpoint import Buffers, Checkpoint, View
 from ..compat.compare import Comparison, compare, is_buffer
+from ..compat.config_diff import completed, parts
 from ..compat.tied_weights import same_values, tied_to
-from .config import config_of_layers, layer_stack, per_layer
+from .names import TOWER, is_before_layers, layer_of, layer_stacks
 
-Signature = Mapping[str, tuple[int, ...]]
-"""The tensors of a layer: name after the layer's number → shape."""
+#: Config keys with the number of layers.
+COUNTS = {"num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers"}
+COUNTS |= {"encoder_layers", "depth"}
+#: Names of lists with one entry per layer, if they have that length.
+PER_LAYER = re.compile(
+    "layer|block|attn|attention|window|head|pattern|multiplier|intermediate|ffn|spars|rope|expert|kv"
+)
+#: Lists of layer numbers.
+NUMBERS = {"mlp_only_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices"}
+
+Layer = tuple[Checkpoint, int]
+"""A model, and the number of one of its layers."""
+_STACKS: weakref.WeakKeyDictionary[Checkpoint, LayerStack] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class LayerRange:
-    """Layers ``first`` to ``stop`` (exclusive) of a model; ``where`` is their key in the recipe."""
+class LayerStack:
+    """The layers of a model, and its tensors outside of them."""
 
-    checkpoint: Checkpoint
-    first: int
-    stop: int
-    where: str
+    prefix: str
+    layers: list[list[str]]
+    """For each layer the names of its tensors, without the prefix and the number."""
+    before: list[str]
+    """Tensors before the first layer, such as embeddings."""
+    after: list[str]
+    """Tensors after the last layer, such as heads."""
 
-    def __post_init__(self) -> None:
-        count = len(layer_stack(self.checkpoint).layers)
-        if not 0 <= self.first < self.stop <= count:
+
+def layer_stack(checkpoint: Checkpoint) -> LayerStack:
+    """Return the layers of a model, or raise an error if it has none or several stacks that could be meant."""
+    if checkpoint not in _STACKS:
+        prefix, count = _find_stack(checkpoint)
+        stack = LayerStack(prefix, [[] for _ in range(count)], [], [])
+        for name in checkpoint.tensors:
+            number = layer_of(name, [prefix])
+            if number is not None:
+                stack.layers[number].append(name.removeprefix(f"{prefix}{number}."))
+            else:
+                (stack.before if is_before_layers(name, prefix) else stack.after).append(name)
+        _STACKS[checkpoint] = stack
+    return _STACKS[checkpoint]
+
+
+def _find_stack(checkpoint: Checkpoint) -> tuple[str, int]:
+    """Return the prefix and the number of layers, which must be a number of layers in the config, if it has one."""
+    stacks = layer_stacks(checkpoint.tensors)
+    counts = {
+        path + key: section[key]
+        for path, section in _sections(checkpoint.config)
+        for key in section
+        if key in COUNTS and isinstance(section[key], int)
+    }
+    fitting = {prefix: number for prefix, number in stacks.items() if not counts or number in counts.values()}
+    outside_towers = {prefix: number for prefix, number in fitting.items() if not TOWER.search(prefix)}
+    if len(fitting) == 1 or len(outside_towers) == 1:
+        return next(iter((outside_towers or fitting).items()))
+    listed = some([f"{prefix}* ({number})" for prefix, number in stacks.items()]) or "no numbered layers"
+    expected = some([f"{key}: {number}" for key, number in counts.items()]) or "no number of layers"
+    raise InputError(
+        f"{checkpoint.label}: `slices` needs a model with one stack of layers. The file has {listed}; its config has "
+        f"{expected}"
+    )
+
+
+def _sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (path, section) for the parts of a config that describe the language model, or the only model."""
+    return ((path, section) for path, section in parts(config) if not TOWER.search(path))
+
+
+def per_layer(config: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
+    """Return key → its value for each layer, with the defaults of the model's class filled in."""
+    return _lists(completed(config) or {}, count) | _lists(config, count)
+
+
+def _lists(config: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
+    lists: dict[str, list[Any]] = {}
+    for path, section in _sections(config):
+        for key, value in section.items():
+            if isinstance(value, list) and key in NUMBERS:
+                lists[path + key] = [number in value for number in range(count)]
+            elif isinstance(value, list) and len(value) == count and PER_LAYER.search(key) and "token" not in key:
+                lists[path + key] = value
+    return lists
+
+
+def config_of_layers(front: Checkpoint, layers: Sequence[Layer]) -> dict[str, Any]:
+    """Return the config of a model with these layers, and otherwise the config of ``front``."""
+    if not front.config:
+        return {}
+    models = dict.fromkeys(model for model, _ in layers)
+    lists = {model: per_layer(model.config, len(layer_stack(model).layers)) for model in models}
+    values: dict[str, list[Any]] = {}
+    for path in dict.fromkeys(path for model in models for path in lists[model]):
+        without = [model.label for model in models if path not in lists[model]]
+        if without:
+            raise InputError(f"{without[0]}: its config has no {path}, which describes each layer in the other models")
+        values[path] = [lists[model][path][number] for model, number in layers]
+
+    config, count = copy.deepcopy(front.config), len(layer_stack(front).layers)
+    sections = {path: section for path, section in _sections(config) if isinstance(section, dict)}
+    for section in sections.values():
+        for key in COUNTS & section.keys():
+            section[key] = len(layers) if section[key] == count else section[key]
+    # Lists of the config change. Others are written unless they follow from the defaults of the class.
+    _write_lists(sections, {path: values[path] for path in _lists(front.config, count) if path in values})
+    defaults = _lists(completed(config) or {}, len(layers))
+    _write_lists(sections, {path: value for path, value in values.items() if defaults.get(path) != value})
+    if completed(front.config) is not None:
+        found = _lists(completed(config) or {}, len(layers))
+        lost = [path for path, value in values.items() if found.get(path) != value]
+        if lost:
             raise InputError(
-                f"{self.where}: layers [{self.first}, {self.stop}] do not exist in {self.checkpoint.label}, which has "
-                f"{count}. Give the first, counted from 0, and one past the last (at most {count})"
+                f"{front.label}: {lost[0]} of its layers follows from more of its config than `slices` can change"
             )
+    return config
+
+
+def _write_lists(sections: Mapping[str, dict[str, Any]], lists: Mapping[str, list[Any]]) -> None:
+    for path, value in lists.items():
+        section, dot, key = path.rpartition(".")
+        numbers = [number for number, is_listed in enumerate(value) if is_listed]
+        if section + dot in sections:
+            sections[section + dot][key] = numbers if key in NUMBERS else value
 
 
 class StackedCheckpoint(View):
-    """The layers of several ranges one after the other, with new numbers.
+    """Layers of several models one after the other, with new numbers.
 
-    Embeddings and other tensors before the layers come from the model of the first range, heads and other tensors after
+    Embeddings and other tensors before the layers come from the model of the first layer, heads and other tensors after
     the layers from that of the last. Config, tokenizer and folder are those of ``front``.
 
     Args:
-        ranges: The layers.
+        layers: The model and layer for each layer of the result.
         front: The model that gives config and tokenizer.
-        left_out: Numbers of ranges whose tensors are merged without this model.
+        left_out: Layers of the result that are merged without this model.
     """
 
-    kind = "stacked layers"
-
-    def __init__(self, ranges: Sequence[LayerRange], front: Checkpoint, left_out: Container[int] = ()) -> None:
+    def __init__(self, layers: Sequence[Layer], front: Checkpoint, left_out: Collection[int] = ()) -> None:
         super().__init__(front)
-        self.kind = StackedCheckpoint.kind
+        self.kind = "stacked layers"
         self.front = front
-        self.parts = list(dict.fromkeys(part.checkpoint for i, part in enumerate(ranges) if i not in left_out))
+        self.layers = list(layers)
+        self.parts = list(dict.fromkeys(model for new, (model, _) in enumerate(layers) if new not in left_out))
         self.label = ", ".join(dict.fromkeys(part.label for part in self.parts))
         self.hub_id = self.parts[0].hub_id if len(self.parts) == 1 else None
         self.notes = [note for part in dict.fromkeys((front, *self.parts)) for note in part.notes]
-        self.layers = [(part.checkpoint, number) for part in ranges for number in range(part.first, part.stop)]
-        """(model, number of its layer) for each layer."""
-        self.config, notes = config_of_layers(front, self.layers)
-        sources = dict(self._sources(ranges))
-        self.absent = frozenset(name for name, (number, _, _) in sources.items() if number in left_out)
-        self.places = {name: source[1:] for name, source in sources.items() if name not in self.absent}
+        self.config = config_of_layers(front, layers)
+        self.places: dict[str, tuple[Checkpoint, str]] = {}
         """Tensor → (the model that it is read from, its name there)."""
+        absent: set[str] = set()
+        for new, name, model, stored in self._sources():
+            if new in left_out:
+                absent.add(name)
+            else:
+                self.places[name] = model, stored
+        self.absent = frozenset(absent)
         self.tensors = {name: model.tensors[stored] for name, (model, stored) in self.places.items()}
-        self.notes += notes
 
-    def _sources(self, ranges: Sequence[LayerRange]) -> Iterator[tuple[str, tuple[int, Checkpoint, str]]]:
-        """Yield tensor → (number of its range, model, name in the model)."""
-        first, last = ranges[0].checkpoint, ranges[-1].checkpoint
+    def _sources(self) -> Iterator[tuple[int, str, Checkpoint, str]]:
+        """Yield (the layer of the result that it belongs to, tensor, its model, its name there)."""
+        (first, _), (last, _) = self.layers[0], self.layers[-1]
         for name in layer_stack(first).before:
-            yield name, (0, first, name)
-        new = itertools.count()
-        for i, part in enumerate(ranges):
-            stack = layer_stack(part.checkpoint)
-            for number in range(part.first, part.stop):
-                prefix = f"{stack.prefix}{next(new)}."
-                for rest in stack.layers[number]:
-                    yield prefix + rest, (i, part.checkpoint, f"{stack.prefix}{number}.{rest}")
+            yield 0, name, first, name
+        for new, (model, number) in enumerate(self.layers):
+            stack = layer_stack(model)
+            for rest in stack.layers[number]:
+                yield new, f"{stack.prefix}{new}.{rest}", model, f"{stack.prefix}{number}.{rest}"
         for name in layer_stack(last).after:
-            if not self._is_embedding(name, first, last):
-                yield name, (len(ranges) - 1, last, name)
-
-    def _is_embedding(self, name: str, first: Checkpoint, last: Checkpoint) -> bool:
-        """Return whether a stored head is a copy of the embedding; the result then ties it to its own embedding."""
-        embedding = tied_to(name, last) if self.front.config else None
-        if embedding is None or not same_values(last, name, embedding):
-            return False
-        if first is not last:
-            self.notes.append(
-                f"{name} of {last.label} is its embedding; the result ties its head to the embedding of {first.label}"
-            )
-        return True
+            embedding = tied_to(name, last) if self.front.config else None
+            # A head that is a copy of the embedding of another model is left out: the result ties its own.
+            if embedding is None or not same_values(last, name, embedding):
+                yield len(self.layers) - 1, name, last, name
 
     def misplaced(self) -> list[str]:
         """Return the layers whose tensors are not those of a layer at that number in ``front``.
@@ -105,9 +203,9 @@ class StackedCheckpoint(View):
         """
         front = _signatures(self.front)
         lists = per_layer(self.front.config, len(front)) if any(other != front[0] for other in front) else {}
-        by_config: dict[str, Signature] = {}
+        kinds: dict[str, Mapping[str, tuple[int, ...]]] = {}
         keys = [repr([values[number] for values in lists.values()]) for number in range(len(front))]
-        described = all(by_config.setdefault(key, own) == own for key, own in zip(keys, front, strict=True))
+        described = all(kinds.setdefault(key, own) == own for key, own in zip(keys, front, strict=True))
         changes = sum(one != other for one, other in itertools.pairwise(front))
         signatures = {model: _signatures(model) for model, _ in self.layers}
         lines = []
@@ -135,9 +233,10 @@ class StackedCheckpoint(View):
             part.close()
 
 
-def _signatures(model: Checkpoint) -> list[Signature]:
+def _signatures(model: Checkpoint) -> list[Mapping[str, tuple[int, ...]]]:
+    """Return tensor → shape for each layer."""
     stack = layer_stack(model)
-    signatures: list[Signature] = []
+    signatures: list[Mapping[str, tuple[int, ...]]] = []
     for number, rests in enumerate(stack.layers):
         names = {rest: f"{stack.prefix}{number}.{rest}" for rest in sorted(rests)}
         infos = {rest: model.tensors[name] for rest, name in names.items()}
@@ -146,16 +245,17 @@ def _signatures(model: Checkpoint) -> list[Signature]:
 
 
 def compare_parts(
-    stacks: Sequence[StackedCheckpoint],
-    exclude: Sequence[str],
-    allow_config: Sequence[str],
-    resolved_keys: Sequence[str] = (),
+    checkpoints: Sequence[Checkpoint], exclude: Sequence[str], allow_config: Sequence[str], one_tokenizer: bool = False
 ) -> Comparison:
-    """Compare the models of stacked layers in everything but the number of their layers."""
+    """Compare the models whose layers are stacked in what all layers share: config, tokenizer and outer tensors."""
+    stacks = [checkpoint for checkpoint in checkpoints if isinstance(checkpoint, StackedCheckpoint)]
+    if not stacks:
+        return Comparison()
     front = stacks[0].front
-    models = dict.fromkeys(model for stack in stacks for model in stack.parts)
-    outlines = [_outline(model) for model in models if model is not front]
-    result = compare(_outline(front), outlines, exclude=exclude, allow_config=allow_config, resolved_keys=resolved_keys)
+    others = [part for part in dict.fromkeys(part for stack in stacks for part in stack.parts) if part is not front]
+    outlines = [_outline(model) for model in (front, *others)]
+    options: dict[str, Any] = {"allow_config": allow_config, "one_tokenizer": one_tokenizer}
+    result = compare(outlines[0], outlines[1:], exclude=exclude, **options)
     # The comparison of the stacks themselves reports unused patterns and unrelated models.
     result.notes = [
         note
@@ -172,14 +272,9 @@ def compare_parts(
 
 
 def _outline(model: Checkpoint) -> View:
-    """Return a model with one layer of each kind, which models with different numbers of layers have in common."""
-    kinds: dict[str, int] = {}
-    for number, signature in enumerate(_signatures(model)):
-        kinds.setdefault(repr(list(signature)), number)
+    """Return a model with its first layer only, so that models with other numbers of layers can be compared."""
     stack = layer_stack(model)
-    stored = {name: name for name in (*stack.before, *stack.after)}
-    for new, number in enumerate(kinds.values()):
-        stored |= {f"{stack.prefix}{new}.{rest}": f"{stack.prefix}{number}.{rest}" for rest in stack.layers[number]}
-    outline = View(model, stored)
-    outline.config, _ = config_of_layers(model, [(model, number) for number in kinds.values()])
+    first = [f"{stack.prefix}0.{rest}" for rest in stack.layers[0]]
+    outline = View(model, {name: name for name in (*stack.before, *first, *stack.after)})
+    outline.config = config_of_layers(model, [(model, 0)])
     return outline

@@ -73,18 +73,16 @@ def alike(one: Templates, other: Templates) -> bool:
     return {name: text.strip() for name, text in one.items()} == {name: text.strip() for name, text in other.items()}
 
 
-def template_note(label: str, templates: Templates | None, source: str, chosen: Templates | None) -> str | None:
-    """Return a note if a model's templates differ from those that the result gets from ``source``."""
-    if templates is None or chosen is None or alike(templates, chosen):
+def template_note(first: Checkpoint, other: Checkpoint) -> str | None:
+    """Return a note if the chat templates of two models differ."""
+    templates, other_templates = templates_of(first), templates_of(other)
+    if templates is None or other_templates is None or alike(templates, other_templates):
         return None
-    if not templates:
-        difference = f"has no chat template, unlike {source}"
-    elif not chosen:
-        difference = f"has a chat template, unlike {source}"
-    else:
-        difference = f"its chat template differs from that of {source}"
-    outcome = f"the result has the template of {source}" if chosen else "the result has no chat template"
-    return f"{label}: {difference}; {outcome}"
+    difference = "differs from" if other_templates else "is missing, unlike"
+    return (
+        f"{other.label}: its chat template {difference} that of {first.label}. The result has the base's, unless "
+        "`chat_template` or `tokenizer` in the recipe selects another"
+    )
 
 
 def parse_template(text: str, where: str) -> str:

@@ -37,11 +37,6 @@ class ResultFiles:
     """Files that the result depends on."""
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def resolved_keys(self) -> tuple[str, ...]:
-        """Keys of the recipe that are applied already, so that a comparison of the models skips them."""
-        return ("chat_template",) if self.tokenizer is None else ("chat_template", "tokenizer")
-
     def write(self, folder: Path) -> None:
         """Change the files that were copied to a folder."""
         if self.tokenizer is not None:

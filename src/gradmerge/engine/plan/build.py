@@ -13,6 +13,7 @@ from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.compat.compare import compare
 from ...checkpoints.compat.rename import RenamedCheckpoint
 from ...checkpoints.compat.tied_weights import tied_copies
+from ...checkpoints.layers.stack import compare_parts
 from ...checkpoints.open import open_checkpoint, put_adapter
 from ...curvature.format import default_curvature, open_curvature
 from ...errors import InputError
@@ -27,7 +28,7 @@ from .match_curvature import Layers, layer_option_problems, match_curvature
 from .penalties import follow_rename, penalty_notes, recorded_penalty
 from .per_layer import LayerSettings, Stretch, smallest, varies
 from .plan import Plan
-from .slices import compared_parts, opened_once, settings_of_slices, stacked_models, stacked_notes
+from .slices import opened_once, settings_of_slices, stacked_models
 from .vocabularies import follow_rows, with_one_vocabulary
 
 _STORED = {word: code for code, word in FLOATS.items()}
@@ -173,8 +174,8 @@ def make_plan(
     """
     rule, template, any_rule = recipe.rule, inputs.template, reads is not None
     others = [checkpoint for checkpoint in inputs.tuned if checkpoint is not template]
-    resolved_keys = inputs.result_files.resolved_keys if inputs.result_files else ()
-    part_notes = compared_parts(inputs.checkpoints, recipe.exclude, allow_config, resolved_keys)
+    one_tokenizer = recipe.tokenizer is not None
+    parts = compare_parts(inputs.checkpoints, recipe.exclude, allow_config, one_tokenizer)
     comparison = compare(
         template,
         others,
@@ -182,7 +183,7 @@ def make_plan(
         recipe.exclude,
         allow_config=allow_config,
         first_is_base=inputs.base is not None,
-        resolved_keys=resolved_keys,
+        one_tokenizer=one_tokenizer,
     )
     inputs.aliases = dict(zip(others, comparison.aliases, strict=True))
     layers, problems = match_curvature(
@@ -193,7 +194,7 @@ def make_plan(
         penalty_is_recorded=recipe.base is not None and recipe.base.penalty is None,
         any_rule=any_rule,
     )
-    problems = [*comparison.problems, *scope_problems(inputs), *problems]
+    problems = [*parts.problems, *comparison.problems, *scope_problems(inputs), *problems]
     if layers and not any_rule and not inputs.grams:
         problems += layer_option_problems(recipe.options, inputs, layers, recipe.output.curvature)
     if problems:
@@ -203,7 +204,7 @@ def make_plan(
     if plan.needs & {"kept", "uniform"}:
         inputs.tied_copies = tied_copies(template)
     plan.note(recipe.notes)
-    plan.note(stacked_notes(comparison.notes, part_notes) if recipe.slices else comparison.notes)
+    plan.note([*comparison.notes, *parts.notes])
     plan.note(inputs.result_files.notes if inputs.result_files else ())
     plan.note(dict.fromkeys(note for checkpoint in inputs.checkpoints for note in checkpoint.notes))
     plan.note(penalty_notes(recipe, inputs))

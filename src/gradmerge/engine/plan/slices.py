@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.layers.config import layer_stack
 from ...checkpoints.layers.names import is_before_layers, layer_of
-from ...checkpoints.layers.stack import LayerRange, StackedCheckpoint, compare_parts
+from ...checkpoints.layers.stack import Layer, StackedCheckpoint, layer_stack
 from ...errors import InputError
 from ...recipe import Base, Model, Recipe, value_at
 from ...recipe.slices import options_of_slices, slice_lengths
@@ -48,24 +47,41 @@ def stacked_models(
     if needs & CURVATURE:
         raise InputError(f"slices: {recipe.method} needs curvature, which cannot be cut into slices; use `models`")
     remaining = iter(opened)
-    sources = [[next(remaining) for _ in part.models] for part in recipe.slices]
-    front = sources[0][0] if base is None else base
-    stacks: list[Checkpoint] = []
-    for place in range(max(len(part.models) for part in recipe.slices)):
-        left_out = {number for number, part in enumerate(recipe.slices) if len(part.models) <= place}
-        chosen = [0 if number in left_out else place for number in range(len(recipe.slices))]
-        ranges = [
-            LayerRange(sources[i][own], *part.models[own].layers, recipe.where(f"slices[{i}].models[{own}].layers"))
-            for i, (part, own) in enumerate(zip(recipe.slices, chosen, strict=True))
+    slices = [
+        [
+            _layers(next(remaining), model.layers, recipe.where(f"slices[{i}].models[{j}].layers"))
+            for j, model in enumerate(part.models)
         ]
-        stacks.append(StackedCheckpoint(ranges, front, left_out))
-    if base is None or not reads_base(recipe, needs):
-        return None, stacks
-    ranges = [
-        LayerRange(base, *(part.base or part.models[0].layers), recipe.where(f"slices[{i}].base"))
         for i, part in enumerate(recipe.slices)
     ]
-    return StackedCheckpoint(ranges, base), stacks
+    front = slices[0][0][0][0] if base is None else base
+    stacks: list[Checkpoint] = []
+    for number in range(max(map(len, slices))):
+        layers: list[Layer] = []
+        left_out: set[int] = set()
+        for models in slices:
+            if number >= len(models):
+                left_out |= set(range(len(layers), len(layers) + len(models[0])))
+            layers += models[number] if number < len(models) else models[0]
+        stacks.append(StackedCheckpoint(layers, front, left_out))
+    if base is None or not reads_base(recipe, needs):
+        return None, stacks
+    layers = []
+    for i, part in enumerate(recipe.slices):
+        layers += _layers(base, part.base or part.models[0].layers, recipe.where(f"slices[{i}].base"))
+    return StackedCheckpoint(layers, base), stacks
+
+
+def _layers(checkpoint: Checkpoint, layers: tuple[int, int], where: str) -> list[Layer]:
+    """Return the layers of a range, which is ``where`` in the recipe."""
+    count = len(layer_stack(checkpoint).layers)
+    first, stop = layers
+    if not 0 <= first < stop <= count:
+        raise InputError(
+            f"{where}: layers [{first}, {stop}] do not exist in {checkpoint.label}, which has {count}. Give the first, "
+            f"counted from 0, and one past the last (at most {count})"
+        )
+    return [(checkpoint, number) for number in range(first, stop)]
 
 
 def reads_base(recipe: Recipe, needs: frozenset[str]) -> bool:
@@ -73,27 +89,6 @@ def reads_base(recipe: Recipe, needs: frozenset[str]) -> bool:
     has_weight = recipe.base is not None and recipe.base.weight is not None
     optional = "base" in recipe.rule.optional and "base_weight" in needs and not has_weight
     return ("base" in needs and not optional) or any(part.base is not None for part in recipe.slices)
-
-
-def compared_parts(
-    checkpoints: Sequence[Checkpoint],
-    exclude: Sequence[str],
-    allow_config: Sequence[str],
-    resolved_keys: Sequence[str] = (),
-) -> list[str]:
-    """Compare the models whose layers are stacked, and return notes; raises if they do not fit together."""
-    stacks = [checkpoint for checkpoint in checkpoints if isinstance(checkpoint, StackedCheckpoint)]
-    if not stacks:
-        return []
-    result = compare_parts(stacks, exclude, allow_config, resolved_keys)
-    if result.problems:
-        raise InputError("these cannot be merged:\n" + "\n".join(f"• {problem}" for problem in result.problems))
-    return result.notes
-
-
-def stacked_notes(notes: Sequence[str], on_parts: Sequence[str]) -> list[str]:
-    """Join the notes on stacks and on their models; only the configs of the models can differ in allowed keys."""
-    return [note for note in notes if not note.startswith("--allow-config")] + list(on_parts)
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,7 @@ def settings_of_slices(recipe: Recipe, template: Checkpoint, tuned: Sequence[Che
         weights = [model.weight for model in part.models]
         stretches.append(SliceStretch(weights, base_weight, options, list(tuned[: len(weights)]), per_model))
     prefix = layer_stack(template).prefix
-    places = [
+    positions = [
         (number, layer / (length - 1) if length > 1 else 1.0)
         for number, length in enumerate(slice_lengths(recipe))
         for layer in range(length)
@@ -142,7 +137,7 @@ def settings_of_slices(recipe: Recipe, template: Checkpoint, tuned: Sequence[Che
     def locate(name: str) -> tuple[int, float]:
         layer = layer_of(name, [prefix])
         if layer is not None:
-            return places[layer]
+            return positions[layer]
         return (0 if is_before_layers(name, prefix) else len(stretches) - 1), 0.0
 
     return LayerSettings(stretches, locate)

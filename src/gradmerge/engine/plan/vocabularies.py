@@ -21,7 +21,6 @@ from ...checkpoints.tokenizer.chat_template import (
     parse_template,
     read_template_file,
     template_files,
-    template_note,
     templates_of,
 )
 from ...checkpoints.tokenizer.embedding_rows import (
@@ -346,5 +345,5 @@ def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, own: T
     if chosen is not None and (own is None or not alike(chosen, own)):
         files.templates = chosen
     files.reads += [path for model in models.all for path in template_files(model) if path not in files.reads]
-    notes = (template_note(model.label, templates_of(model), label, chosen) for model in models.all)
-    files.notes += [note for note in notes if note is not None]
+    if label != models.template.label:
+        files.notes.append(f"chat_template: the result has that of {label}" + ("" if chosen else ", which has none"))
