@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import gradmerge as gm
 from gradmerge.curvature.format import PRECISIONS
-from gradmerge.tasks.data_sources import read_rows
+from gradmerge.tasks.data.read import read_rows
 
 TASKS = ("imdb", "yelp", "rotten_tomatoes", "sst2", "amazon")
 

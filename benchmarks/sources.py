@@ -43,7 +43,7 @@ from transformers import (
 )
 
 import gradmerge as gm
-from gradmerge.tasks.data_sources import read_rows
+from gradmerge.tasks.data.read import read_rows
 
 from .precision import TASKS
 

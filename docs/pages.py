@@ -27,7 +27,8 @@ from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice,
 from gradmerge.recipe.mergekit.methods import MERGEKIT_METHODS
 from gradmerge.rules import METHODS, Rule
 from gradmerge.rules.spec import INPUTS
-from gradmerge.tasks import MEANINGS, columns
+from gradmerge.tasks import MEANINGS
+from gradmerge.tasks.data import columns
 
 DOCS = Path(__file__).parent
 EXPERIMENTS = DOCS.parent / "experiments"

@@ -43,9 +43,8 @@ if TYPE_CHECKING:
         gradient_matching_full as gradient_matching_full,
         removal_full as removal_full,
     )
-    from .tasks.data_sources import read_rows as read_rows
+    from .tasks.data.read import Rows as Rows, read_rows as read_rows
     from .tasks.loading import LoadOptions as LoadOptions
-    from .tasks.rows import Rows as Rows
     from .tasks.text_metrics import Generation as Generation
     from .training.curvature_callback import CurvatureCallback as CurvatureCallback
     from .training.prior_adamw import PriorAdamW as PriorAdamW
@@ -85,9 +84,8 @@ _NAMES = {
     "recipe": "Recipe load_recipe",
     "refinement.influence": "RemovalResult",
     "rules": "METHODS gradient_matching_full removal_full",
-    "tasks.data_sources": "read_rows",
+    "tasks.data.read": "Rows read_rows",
     "tasks.loading": "LoadOptions",
-    "tasks.rows": "Rows",
     "tasks.text_metrics": "Generation",
     "training.curvature_callback": "CurvatureCallback",
     "training.prior_adamw": "PriorAdamW",

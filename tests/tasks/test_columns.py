@@ -12,12 +12,12 @@ import torch
 
 from gradmerge.errors import InputError
 from gradmerge.tasks import load_task
-from gradmerge.tasks.columns import choose_columns, parse_columns
-from gradmerge.tasks.labels import read_labels
-from gradmerge.tasks.rows import Rows
+from gradmerge.tasks.data.columns import choose_columns, parse_columns
+from gradmerge.tasks.data.labels import read_labels
+from gradmerge.tasks.data.read import Rows
 
 from .making import tiny_bert_checkpoint
-from .test_data_sources import in_form as write_form
+from .test_data import write_format
 
 
 def rows_of(*names: str, **values: Any) -> Rows:
@@ -186,7 +186,7 @@ def data_in(folder: Path, form: str, numbers: list[int]) -> str:
     kind, _, type_ = form.partition(" ")
     turn: Any = {"text": str, "float": float}.get(type_, int)
     rows = [{"text": "good", "label": turn(number)} for number in numbers]
-    return str(write_form(folder, kind, rows))
+    return str(write_format(folder, kind, rows))
 
 
 @pytest.mark.parametrize(

@@ -202,9 +202,9 @@ def test_generated_text_decides_a_preview_where_it_is_asked_for(place: Path) -> 
         (["--lm-eval", "no_such_task_at_all"], "the harness has no such task"),
         (["--lm-eval", "cities", "--lm-eval-tasks", "nowhere"], "--lm-eval-tasks nowhere: is no folder"),
         (["--lm-eval", ","], "names no task"),
-        (["--lm-eval-tasks", "."], "goes with --lm-eval"),
-        (["--generate"], "answers are held against data"),
-        ([], "nothing to evaluate on: give --data SRC, or --lm-eval TASK"),
+        (["--lm-eval-tasks", "."], "--lm-eval"),
+        (["--generate"], "--data SRC"),
+        ([], "--data SRC"),
     ],
 )
 def test_what_cannot_be_asked_is_said(

@@ -24,7 +24,7 @@ from ..report.diagnosis_page import diagnosis_page
 from ..report.diagnosis_text import costliest, verdict
 from ..report.page import made, write_report
 from ..tasks import LoadOptions, complete, tokenizer_of
-from ..tasks.data_sources import data_paths
+from ..tasks.data.read import data_paths
 from ..text import to_json
 from ..yaml import to_yaml
 from .calibrate_command import calibrate_command

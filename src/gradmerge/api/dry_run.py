@@ -27,7 +27,7 @@ from ..io.writer import split_into_shards
 from ..quiet import quiet_transformers
 from ..recipe import Recipe, plain
 from ..tasks import LoadedTask, LoadOptions, complete
-from ..tasks.data_sources import read_rows
+from ..tasks.data.read import read_rows
 from ..tasks.loading import joined
 from ..tasks.model_args import ModelArgs
 from ..tasks.models import device_of, model_without_weights

@@ -37,8 +37,7 @@ from ..errors import GradmergeError, InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
 from ..tasks import LoadedTask, LoadOptions, complete, load_model, load_task
-from ..tasks.data_names import named_data
-from ..tasks.data_sources import data_paths
+from ..tasks.data.read import data_paths, dataset_metadata
 from ..tasks.model_args import ModelArgs
 from ..text import listed
 from ..urls import output_path
@@ -331,7 +330,7 @@ def estimate_to_disk(
 
 def _card_facts(source: str, loaded: LoadedTask, options: LoadOptions, at_delta: str | None) -> dict[str, str]:
     """What a card tells beyond the header of the file."""
-    known = {"data": named_data(source)[0], "task": loaded.task}
+    known = {"data": dataset_metadata(source)[0], "task": loaded.task}
     known |= {"max length": f"{options['max_length']} tokens"} if options["max_length"] is not None else {}
     return known | ({"estimated at": f"the model minus {name_of(at_delta)}"} if at_delta is not None else {})
 

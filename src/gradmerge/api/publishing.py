@@ -18,7 +18,7 @@ from ..errors import InputError, MachineError
 from ..io.small_files import MAX_TOKENIZER, read_bounded, read_json
 from ..progress import Progress, shown
 from ..report.whole_file import whole_file
-from ..tasks.data_names import dataset_type, named_data
+from ..tasks.data.read import dataset_metadata, dataset_type
 from ..text import size, to_json
 from ..urls import remote_url, strip_file_scheme
 from .hub_upload import send
@@ -146,7 +146,7 @@ class MeasuredCard:
     def _of_data(self, source: str, numbers: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         place = remote_url(source) or str(Path(strip_file_scheme(source)).absolute())
         for parts in range(1, 6):  # as many as tell it apart from other files that are called the same
-            name, dataset = named_data(source, parts)
+            name, dataset = dataset_metadata(source, parts)
             if all(one.get("source") == place for one in earlier if one.get("dataset") == dataset):
                 break
         return evaluation(name, dataset, numbers) | {"source": place}

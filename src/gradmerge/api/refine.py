@@ -35,7 +35,7 @@ from ..refinement.model_io import write_folder
 from ..refinement.rows import TaskRows, as_batches, hold_out
 from ..report.page import Page, write_report
 from ..tasks import LoadOptions
-from ..tasks.data_sources import data_paths
+from ..tasks.data.read import data_paths
 
 #: By default, batches of texts with more tokens (with padding) are split: activations and answers take memory for each.
 BATCH_TOKENS = 8192

@@ -28,8 +28,7 @@ from ..refinement.rows import RowBatches, as_batches, count_common_rows, count_r
 from ..report.page import write_report
 from ..report.removal_page import removal_card, removal_page
 from ..tasks import LoadedTask, LoadOptions, complete, tokenizer_of
-from ..tasks.data_names import named_data
-from ..tasks.data_sources import data_paths
+from ..tasks.data.read import data_paths, dataset_metadata
 from ..tasks.resolve_model import folder_of
 from .merge import merge
 
@@ -306,7 +305,7 @@ def _finish(
         card=removal_card(result),
         facts={"removal": {**sources, "max_kronecker_dim": settings.max_kronecker_dim, **result.facts()}},
         inputs=[input_entry("start", loaded.reference, loaded.stored.files())],
-        measured=[evaluation(*named_data(sources["retain"]), numbers, described)],
+        measured=[evaluation(*dataset_metadata(sources["retain"]), numbers, described)],
         seconds=result.seconds,
         notes=result.notes,
     )

@@ -1,6 +1,6 @@
 """What a data set, a loss and a metric are: for classification, language models, text to text, images, embeddings."""
 
-from .columns import parse_columns
+from .data.columns import parse_columns
 from .evaluation import evaluate, measure
 from .loading import LoadedTask, LoadOptions, complete, load_task, tokenizer_of, with_data
 from .metrics import MEANINGS

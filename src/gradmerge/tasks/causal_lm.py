@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from ..curvature.losses import LOSSES, MASKED, ExampleLoss
 from ..errors import InputError
 from ..text import first_line, size
-from .columns import Fields
-from .data_sources import LONGEST_ROW
+from .data.columns import Fields
+from .data.read import MAX_LINE, Rows, shorten
 from .limits import little_memory, patience
-from .rows import Rows, shown
 from .tokens import Prompt, Tokens
 
 #: Limits for a chat template to write down one conversation, which takes a millisecond unless it was made not to end.
@@ -116,21 +115,21 @@ class LanguageExamples(Tokens):
 
     def _rendered(self, index: int, messages: Any, **options: Any) -> tuple[str, Any]:
         """A conversation as the chat template writes it down, and its tokens."""
-        where = str(self.rows.wrong(index, ""))
+        where = f"{self.rows.label}: row {self.rows.number(index)}"
         apply = self.tokenizer.apply_chat_template
         ask = {"add_generation_prompt": True} if "add_generation_prompt" in options else {}
         try:
             # Text first, within limits: templates are programs. (A tokenizer that runs out of memory ends the process.)
             with patience(SECONDS, f"{where}: the chat template"), little_memory(MEMORY, f"{where}: the chat template"):
                 text = apply(list(messages), tokenize=False, **ask)
-            if len(text) > LONGEST_ROW:
-                raise InputError(f"{where}: the chat template makes a text longer than {size(LONGEST_ROW)}, the limit")
+            if len(text) > MAX_LINE:
+                raise InputError(f"{where}: the chat template makes a text longer than {size(MAX_LINE)}, the limit")
             with patience(SECONDS, f"{where}: the chat template"):
                 return text, apply(list(messages), tokenize=True, return_dict=True, **options)
         except InputError:
             raise
         except Exception as error:  # templates may raise anything
-            refused = f"{shown(messages)} is no conversation that the chat template takes"
+            refused = f"{shorten(messages)} is no conversation that the chat template takes"
             raise InputError(f"{where}: {refused}: {first_line(error)}") from error
 
 

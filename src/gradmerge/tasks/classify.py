@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..curvature.losses import ExampleLoss, loss_of
-from .columns import Fields
-from .labels import read_labels
-from .rows import Rows
+from .data.columns import Fields
+from .data.labels import read_labels
+from .data.read import Rows
 from .tokens import Tokens, padded
 
 #: Models that look for their answer at the end of the padded row.

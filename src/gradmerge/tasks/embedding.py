@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..curvature.losses import ClassLoss, ExampleLoss, SquaredLoss
 from ..errors import InputError
-from .columns import Fields
-from .rows import Rows, shown
+from .data.columns import Fields
+from .data.read import Rows, shorten
 from .sentence_model import EmbeddingModel
 from .tokens import Tokens, padded
 
@@ -64,7 +64,7 @@ class EmbeddingExamples(Tokens):
         text = self.setup.prompt + self.rows.text(index, columns).strip()
         encoded = self.encode(index, text.lower() if self.setup.lower_case else text, return_attention_mask=True)
         if not encoded["input_ids"]:
-            raise self.rows.wrong(index, f": {columns[0]!r} has no tokens")
+            raise self.rows.error(index, f"{columns[0]!r} has no tokens")
         self.check(index, encoded["input_ids"])
         return encoded
 
@@ -77,7 +77,7 @@ def _scores(rows: Rows, column: str) -> Tensor:
         except (TypeError, ValueError, OverflowError):
             value = math.nan
         if not math.isfinite(value):
-            raise rows.wrong(index, f": {column!r} is {shown(cell)}; a score is a number")
+            raise rows.error(index, f"{column!r} is {shorten(cell)}; a score is a number")
         if abs(value) > 1:
             raise InputError(
                 f"{rows.label}: {column!r} has {value:g}; scores are compared with cosines, from -1 to 1. Divide "

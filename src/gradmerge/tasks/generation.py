@@ -87,7 +87,7 @@ class _Writer:
         asked = prompts(self._loaded, rows, self._room)
         for row, prompt in zip(rows, asked, strict=True):
             if not prompt.ids:
-                raise self._loaded.data.rows.wrong(row, ": its prompt is empty")  # type: ignore[attr-defined]
+                raise self._loaded.data.rows.error(row, "its prompt is empty")  # type: ignore[attr-defined]
         answers = [""] * len(rows)
         training = self._model.training
         self._model.eval()

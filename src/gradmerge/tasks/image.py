@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ..curvature.losses import ExampleLoss, loss_of
 from ..errors import InputError
 from ..text import count
-from .columns import Fields
-from .labels import read_labels
-from .rows import Rows, shown
+from .data.columns import Fields
+from .data.labels import read_labels
+from .data.read import Rows, shorten
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -77,7 +77,7 @@ class ImageExamples:
         except MemoryError:
             raise
         except Exception as error:  # as many kinds as there are processors
-            raise self.rows.wrong(indices[0], f": the model's image processor refuses the image: {error}") from error
+            raise self.rows.error(indices[0], f"the model's image processor refuses the image: {error}") from error
         return pixels
 
     def _as_stored(self, index: int) -> Tensor:
@@ -87,7 +87,7 @@ class ImageExamples:
         wanted = (*(self.size or array.shape[:2]), self.channels)
         if array.shape != wanted:
             takes = f"the model takes {list(wanted)} (height, width, channels)"
-            raise self.rows.wrong(index, f": a normalised image of shape {list(array.shape)}, but {takes}")
+            raise self.rows.error(index, f"a normalised image of shape {list(array.shape)}, but {takes}")
         return torch.from_numpy(array.astype(np.float32)).permute(2, 0, 1)
 
     def _picture(self, index: int) -> Image:
@@ -108,8 +108,8 @@ class ImageExamples:
             raise
         except Exception as error:  # every format of Pillow has errors of its own
             reason = f"the image cannot be read: {error}"
-        what = value if isinstance(value, str) else shown(value) if not isinstance(value, bytes | dict) else ""
-        raise self.rows.wrong(index, f": {what + ': ' if what else ''}{reason}")
+        what = value if isinstance(value, str) else shorten(value) if not isinstance(value, bytes | dict) else ""
+        raise self.rows.error(index, f"{what + ': ' if what else ''}{reason}")
 
     def seen(self, index: int) -> Image:
         """A row as people see it; normalised numbers from black, the smallest, to white."""
@@ -133,7 +133,7 @@ def _size_of(config: Any) -> tuple[int, int] | None:
         return None
     height, width = sizes
     if height * width > MOST_PIXELS:
-        raise InputError(f"the model's image_size is {shown(stated)}, beyond the limit of {count(MOST_PIXELS)} pixels")
+        raise InputError(f"the model's image_size {shorten(stated)} is above the limit of {count(MOST_PIXELS)} pixels")
     return height, width
 
 

@@ -20,14 +20,13 @@ from ..quiet import quiet_transformers
 from ..text import nearest
 from .causal_lm import LanguageExamples, without_empty
 from .classify import TextExamples
-from .columns import Fields, choose_columns
-from .data_sources import read_rows
+from .data.columns import Fields, choose_columns
+from .data.read import Rows, read_rows
 from .embedding import EmbeddingExamples
 from .image import ImageExamples
 from .model_args import BASIC_KEYS, ModelArgs
 from .models import LoadingInfo, device_of, load_model
 from .processors import load_image_processor, load_tokenizer
-from .rows import Rows
 from .seq2seq import PairExamples
 
 

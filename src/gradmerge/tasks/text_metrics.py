@@ -78,9 +78,9 @@ def written_rows(
     without = next((row for row, one in zip(every, asked, strict=True) if one.reference is None), None)
     if without is not None:
         rows: Any = loaded.data.rows  # type: ignore[attr-defined]
-        raise rows.wrong(
+        raise rows.error(
             without,
-            ": says nothing of what the answer should be. Generated text is held against the completion of a prompt, "
+            "says nothing of what the answer should be. Generated text is held against the completion of a prompt, "
             "the assistant's last message, or a target",
         )
     own = generate(loaded, model, processes.share(loaded.examples), generation.max_new_tokens, advance=advance)

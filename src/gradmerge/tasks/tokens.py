@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ..curvature.losses import MASKED
 from ..errors import InputError
 from ..text import first_line
-from .columns import Fields
-from .rows import Rows
+from .data.columns import Fields
+from .data.read import Rows
 
 #: Tokens of an example when the user gives no --max-length and the model allows more.
 DEFAULT_LENGTH = 1024
@@ -64,13 +64,13 @@ class Tokens:
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # what panics in Rust is no Exception
-            raise self.rows.wrong(index, f": the tokenizer cannot take its text: {first_line(error)}") from error
+            raise self.rows.error(index, f"the tokenizer cannot take its text: {first_line(error)}") from error
 
     def check(self, index: int, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self.vocabulary:
             found = f"the tokenizer gives token {max(ids)}, but the model knows {self.vocabulary} tokens"
             other = "the tokenizer is of another model. Give the right one: model_args tokenizer=PATH"
-            raise self.rows.wrong(index, f": {found}: {other}")
+            raise self.rows.error(index, f"{found}: {other}")
 
     def batch_of(self, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Examples side by side. Padding is on the right and never counts."""

@@ -12,12 +12,11 @@ from ..errors import InputError
 from ..quiet import quiet_transformers
 from .causal_lm import LanguageExamples, without_empty
 from .classify import TextExamples
-from .columns import choose_columns
-from .data_sources import read_rows
+from .data.columns import choose_columns
+from .data.read import Rows, read_rows
 from .image import ImageExamples
 from .models import LoadingInfo
 from .processors import load_image_processor, load_tokenizer
-from .rows import Rows
 from .sentence_model import SentenceSetup, read_setup
 from .seq2seq import PairExamples
 
