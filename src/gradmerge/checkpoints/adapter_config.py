@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,12 @@ UNSUPPORTED = {
     "monteclora_config": "MonteCLoRA",
     "megatron_config": "Megatron layers",
 }
-#: Settings of adapters that can be merged, although they are more than base + scale · BA of a module's weight.
-MORE_THAN_FACTORS = {
-    "target_parameters": "LoRA on bare parameters",
-    "use_dora": "DoRA",
-    "trainable_token_indices": "trainable tokens",
-    "lora_bias": "LoRA with biases",
-}
 #: Initializations that also change the base's weights, which the adapter's file does not show.
 CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
 ADVICE = "Merge it into its base with PEFT (merge_and_unload) first."
+#: Limits on the regular expressions of a config: seconds for all matches, and characters of one.
+PATTERN_SECONDS = 10.0
+PATTERN_LENGTH = 10_000
 
 
 class _FieldTypes(BaseModel):
@@ -90,3 +87,34 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             "plain LoRA adapter with PEFT first."
         )
     return config
+
+
+class PatternMatcher:
+    """Matches names against the regular expressions of one adapter config.
+
+    It uses ``regex``, because Python's ``re`` has no time limit, and a pattern from a stranger can take forever.
+    """
+
+    def __init__(self, config: Path) -> None:
+        self._config = config
+        self._seconds_left = PATTERN_SECONDS
+
+    def fullmatch(self, pattern: str, name: str) -> bool:
+        import regex  # type: ignore[import-untyped]
+
+        begin = time.perf_counter()
+        try:
+            if len(pattern) > PATTERN_LENGTH:
+                raise ValueError(f"longer than {PATTERN_LENGTH} characters")
+            if self._seconds_left <= 0:
+                raise TimeoutError
+            return regex.fullmatch(pattern, name, timeout=self._seconds_left) is not None
+        except TimeoutError:
+            raise InputError(
+                f"{self._config}: its regular expressions take longer than {PATTERN_SECONDS:g} seconds to match (the "
+                f"last is {pattern[:80]!r}). Replace them by names."
+            ) from None
+        except (regex.error, RecursionError, OverflowError, ValueError) as error:
+            raise InputError(f"{self._config}: {pattern[:80]!r} is not a valid regular expression: {error}") from error
+        finally:
+            self._seconds_left -= time.perf_counter() - begin

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..checkpoints.adapter_config import is_adapter
-from ..checkpoints.regex_timeout import Patterns
+from ..checkpoints.adapter_config import PatternMatcher, is_adapter
 from ..errors import InputError
 from ..io.reader import local_path, open_files
 from ..text import first_line
@@ -83,12 +82,12 @@ def without_patterns(config: Any, model: nn.Module, folder: Path) -> Any:
     PEFT matches them with ``re``, which cannot be stopped after a time.
     """
     where = folder / "adapter_config.json"
-    patterns = Patterns(where)
+    patterns = PatternMatcher(where)
     modules = [name for name, _ in model.named_modules() if name]
     targets = [*modules, *(name for name, _ in model.named_parameters())] if config.target_parameters else modules
 
     def matching(pattern: str, names: list[str]) -> list[str]:
-        return [name for name in names if patterns.fits(pattern, name)]
+        return [name for name in names if patterns.fullmatch(pattern, name)]
 
     for key in ("target_modules", "exclude_modules"):
         value = getattr(config, key, None)
