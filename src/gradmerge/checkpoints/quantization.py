@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,32 +20,17 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..io.reader import FLOATS, TensorInfo
-from ..io.small_files import read_json
 from .checkpoint import Buffers, Checkpoint, View
 from .compat.config_diff import DEPTH, parts
 
 #: Config keys that describe how the weights are quantized, also in nested configs.
 KEYS = ("quantization_config", "compression_config")
-#: Files with the same content, and the method if they do not name it.
-FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-#: Last part of the name of an integer tensor of codes → the method that writes it.
-CODES = {
-    "qweight": "gptq or awq",
-    "qzeros": "gptq or awq",
-    "g_idx": "gptq or awq",
-    "weight_packed": "compressed-tensors",
-    "W_q": "hqq",
-    "weight_format": "bitsandbytes",
-}
-#: Last part of the name of scales beside a weight of codes → the method.
-SCALES = {
-    "weight_scale": "fp8 or compressed-tensors",
-    "weight_scale_inv": "fp8",
-    "SCB": "bitsandbytes",
-    "weight.absmax": "bitsandbytes",
-    "weight.quant_map": "bitsandbytes",
-    "scales": "gptq or awq",
-}
+#: Last part of the name of a tensor of codes → the method.
+CODES = {"qweight": "gptq or awq", "weight_packed": "compressed-tensors", "W_q": "hqq"}
+#: Names of the scales of a tensor of codes. The last is that of int8 codes of bitsandbytes.
+SCALES = ("{name}_scale_inv", "{name}_scale", "{module}.scale_weight", "{module}.SCB")
+#: Names of the description of a tensor of 4-bit codes of bitsandbytes.
+STATES = ("{name}.quant_state.bitsandbytes__nf4", "{name}.quant_state.bitsandbytes__fp4")
 #: Methods that `dequantize=True` can read.
 READABLE = {"fp8", "bitsandbytes"}
 ORIGINAL = (
@@ -57,9 +41,7 @@ OR_DEQUANTIZE = "Use the original, unquantized checkpoint, or dequantize while r
 #: Scales of activations, which an unquantized model does not have.
 ACTIVATION_SCALES = {"input_scale", "input_scale_inv", "activation_scale", "k_scale", "v_scale", "q_scale"}
 ACTIVATION_SCALES |= {"output_scale"}
-#: Names of the scales of float8 codes.
-FLOAT8_SCALES = ("{name}_scale_inv", "{name}_scale", "{module}.scale_weight")
-DEFAULT_BLOCK = 128
+DEFAULT_BLOCK = (128, 128)
 DTYPES = {word: code for code, word in FLOATS.items()}
 
 
@@ -69,10 +51,10 @@ class Quantization:
 
     method: str
     source: str
-    """The file and key that name the method, or nothing."""
-    tensors: list[str] = field(default_factory=list)
-    """Codes and scales."""
-    readable: bool = False
+    """The config key that names the method, or nothing."""
+    tensors: list[str]
+    """Codes."""
+    readable: bool
     """Whether `dequantize=True` can read them."""
 
     @property
@@ -82,7 +64,7 @@ class Quantization:
     def __str__(self) -> str:
         signs = [self.source] if self.source else []
         if self.tensors:
-            signs.append(f"{len(self.tensors)} tensors of codes and scales, such as {self.tensors[0]}")
+            signs.append(f"{len(self.tensors)} tensors of codes, such as {self.tensors[0]}")
         return f"quantized with {self.method} ({'; '.join(signs)})"
 
     def problem(self, label: str) -> str:
@@ -97,11 +79,11 @@ def detect_quantization(
 
     ``chosen`` selects the tensors that are merged. A checkpoint without codes among them counts as unquantized.
     """
-    methods = dict(_codes(checkpoint.tensors))
+    methods = _methods(checkpoint.tensors)
     tensors = [name for name in methods if chosen(name)]
     if methods and not tensors:
         return None
-    described = next(_descriptions(checkpoint), (methods[tensors[0]], "") if tensors else None)
+    described = next(_descriptions(checkpoint.config), (methods[tensors[0]], "") if tensors else None)
     readable = bool(tensors) and {methods[name] for name in tensors} <= READABLE
     return Quantization(*described, tensors, readable) if described else None
 
@@ -125,55 +107,47 @@ def without_quantization(config: Mapping[str, Any], depth: int = DEPTH) -> dict[
     }
 
 
-def _descriptions(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield (method, source) for each description in the config or in a file beside it."""
-    for path, config in parts(checkpoint.config):
+def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (path of the key, settings) for every description of a quantization in a config."""
+    for path, section in parts(config):
         for key in KEYS:
-            settings = config.get(key)
-            if isinstance(settings, dict) and settings and _is_active(settings):
-                yield _method(settings, "an unnamed method"), f"{path}{key} in config.json"
-    for name, method in FILES.items():
-        if checkpoint.folder is not None and (checkpoint.folder / name).is_file():
-            yield _method(read_json(checkpoint.folder / name), method), name
+            settings = section.get(key)
+            if isinstance(settings, dict) and settings:
+                yield f"{path}{key}", settings
 
 
-def _is_active(settings: Mapping[str, Any]) -> bool:
-    """Return False for settings that bitsandbytes leaves in configs of models that it does not quantize."""
-    bits = [settings[key] for key in ("load_in_4bit", "load_in_8bit") if key in settings]
-    return not bits or any(bits)
+def _descriptions(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (method, key) for every description in a config."""
+    for key, settings in _settings(config):
+        bits = [settings[key] for key in ("load_in_4bit", "load_in_8bit") if key in settings]
+        method = settings.get("quant_method") or ("bitsandbytes" if bits else "an unnamed method")
+        if not bits or any(bits):  # bitsandbytes leaves settings in configs of models that it does not quantize
+            yield str(method)[:40], f"{key} in config.json"
 
 
-def _method(settings: Mapping[str, Any], default: str) -> str:
-    nested = settings.get("quantization")
-    nested_method = nested.get("quant_algo") if isinstance(nested, dict) else None
-    name = settings.get("quant_method") or settings.get("quant_algo") or nested_method
-    if not isinstance(name, str):
-        name = "bitsandbytes" if "load_in_4bit" in settings or "load_in_8bit" in settings else default
-    bits = 4 if settings.get("load_in_4bit") else 8 if settings.get("load_in_8bit") else None
-    bits = bits or settings.get("bits") or settings.get("w_bit")
-    return f"{name[:40]}, {bits} bits" if isinstance(bits, int) else name[:40]
-
-
-def _codes(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
-    """Yield (tensor, method) for tensors that can only be codes or their scales."""
+def _methods(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Return the tensors that can only be codes, with the method of each."""
+    found = {}
     for name, info in tensors.items():
-        module, dot, last = name.rpartition(".")
-        if info.is_float:
+        last = name.rpartition(".")[2]
+        if _beside(name, STATES, tensors):  # also where the codes are stored as floats
+            found[name] = "bitsandbytes"
+        elif info.is_float:
             continue
-        if last in CODES:
-            yield name, CODES[last]
-        elif ".quant_state." in name:
-            yield name, "bitsandbytes"
+        elif last in CODES:
+            found[name] = CODES[last]
         elif last.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors:
-            yield name, "mxfp4"
-        elif last == "weight":
-            scales = next((scales for scales in SCALES if f"{module}{dot}{scales}" in tensors), None)
-            if scales is not None:
-                method = "fp8" if info.dtype.startswith("F8") else SCALES[scales]
-                yield name, method
-                yield f"{module}{dot}{scales}", method
-        elif info.dtype.startswith("F8") and (f"{name}_scale_inv" in tensors or f"{name}_scale" in tensors):
-            yield name, "fp8"
+            found[name] = "mxfp4"
+        elif scales := _beside(name, SCALES, tensors):
+            integers = "bitsandbytes" if scales.endswith(".SCB") else "compressed-tensors"
+            found[name] = "fp8" if info.dtype.startswith("F8") else integers
+    return found
+
+
+def _beside(name: str, forms: Sequence[str], tensors: Mapping[str, TensorInfo]) -> str | None:
+    """Return the first tensor that stands beside another under one of some names."""
+    module = name.rpartition(".")[0]
+    return next((other for form in forms if (other := form.format(name=name, module=module)) in tensors), None)
 
 
 # Dequantization
@@ -192,7 +166,8 @@ class DequantizedCheckpoint(View):
     def __init__(self, inner: Checkpoint) -> None:
         super().__init__(inner)
         found = detect_quantization(inner)
-        self._decoders = _decoders(inner)
+        decoders = {name: _four_bits(inner, name) or _scaled(inner, name, found) for name in inner.tensors}
+        self._decoders = {name: decoder for name, decoder in decoders.items() if decoder is not None}
         hidden = {name for decoder in self._decoders.values() for name in decoder.hidden}
         hidden |= {name for name in inner.tensors if name.rpartition(".")[2] in ACTIVATION_SCALES}
         dtype = _original_dtype(inner.config)
@@ -202,9 +177,10 @@ class DequantizedCheckpoint(View):
             if name not in hidden
         }
         self.config = without_quantization(inner.config)
-        left = list(_codes(self.tensors))
+        left = _methods(self.tensors)
         if left or not self._decoders:
-            method, example = left[0][::-1] if left else (found.method if found else "float8", "no tensor of codes")
+            example = next(iter(left), "no tensor of codes")
+            method = left.get(example, found.method if found else "float8")
             raise InputError(
                 f"{inner.label}: cannot dequantize {method} ({example}). dequantize reads fp8 with scales, and "
                 f"bitsandbytes with 4 or 8 bits. {ORIGINAL}"
@@ -227,77 +203,43 @@ def _original_dtype(config: Mapping[str, Any]) -> str:
     return next((DTYPES[name] for name in names if name in DTYPES), "BF16")
 
 
-def _is_float8(info: TensorInfo) -> bool:
-    return info.dtype.startswith("F8_E4") or info.dtype.startswith("F8_E5")
-
-
-class Decoder(ABC):
-    """How to compute one tensor from its codes."""
-
-    shape: tuple[int, ...]
-    hidden: tuple[str, ...]
-    """Other tensors of the file that belong to it, such as scales."""
-
-    @abstractmethod
-    def read(self, inner: Checkpoint, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
-        """Return elements ``start`` to ``stop`` of the flattened tensor, in float32."""
-
-
-def _decoders(inner: Checkpoint) -> dict[str, Decoder]:
-    decoders: dict[str, Decoder] = {}
-    for name, info in inner.tensors.items():
-        four_bits = _four_bits(inner, name)
-        if four_bits is not None:
-            decoders[name] = four_bits
-        elif _is_float8(info):
-            decoders[name] = _float8(inner, name, info)
-        elif info.dtype == "I8" and name.endswith(".weight") and (scales := _rows_of(name)) in inner.tensors:
-            decoders[name] = _int8(inner, name, scales)
-    return decoders
-
-
 @dataclass(frozen=True)
-class ScaledCodes(Decoder):
-    """Codes times scales. Each scale belongs to a block of entries along every axis."""
+class ScaledCodes:
+    """float8 or int8 codes times scales. The codes are matrices below each other, with a grid of scales for each."""
 
     codes: str
     shape: tuple[int, ...]
-    hidden: tuple[str, ...]
-    block: tuple[int, ...]
-    scale: str | None = None
-    """The tensor of scales, or None if there are none."""
+    hidden: tuple[str, ...] = ()
+    """Other tensors of the file that belong to it."""
+    scales: str | None = None
+    """The tensor of scales; None for codes that are the numbers themselves."""
     factor: float = 1.0
     """Multiplies all scales."""
+    height: int = 1
+    """Rows of one matrix."""
+    block: tuple[int, int] = (1, 1)
+    """Rows and columns of the codes that share a scale."""
 
     def read(self, inner: Checkpoint, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
         codes = inner.read(self.codes, start, stop, buffers, slot)
-        if self.scale is None:
+        if self.scales is None:
             return _to_float32(codes)
         columns = self.shape[-1] if self.shape else 1
         first, last = start // columns, -(-stop // columns)
-        rows = torch.zeros((last - first) * columns)  # whole rows, of which the block is a part
         inside = slice(start - first * columns, stop - first * columns)
+        rows = torch.zeros((last - first) * columns)  # whole rows, of which the codes are a part
         rows[inside] = _to_float32(codes)
-        step = self.block[-1] if self.shape else 1
-        scales_per_row = -(-columns // step)
-        scale_rows = self._scale_rows(first, last)
-        low, high = int(scale_rows.min()), int(scale_rows.max()) + 1
-        scales = inner.read(self.scale, low * scales_per_row, high * scales_per_row, buffers, f"{slot} scales")
-        scales = (scales.float() * self.factor).reshape(-1, scales_per_row)[scale_rows - low]
-        if columns % step == 0:
-            rows.view(last - first, -1, step).mul_(scales.unsqueeze(-1))
+        (high, wide), number = self.block, torch.arange(first, last)
+        grid_rows = number // self.height * -(-self.height // high) + number % self.height // high
+        grid_columns = -(-columns // wide)
+        low, end = int(grid_rows[0]), int(grid_rows[-1]) + 1
+        scales = inner.read(self.scales, low * grid_columns, end * grid_columns, buffers, f"{slot} scales")
+        scales = (scales.float() * self.factor).reshape(-1, grid_columns)[grid_rows - low]
+        if columns % wide == 0:
+            rows.view(last - first, -1, wide).mul_(scales.unsqueeze(-1))
         else:
-            rows.view(last - first, columns).mul_(scales.repeat_interleave(step, 1)[:, :columns])
+            rows.view(last - first, columns).mul_(scales.repeat_interleave(wide, 1)[:, :columns])
         return rows[inside]
-
-    def _scale_rows(self, first: int, last: int) -> Tensor:
-        """Return the row of the scales for each row of the codes. Rows number all axes but the last."""
-        rest, rows, stride = torch.arange(first, last), torch.zeros(last - first, dtype=torch.long), 1
-        for size, step in zip(reversed(self.shape[:-1]), reversed(self.block[:-1]), strict=True):
-            rows += rest.remainder(size).div_(step, rounding_mode="floor").mul_(stride)
-            rest = rest.div(size, rounding_mode="floor")
-            stride *= -(-size // step)
-        return rows
 
 
 def _to_float32(codes: Tensor) -> Tensor:
@@ -312,84 +254,73 @@ def _float8_table(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
-def _float8(inner: Checkpoint, name: str, info: TensorInfo) -> ScaledCodes:
-    module = name.rpartition(".")[0]
-    names = (form.format(name=name, module=module) for form in FLOAT8_SCALES)
-    scale = next((name for name in names if name in inner.tensors), None)
-    if scale is None:
-        similar = [other for other in inner.tensors if other.rpartition(".")[0] == module and "scale" in other]
-        similar = [other for other in similar if other.rpartition(".")[2] not in ACTIVATION_SCALES]
-        if similar or detect_quantization(inner) is not None:
-            what = f"with scales of an unknown form ({similar[0]})" if similar else "without scales"
-            raise InputError(f"{inner.label}: cannot dequantize {name}: float8 codes {what}")
-        return ScaledCodes(name, info.shape, (), info.shape)
-    shape = inner.tensors[scale].shape
-    block = _block(info.shape, shape, _configured_block(inner.config))
-    if block is None:
-        raise InputError(
-            f"{inner.label}: cannot dequantize {name}: its scales {scale} {list(shape)} do not fit its shape "
-            f"{list(info.shape)}. For scales of blocks, the config needs quantization_config.weight_block_size."
+def _is_float8(info: TensorInfo) -> bool:
+    return info.dtype.startswith(("F8_E4", "F8_E5"))
+
+
+def _scaled(inner: Checkpoint, name: str, found: Quantization | None) -> ScaledCodes | None:
+    """Return the decoder of a tensor of float8 or int8 codes; None for other tensors."""
+    info, module = inner.tensors[name], name.rpartition(".")[0]
+    scales, layout = _beside(name, SCALES, inner.tensors), f"{name}_format"
+    if not _is_float8(info) and not (info.dtype == "I8" and scales == f"{module}.SCB"):
+        return None
+
+    def broken(why: str) -> InputError:
+        return InputError(f"{inner.label}: cannot dequantize {name}: {why}")
+
+    if scales is None:
+        beside = {other.rpartition(".")[2] for other in inner.tensors if other.rpartition(".")[0] == module}
+        unknown = [last for last in beside - ACTIVATION_SCALES if "scale" in last]
+        if unknown or found is not None:
+            raise broken(f"float8 codes {f'with unknown scales ({unknown[0]})' if unknown else 'without scales'}")
+        return ScaledCodes(name, info.shape)
+    if layout in inner.tensors and bool(_whole(inner, layout).any()):
+        raise broken("it is stored in the order of a GPU's tiles, not by rows. Save it again.")
+    grid = _grid(info.shape, inner.tensors[scales].shape, _configured_block(inner.config))
+    if grid is None:
+        raise broken(
+            f"its scales {scales} {list(inner.tensors[scales].shape)} do not fit its shape {list(info.shape)}. For "
+            "scales of blocks, the config needs quantization_config.weight_block_size."
         )
-    return ScaledCodes(name, info.shape, (scale,), block, scale)
+    hidden = (scales, layout) if layout in inner.tensors else (scales,)
+    return ScaledCodes(name, info.shape, hidden, scales, 1 / 127 if info.dtype == "I8" else 1.0, *grid)
 
 
-def _configured_block(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the rows and columns of a block with one scale, if the config says so."""
-    for _, section in parts(config):
-        for settings in (section.get(key) for key in KEYS):
-            if not isinstance(settings, dict):
-                continue
-            groups = settings.get("config_groups")
-            weights = [
-                g.get("weights") for g in (groups.values() if isinstance(groups, dict) else ()) if isinstance(g, dict)
-            ]
-            blocks = [part.get("block_structure") for part in weights if isinstance(part, dict)]
-            for block in (settings.get("weight_block_size"), *blocks):
-                if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-                    return tuple(block)
+def _grid(
+    shape: tuple[int, ...], scales: tuple[int, ...], configured: tuple[int, int]
+) -> tuple[int, tuple[int, int]] | None:
+    """Return the rows of a matrix, and the rows and columns that share a scale; None if the shapes do not fit."""
+    columns = shape[-1] if shape else 1
+    rows = math.prod(shape[:-1])
+    if 0 in shape or math.prod(scales) == 1:
+        return max(1, rows), (max(1, rows), max(1, columns))
+    if len(scales) == len(shape) > 1 and scales[:-2] == shape[:-2]:
+        sides = [
+            next((n for n in (1, size, block, size // max(1, number)) if n > 0 and -(-size // n) == number), 0)
+            for size, number, block in zip(shape[-2:], scales[-2:], configured, strict=True)
+        ]
+        return (shape[-2], (sides[0], sides[1])) if all(sides) else None
+    if math.prod(scales) == shape[0]:
+        return rows, (rows // shape[0], columns if len(shape) > 1 else 1)
     return None
 
 
-def _block(shape: Sequence[int], scales: tuple[int, ...], configured: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Return how many entries along each axis share a scale, or None if the shapes do not fit."""
-    if math.prod(scales) == 1:
-        return tuple(max(1, size) for size in shape)
-    if len(scales) == 1 and len(shape) > 1:
-        scales = (*scales, *[1] * (len(shape) - 1))
-    if len(scales) != len(shape):
-        return None
-    block = []
-    for axis, (size, number) in enumerate(zip(shape, scales, strict=True)):
-        from_end = axis - len(shape) + 2
-        step = configured[from_end] if configured is not None and from_end >= 0 else DEFAULT_BLOCK
-        if number == size:
-            step = 1
-        elif number == 1:
-            step = size
-        elif math.ceil(size / step) != number:
-            if configured is not None or number == 0 or size % number:
-                return None
-            step = size // number
-        block.append(step)
-    return tuple(block)
-
-
-def _rows_of(name: str) -> str:
-    return name.removesuffix("weight") + "SCB"
-
-
-def _int8(inner: Checkpoint, name: str, scales: str) -> ScaledCodes:
-    shape, layout = inner.tensors[name].shape, f"{name}_format"
-    hidden = [scales, *([layout] if layout in inner.tensors else [])]
-    if layout in inner.tensors and bool(_whole(inner, layout).any()):
-        raise InputError(f"{inner.label}: {name} is stored in the order of a GPU's tiles, not by rows. Save it again.")
-    if not shape or inner.tensors[scales].numel != shape[0]:
-        raise InputError(f"{inner.label}: {scales} does not have one number for each row of {name} {list(shape)}")
-    return ScaledCodes(name, shape, tuple(hidden), (1, *shape[1:]), scales, 1 / 127)
+def _configured_block(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the rows and columns of a block with one scale, as the config says, or as is usual."""
+    for _, settings in _settings(config):
+        groups = settings.get("config_groups")
+        weights = [
+            g.get("weights") for g in (groups.values() if isinstance(groups, dict) else ()) if isinstance(g, dict)
+        ]
+        blocks = [part.get("block_structure") for part in weights if isinstance(part, dict)]
+        for block in (settings.get("weight_block_size"), *blocks):
+            if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+                return block[0], block[1]
+    return DEFAULT_BLOCK
 
 
 @dataclass(frozen=True)
-class TableCodes(Decoder):
+class TableCodes:
     """4-bit codes: indices into a table, times the largest absolute entry of the block."""
 
     codes: str
@@ -422,8 +353,7 @@ class TableCodes(Decoder):
 
 def _four_bits(inner: Checkpoint, name: str) -> TableCodes | None:
     """Return the decoder of a 4-bit bitsandbytes weight, from the JSON stored beside it; None for other tensors."""
-    marks = (f"{name}.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
-    mark = next((mark for mark in marks if mark in inner.tensors), None)
+    mark = _beside(name, STATES, inner.tensors)
     if mark is None:
         return None
 
