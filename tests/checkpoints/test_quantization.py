@@ -59,10 +59,10 @@ MXFP4 = {
 }
 CASES: dict[str, tuple[State, dict[str, Any], str]] = {
     # tensors, quantization_config, the method in the config (tensors alone can belong to several methods)
-    "gptq": (GPTQ, {"quant_method": "gptq", "bits": 4}, "gptq, 4 bits"),
-    "awq": (AWQ, {"quant_method": "awq", "bits": 4}, "awq, 4 bits"),
-    "bitsandbytes-4": (BNB4, {"load_in_4bit": True, "load_in_8bit": False}, "bitsandbytes, 4 bits"),
-    "bitsandbytes-8": (BNB8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes, 8 bits"),
+    "gptq": (GPTQ, {"quant_method": "gptq", "bits": 4}, "gptq"),
+    "awq": (AWQ, {"quant_method": "awq", "bits": 4}, "awq"),
+    "bitsandbytes-4": (BNB4, {"load_in_4bit": True, "load_in_8bit": False}, "bitsandbytes"),
+    "bitsandbytes-8": (BNB8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
     "fp8": (FP8, {"quant_method": "fp8"}, "fp8"),
     "compressed-tensors": (PACKED, {"quant_method": "compressed-tensors"}, "compressed-tensors"),
     "compressed-int8": (INT8, {"quant_method": "compressed-tensors"}, "compressed-tensors"),
@@ -80,7 +80,7 @@ def test_the_method_is_recognized_by_the_config_or_the_tensors(case: str, source
     config = {} if source == "tensors alone" else config
     found = detect_quantization(Checkpoint("m", memory=BODY | codes, config=config))
     assert found is not None and found.readable == (case in READABLE)
-    assert found.method == method if config else method.partition(",")[0] in found.method
+    assert found.method == method if config else method in found.method
     assert codes.keys() >= set(found.tensors) and found.tensors
 
 
@@ -89,15 +89,6 @@ def test_the_method_is_recognized_by_the_config_or_the_tensors(case: str, source
 )
 def test_settings_that_quantize_nothing_are_ignored(settings: Any) -> None:
     assert detect_quantization(Checkpoint("base", memory=BODY, config={"quantization_config": settings})) is None
-
-
-@pytest.mark.parametrize(("name", "method"), [("quantize_config.json", "gptq, 4"), ("quant_config.json", "awq, 4")])
-def test_a_file_beside_the_config_can_name_the_method(name: str, method: str, tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "m", BODY | AWQ)
-    (folder / name).write_text(json.dumps({"bits": 4} if "quantize" in name else {"w_bit": 4}))
-    with open_checkpoint(folder) as checkpoint:
-        found = detect_quantization(checkpoint)
-    assert found is not None and found.method.startswith(method) and found.source == name
 
 
 def write_pair(folder: Path, codes: State, config: dict[str, Any]) -> list[str]:
@@ -135,13 +126,13 @@ def test_an_adapter_on_a_quantized_base_is_refused(tmp_path: Path) -> None:
     (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
     for recipe in ({"models": [str(adapter)]}, {"base": base, "models": [str(adapter)]}):
-        with pytest.raises(InputError, match="bitsandbytes, 4 bits"):
+        with pytest.raises(InputError, match="bitsandbytes"):
             gm.merge({"method": "average", **recipe}, tmp_path / "out")
 
 
 def test_inspect_shows_the_method_and_refuses_to_merge(tmp_path: Path) -> None:
     base, tuned = write_pair(tmp_path, GPTQ, {"quantization_config": {"quant_method": "gptq", "bits": 4}})
-    assert "gptq, 4 bits" in json.loads(run("inspect", base, "--json").stdout)["models"][0]["quantized"]
+    assert "gptq" in json.loads(run("inspect", base, "--json").stdout)["models"][0]["quantized"]
     run("inspect", base, tuned, status=2)
 
 

@@ -14,7 +14,7 @@ from ..arguments import checked
 from ..errors import GradmergeError, InputError
 from ..io.reader import PositionalFile, TensorFile, is_plain_name, local_path, open_files, read_index
 from ..io.small_files import MAX_CONFIG, read_bounded, read_json, require_within
-from ..text import listed
+from ..text import first_line, listed
 from ..urls import as_url
 from .adapter_config import is_adapter, read_adapter_config
 from .checkpoint import Checkpoint
@@ -68,7 +68,17 @@ def open_checkpoint(
     reference = as_url(reference) or str(reference)
     path, hub_id = _resolve(reference, relative_to, allow_pickle)
     if path.is_dir() and is_adapter(path):
-        return _open_adapter(reference, path, adapter_base, allow_pickle, dequantize, hub_id)
+        base = adapter_base
+        while isinstance(base, AdapterCheckpoint):  # adapters name models, not other adapters, as their base
+            base = base.base
+        if base is not None:
+            return _open_adapter(reference, path, base, False, allow_pickle, hub_id)
+        base = _open_named_base(path, allow_pickle, dequantize)
+        try:
+            return _open_adapter(reference, path, base, True, allow_pickle, hub_id)
+        except BaseException:
+            base.close()
+            raise
     if path.is_dir():
         checkpoint = _open_folder(reference, path, allow_pickle, hub_id)
     else:
@@ -87,13 +97,8 @@ def put_adapter(
     folder, hub_id = _resolve(reference, relative_to, allow_pickle)
     if not folder.is_dir() or not is_adapter(folder):
         raise InputError(f"{reference}: not a PEFT adapter: no folder with an adapter_config.json ({folder})")
-    config = read_adapter_config(folder)
-    with ExitStack() as opened:
-        files = _weight_files(folder, "adapter_model", allow_pickle, opened)
-        label = f"{model.label}+{reference}"
-        adapter = AdapterCheckpoint(label, folder, config, files, model, owns_base=True, hub_id=hub_id)
-        opened.pop_all()
-    adapter.notes += [*model.notes, *_note_on_base(adapter, config.get("base_model_name_or_path"))]
+    adapter = _open_adapter(f"{model.label}+{reference}", folder, model, True, allow_pickle, hub_id)
+    adapter.notes += model.notes
     return adapter
 
 
@@ -104,14 +109,14 @@ def _resolve(reference: str, relative_to: Path | None, allow_pickle: bool) -> tu
         hub_id = unquote(reference.removeprefix("hf://"))
         return path, hub_id if reference.startswith("hf://") and HUB_ID.fullmatch(hub_id) else None
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):
-        return hub_folder(reference, allow_pickle), reference
+        return _hub_folder(reference, allow_pickle), reference
     raise InputError(f"{reference}: no such folder or file ({path.absolute()})")
 
 
 # The Hub
 
 
-def hub_folder(reference: str, allow_pickle: bool) -> Path:
+def _hub_folder(reference: str, allow_pickle: bool) -> Path:
     """Return the cached snapshot of a Hub model if it has all weights, otherwise a stand-in that is read by ranges."""
     from huggingface_hub import constants
 
@@ -128,9 +133,7 @@ def hub_folder(reference: str, allow_pickle: bool) -> Path:
     try:
         return local_path(f"hf://{repo}" + (f"@{quote(revision, safe='')}" if revision else ""), None)
     except GradmergeError as error:
-        raise InputError(
-            f"{reference}: no such local folder, and the Hub did not return this model: {error}"
-        ) from error
+        raise _not_on_hub(reference, error) from error
 
 
 def fetch_from_hub(
@@ -145,10 +148,11 @@ def fetch_from_hub(
     try:
         return Path(snapshot_download(repo, revision=revision or None, allow_patterns=allowed, local_files_only=cached))
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise InputError(
-            f"{reference}: no such local folder, and the Hub did not return this model: {reason}"
-        ) from error
+        raise _not_on_hub(reference, error) from error
+
+
+def _not_on_hub(reference: str, error: Exception) -> InputError:
+    return InputError(f"{reference}: no such local folder, and the Hub did not return this model: {first_line(error)}")
 
 
 # Files and folders
@@ -175,7 +179,7 @@ def _require_pickle_allowed(path: Path, allow_pickle: bool) -> None:
 
 
 def _open_folder(label: str, folder: Path, allow_pickle: bool, hub_id: str | None) -> Checkpoint:
-    modules = _pipeline_parts(folder) or _sentence_modules(folder) or [""]
+    modules = _module_folders(folder)
     config = _config(folder)
     files: list[PositionalFile] = []
     with ExitStack() as opened:
@@ -205,33 +209,25 @@ def _config(folder: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def _pipeline_parts(folder: Path) -> list[str]:
-    """Return the subfolders of a diffusers pipeline, such as unet and vae; empty for other models."""
-    path = folder / PIPELINE
-    if not path.is_file():
-        return []
-    require_within(path, folder)
-    names = [
-        name
-        for name, kind in read_json(path).items()
-        if not name.startswith("_") and isinstance(kind, list) and len(kind) == 2 and all(kind)
-    ]
-    for name in names:
+def _module_folders(folder: Path) -> list[str]:
+    """Return the subfolders with weights: parts of a diffusers pipeline, modules of a sentence-transformers model.
+
+    "" is the folder itself, which is the only one of other models.
+    """
+    if (folder / PIPELINE).is_file():
+        require_within(folder / PIPELINE, folder)
+        parts = read_json(folder / PIPELINE).items()
+        names = [
+            n for n, kind in parts if not n.startswith("_") and isinstance(kind, list) and len(kind) == 2 and all(kind)
+        ]
+    else:
+        # Normalize modules can have no files, and Git repositories store no empty folders.
+        modules = modules_of(folder)
+        names = [n for n, kind in modules if not kind.endswith(".Normalize") or (folder / n).is_dir()] or [""]
+    for name in filter(None, names):
         if not is_plain_name(name) or not (folder / name).is_dir():
-            raise InputError(f"{path}: names the part {name[:80]!r}, which is not a folder in {folder}")
+            raise InputError(f"{folder}: its list of modules names {name[:80]!r}, which is not a folder in it")
         require_within(folder / name, folder)
-    return names
-
-
-def _sentence_modules(folder: Path) -> list[str]:
-    """Return the subfolders of a sentence-transformers model, "" for the model's own folder; empty for other models."""
-    # Normalize modules can have no files, and Git repositories store no empty folders.
-    names = [name for name, kind in modules_of(folder) if not kind.endswith(".Normalize") or (folder / name).is_dir()]
-    for name in names:
-        if name and not (folder / name).is_dir():
-            raise InputError(f"{folder / 'modules.json'}: names the module {name[:80]!r}, which is not a folder")
-        if name:
-            require_within(folder / name, folder)
     return list(dict.fromkeys(names))
 
 
@@ -294,63 +290,37 @@ def _no_weights(folder: Path, stem: str) -> str:
 
 
 def _open_adapter(
-    label: str, folder: Path, base: Checkpoint | None, allow_pickle: bool, dequantize: bool, hub_id: str | None
+    label: str, folder: Path, base: Checkpoint, owns_base: bool, allow_pickle: bool, hub_id: str | None
 ) -> AdapterCheckpoint:
+    """Open an adapter on a base, with a note if its config names another one."""
     config = read_adapter_config(folder)
-    base_name = config.get("base_model_name_or_path")
-    owns_base = base is None
-    if base is None:
-        base = _open_named_base(folder, base_name, allow_pickle, dequantize)
-    elif base_name is not None:
-        base = _trained_on(base_name, base)
     with ExitStack() as opened:
-        if owns_base:
-            opened.callback(base.close)
         files = _weight_files(folder, "adapter_model", allow_pickle, opened)
         adapter = AdapterCheckpoint(label, folder, config, files, base, owns_base, hub_id)
         opened.pop_all()
-    adapter.notes += _note_on_base(adapter, base_name) if not owns_base else []
+    name = config.get("base_model_name_or_path")
+    names = [
+        base.label.partition("@")[0],
+        str(base.config.get("_name_or_path", "")),
+        str((base.folder or Path()).absolute()),
+    ]
+    if name is not None and Path(name).name not in [Path(known).name for known in names]:
+        adapter.notes.append(f"{label}: the adapter's config says it was trained on {name!r}; applied to {base.label}")
     return adapter
 
 
-def _open_named_base(folder: Path, name: str | None, allow_pickle: bool, dequantize: bool) -> Checkpoint:
+def _open_named_base(folder: Path, allow_pickle: bool, dequantize: bool) -> Checkpoint:
     """Open the base that an adapter's config names: a path (also relative to the adapter) or a Hub id."""
-    if not name:
-        raise InputError(f"{folder}: the adapter's config does not name its base. Give the base model in the recipe.")
-    if as_url(name):
-        raise InputError(
-            f"{folder}: the adapter's config names a URL as its base ({name}), which is not opened. Give the base "
-            "model in the recipe."
-        )
+    name = read_adapter_config(folder).get("base_model_name_or_path")
+    if not name or as_url(name):
+        what = f"names a URL as its base ({name}), which is not opened" if name else "does not name its base"
+        raise InputError(f"{folder}: the adapter's config {what}. Give the base model in the recipe.")
     start = folder if not local_path(name, None).exists() and local_path(name, folder).exists() else None
     if is_adapter(local_path(name, start)):
-        message = f"{folder}: the adapter's base is another adapter, {name}"
-        raise InputError(f"{message}. Merge that adapter into its base first.")
+        raise InputError(
+            f"{folder}: the adapter's base is another adapter, {name}. Merge that adapter into its base first."
+        )
     try:
         return open_checkpoint(name, relative_to=start, allow_pickle=allow_pickle, dequantize=dequantize)
     except InputError as error:
         raise InputError(f"{folder}: the adapter's base cannot be opened. {error}") from error
-
-
-def _trained_on(name: str, base: Checkpoint) -> Checkpoint:
-    """Return the base; if it is an adapter itself, the model below it that the new adapter's config names."""
-    candidate = base
-    while Path(name).name not in _names_of(candidate):
-        if not isinstance(candidate, AdapterCheckpoint):
-            return base
-        candidate = candidate.base
-    return candidate
-
-
-def _note_on_base(adapter: AdapterCheckpoint, name: str | None) -> list[str]:
-    """Return a note if an adapter is applied to another model than its config names."""
-    if name is None or Path(name).name in _names_of(adapter.base):
-        return []
-    return [f"{adapter.label}: the adapter's config says it was trained on {name!r}; applied to {adapter.base.label}"]
-
-
-def _names_of(checkpoint: Checkpoint) -> set[str]:
-    names = [checkpoint.label.partition("@")[0]]
-    if not isinstance(checkpoint, AdapterCheckpoint):  # an adapter has the config of its base
-        names.append(str(checkpoint.config.get("_name_or_path", "")))
-    return {Path(name).name for name in names} | {checkpoint.folder.absolute().name if checkpoint.folder else ""}
