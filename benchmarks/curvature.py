@@ -61,7 +61,14 @@ BATCHES = 3
 
 #: The bars: time over the plain pass per (device, model), of the diagonal and of Kronecker factors, the loop's time
 #: over ours, and peak memory over that of the plain pass and a float32 copy of the parameters together.
-SLOWER = {("cpu", "minilm"): 1.8, ("cuda", "minilm"): 2.2, ("cuda", "gpt2"): 1.5, ("cuda", "llama-1b"): 1.35}
+SLOWER = {
+    ("cpu", "minilm"): 1.8,
+    ("cpu", "mixtral"): 2.5,
+    ("cpu", "gpt-oss"): 2.5,
+    ("cuda", "minilm"): 2.2,
+    ("cuda", "gpt2"): 1.5,
+    ("cuda", "llama-1b"): 1.35,
+}
 KRONECKER_SLOWER = {("cpu", "minilm"): 1.6, ("cuda", "gpt2"): 1.4}
 LOOP_OVER_OURS = {("cuda", "minilm"): 8.0}
 MEMORY = 1.1
@@ -79,6 +86,8 @@ SIZES = {
     "minilm": Size(6, 16, 128, 30522),
     "gpt2": Size(12, 16, 1024, 50257),
     "llama-1b": Size(22, 8, 1024, 32000),
+    "mixtral": Size(4, 8, 128, 4000),
+    "gpt-oss": Size(4, 8, 128, 4000),
 }
 
 
@@ -143,8 +152,12 @@ def make_model(name: str, layers: int) -> nn.Module:
         BertForSequenceClassification,
         GPT2Config,
         GPT2LMHeadModel,
+        GptOssConfig,
+        GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
     )
 
     torch.manual_seed(0)
@@ -157,6 +170,13 @@ def make_model(name: str, layers: int) -> nn.Module:
     if name == "gpt2":
         config = GPT2Config(n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
         return GPT2LMHeadModel(config).train()
+    if name in ("mixtral", "gpt-oss"):  # small ones
+        sizes = {"hidden_size": 256, "num_hidden_layers": layers, "intermediate_size": 512, "vocab_size": 4000}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+        sizes |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+        if name == "mixtral":
+            return MixtralForCausalLM(MixtralConfig(**sizes, use_cache=False)).train()
+        return GptOssForCausalLM(GptOssConfig(**sizes, use_cache=False)).train()
     sizes = {"hidden_size": 2048, "num_hidden_layers": layers, "intermediate_size": 5632, "vocab_size": 32000}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
     config = LlamaConfig(**sizes, **heads, max_position_embeddings=2048, use_cache=False)

@@ -99,6 +99,10 @@ class Family:
                 assert module.running_mean is not None and module.running_var is not None
                 nn.init.normal_(module.running_mean, 0.0, 0.3)
                 nn.init.uniform_(module.running_var, 0.5, 2.0)
+        if (dtype or self.dtype) == torch.float64 and getattr(
+            getattr(model, "config", None), "_experts_implementation", None
+        ) == "grouped_mm":
+            model.set_experts_implementation("eager")  # the other has no float64
         return model.eval().to(dtype or self.dtype)
 
     def examples(self, dtype: torch.dtype | None = None) -> list[Example]:
@@ -300,7 +304,36 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mixtral": Family(
         _of(t.MixtralForCausalLM, t.MixtralConfig, **_LLAMA, num_local_experts=3, num_experts_per_tok=2),
-        "language", "next-token", 1e-4, slow=("experts.",), dtype=torch.float32,
+        "language", "next-token", ROUNDED,
+    ),
+    "qwen2-moe": Family(
+        _of(
+            t.Qwen2MoeForCausalLM, t.Qwen2MoeConfig, **_LLAMA, num_experts=5, num_experts_per_tok=2,
+            moe_intermediate_size=8, shared_expert_intermediate_size=6,
+        ),
+        "language", "next-token", ROUNDED,
+    ),
+    "gpt-oss": Family(
+        _of(
+            t.GptOssForCausalLM, t.GptOssConfig, **_LLAMA, num_local_experts=4, num_experts_per_tok=2, head_dim=4,
+            bos_token_id=0, eos_token_id=0,
+        ),
+        "language", "next-token", ROUNDED,
+    ),
+    "deepseek-v3": Family(
+        _of(
+            t.DeepseekV3ForCausalLM, t.DeepseekV3Config, **_LLAMA, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+            topk_group=1, moe_intermediate_size=8, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=4,
+            qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, bos_token_id=0, eos_token_id=0,
+        ),
+        "language", "next-token", ROUNDED,
+    ),
+    "llama4": Family(
+        _of(
+            t.Llama4ForCausalLM, t.Llama4TextConfig, **_LLAMA, num_local_experts=3, num_experts_per_tok=1, head_dim=4,
+            intermediate_size_mlp=12, bos_token_id=0, eos_token_id=0,
+        ),
+        "language", "next-token", ROUNDED,
     ),
     "t5": Family(_of(t.T5ForConditionalGeneration, t.T5Config, **_T5), "pairs", "tokens", ROUNDED),
     "t5, untied and gated": Family(

@@ -221,6 +221,47 @@ class Experts(Body):
         return out.view_as(x)
 
 
+class FusedLayer(nn.Module):
+    """Two matrices per expert, in two tensors. ``resorted`` reverses the rows for the second product."""
+
+    def __init__(self, resorted: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(3, WIDTH, 2 * WIDTH))
+        self.down = nn.Parameter(torch.zeros(3, 2 * WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.zeros(3, WIDTH))
+        self.resorted = resorted
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, WIDTH)
+        chosen = (flat[:, :3] * 7).sin().argmax(-1)
+        out = torch.zeros_like(flat)
+        for expert in range(3):
+            rows = chosen == expert
+            hidden = (flat[rows] @ self.up[expert]).tanh()
+            hidden = hidden.flip(0) if self.resorted else hidden
+            result = hidden @ self.down[expert] + self.bias[expert]
+            out = out.index_add(0, rows.nonzero()[:, 0], result.flip(0) if self.resorted else result)
+        return out.view_as(x)
+
+
+class Fused(Body):
+    def build(self) -> None:
+        self.layer = FusedLayer()
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class FusedTwice(Fused):
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).tanh() + x)
+
+
+class FusedResorted(Fused):
+    def build(self) -> None:
+        self.layer = FusedLayer(resorted=True)
+
+
 class Rare(Body):
     """A layer that is used by whole examples, but only by some; the first two are none of them."""
 
@@ -269,15 +310,18 @@ UNKNOWN: dict[type[Body], set[str] | None] = {
     Twice: set(),
     Unused: set(),
     OnlyIdleIsFast: {"matrix"},
-    ByKeyword: {"layer.weight", "layer.bias"},
-    Pair: {"layer.weight", "layer.bias"},
-    Pooling: {"layer.weight", "layer.bias"},
+    ByKeyword: set(),
+    Pair: set(),
+    Pooling: set(),
     WeightNorm: {f"layer.parametrizations.weight.original{n}" for n in (0, 1)},
     OldWeightNorm: {"layer.bias", "layer.weight_g", "layer.weight_v"},
-    Hooked: {"layer.weight", "layer.bias"},
+    Hooked: set(),
     Attention: {f"layer.self_attn.{n}" for n in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")},
     Recurrent: {f"layer.{n}_l0" for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
     Experts: {f"experts.{k}.{n}" for k in range(3) for n in ("weight", "bias")},
+    Fused: set(),
+    FusedTwice: set(),
+    FusedResorted: {"layer.up", "layer.down", "layer.bias"},
     Rare: {"layer.weight", "layer.bias"},
     OddRows: None,  # in a batch of one nothing is odd
     InPlace: None,

@@ -380,6 +380,8 @@ def calls_for_a_batch(model: nn.Module, batch: Any, likelihood: str) -> tuple[gm
         ("llama, tied", "empirical"),
         ("t5", "empirical"),
         ("mixtral", "empirical"),
+        ("gpt-oss", "empirical"),
+        ("llama4", "empirical"),
     ],
 )
 def test_gradient_checkpointing_gives_the_same_and_computes_layers_again(

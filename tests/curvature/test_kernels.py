@@ -12,9 +12,11 @@ from torch import Tensor
 from gradmerge.curvature import kernels
 from gradmerge.curvature.kernels import (
     DirectGradient,
+    ExpertGradient,
     OuterGradient,
     RowGradient,
     Term,
+    add_experts,
     add_many_direct,
     add_outer,
     add_rows,
@@ -179,3 +181,27 @@ def test_a_tied_heads_squares_are_its_own_and_those_of_the_rows_it_shares(
     a, s = outer_at_rows(head, rows, total.dtype), merge_rows(uses, total.dtype).y
     add_rows(total, rows, s * (2 * a + s))
     assert torch.allclose(total, squares([head, *table], examples, vocabulary, width), atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 60])
+def test_experts_add_up_their_tokens_of_each_example(rows: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    experts, examples = (torch.randint(0, n, (rows,), generator=generator) for n in (4, 3))
+    y, x = numbers(generator, rows, 5), None if bias else numbers(generator, rows, 6)
+    shape = (4, 5) if x is None else (4, 5, 6)
+    direct = numbers(generator, 3, *shape)
+    for more in ([], [DirectGradient(direct)]):
+        gradient = torch.zeros(3, *shape, dtype=torch.float64) + sum(term.gradient for term in more)
+        for row in range(rows):
+            gradient[examples[row], experts[row]] += y[row] if x is None else y[row].outer(x[row])
+        total = torch.zeros(shape, dtype=torch.float64)
+        add_squares(total, [ExpertGradient(experts, examples, y, x), *more])
+        torch.testing.assert_close(total, gradient.square().sum(0))
+    again = torch.zeros(shape, dtype=torch.float64)
+    halves = [ExpertGradient(experts[k::2], examples[k::2], y[k::2], None if x is None else x[k::2]) for k in (0, 1)]
+    add_squares(again, halves)
+    add_experts(again, ExpertGradient(experts[:0], examples[:0], y[:0], None if x is None else x[:0]))
+    whole = torch.zeros(shape, dtype=torch.float64)
+    add_experts(whole, ExpertGradient(experts, examples, y, x))
+    torch.testing.assert_close(again, whole)

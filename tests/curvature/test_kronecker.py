@@ -66,7 +66,8 @@ def loop(model: nn.Module, examples: Sequence[Example], output: str, exact: bool
     layers = {f"{path}.weight".lstrip("."): module for path, module in trained}
 
     def note(name: str, module: nn.Module, inputs: Any, result: Tensor) -> None:
-        calls.setdefault(name, []).append((inputs[0].detach(), result))
+        logits = result[-1] if isinstance(result, tuple) else result  # of Llama 4, a router
+        calls.setdefault(name, []).append((inputs[0].detach(), logits))
 
     hooks = [layer.register_forward_hook(functools.partial(note, name)) for name, layer in layers.items()]
     try:

@@ -1,17 +1,18 @@
-"""How a layer hands over what it saw and the gradient of its output, in one forward and backward pass over a batch.
+"""Capture the input of each layer and the gradient of its output, in one forward and backward pass over a batch.
 
-The hooks of a :class:`LayerFormula` follow a layer through a batch. Before the layer runs, its parameters are hidden
-from autograd, which would form their gradient summed over examples. Behind it, the output gets a *tap*, an identity
-that is handed y, the gradient of the output, in the backward pass. The tap gives y and x, the layer's input, to the
-formula's ``use``, which makes a term of them (:mod:`gradmerge.curvature.kernels`) and hands that to its recorder's
-``take``.
+The hooks of a :class:`LayerFormula` work as follows:
+
+1. Before the layer runs, its parameters are hidden from autograd, which would add up their gradients over examples.
+2. After it ran, its output gets a hook that receives y, the gradient of the output, in the backward pass.
+3. That hook passes y and the layer's input x to ``LayerFormula.use``, which makes a term (:mod:`.kernels`) of them and
+   passes it to ``Recorder.take``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,32 +23,28 @@ from .kernels import DirectGradient, Term, sum_type
 from .parameter_sum import ParameterSum, Sums
 
 
-class Unsuited(Exception):
-    """What a layer sees does not have the shape that its formula needs."""
-
-
 class Recorder:
-    """What the formulas of a model share while a batch runs, and where each hands over its terms: ``take``.
+    """The state that the formulas of a model share while a batch runs. Each passes its terms to ``take``.
 
-    The trial and the :class:`~gradmerge.curvature.accumulate.Accumulator` do different things with the same terms.
-    Another kind of sum over (x, y) is one more ``take``.
+    Subclasses differ in ``take``: the verifier compares terms with autograd, and the
+    :class:`~gradmerge.curvature.accumulate.Accumulator` adds up their squares.
     """
 
     def __init__(self, model: nn.Module, sums: Sums, hooks: contextlib.ExitStack | None = None) -> None:
         self.sums = sums
         self.hooks = hooks or contextlib.ExitStack()
-        """The hooks in place. Recorders of one model share them: attaching formulas removes those before."""
+        """Removes the hooks of the attached formulas."""
         self.examples = 0
         self.tokens: set[int] = set()
         """Numbers of tokens (or positions) per example in this forward pass, from inputs with an axis of examples."""
         self.rows: dict[Any, set[int]] = {}
         """Shapes of a layer's parameters → numbers of rows of its two-dimensional inputs in this forward pass."""
         self.changed: LayerFormula | None = None
-        """The last formula that gave its module a substitute for a parameter or for ids."""
+        """The last formula that replaced a parameter or the ids of its module."""
         self.failed: list[LayerFormula] = []
-        """Formulas whose module has raised an error."""
+        """Formulas whose module raised an error."""
         self.unfit: list[LayerFormula] = []
-        """Formulas that what a layer sees does not suit; the passes go on without them."""
+        """Formulas that do not fit the shapes of this batch. They made no term."""
         trained = (module for module in model.modules() if module.training)
         self.recomputes = any(getattr(module, "gradient_checkpointing", False) is True for module in trained)
         self.anchor = torch.zeros((), device=next(iter(sums)).device, requires_grad=True)
@@ -62,7 +59,7 @@ class Recorder:
         raise NotImplementedError
 
     def attach(self, formulas: Iterable[Callable[[Recorder], LayerFormula]]) -> None:
-        """Put the hooks of these formulas on their modules, in the place of those before."""
+        """Register the hooks of these formulas, and remove those of earlier ones."""
         self.hooks.close()
         for make in formulas:
             for remove in make(self).attach():
@@ -70,12 +67,12 @@ class Recorder:
 
     @property
     def listening(self) -> bool:
-        """Whether gradients are to be taken of the forward pass that runs now."""
+        """Whether hooks should capture the forward pass that runs now."""
         return self._active and torch.is_grad_enabled()
 
     @contextlib.contextmanager
     def recording(self, batch: Any) -> Iterator[None]:
-        """Inside, the model runs this batch."""
+        """Let the hooks capture this batch inside."""
         self._active = True
         self.examples = examples_in(batch)
         self.tokens = _tokens_in(batch)
@@ -93,14 +90,14 @@ class Recorder:
 
 
 def _tokens_in(batch: Any) -> set[int]:
-    """How many numbers, or vectors, the tensors of a batch have per example."""
+    """Return how many numbers, or vectors, the tensors of a batch have per example."""
     examples, tensors = examples_in(batch), [value for value in values_of(batch) if isinstance(value, Tensor)]
     shapes = [tensor.shape for tensor in tensors if tensor.dim() and len(tensor) == examples]
     return {math.prod(shape[1:]) for shape in shapes} | {math.prod(shape[1:-1]) for shape in shapes}
 
 
 class LayerFormula:
-    """The gradients of a module's own parameters per example, from what it saw and the gradient of its output."""
+    """Computes each example's gradient of a module's own parameters, from its input and the gradient of its output."""
 
     def __init__(self, recorder: Recorder, module: nn.Module) -> None:
         self.recorder = recorder
@@ -109,23 +106,25 @@ class LayerFormula:
         self.sums = {name: one for name, one in own if one is not None and not one.slow}
 
     def use(self, gradient: Tensor, *seen: Tensor) -> None:
-        """Make terms of the gradient of the output and of what the module saw, and hand them to the recorder."""
+        """Make terms of the gradient of the output and of the inputs, and pass them to the recorder."""
         raise NotImplementedError
 
     def attach(self) -> Iterator[Callable[[], Any]]:
-        """Put the hooks in place, and give what removes them."""
+        """Register the hooks, and yield functions that remove them."""
         yield self.module.register_forward_pre_hook(self._before, with_kwargs=True).remove
         yield self.module.register_forward_hook(self._behind, always_call=True).remove
         yield self._restore
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Hide the parameters from autograd while the module runs: a gradient that reaches them comes from elsewhere.
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hide the parameters from autograd while the module runs. A gradient that reaches them comes from elsewhere.
 
-        An attribute of the object is found before a parameter of the same name.
+        An entry of ``module.__dict__`` takes precedence over a parameter of the same name. Returns changed arguments,
+        or None.
         """
         if self.recorder.listening:
             for name in self.sums:
                 module.__dict__[name] = getattr(module, name).detach()
+        return None
 
     def _restore(self) -> None:
         for name in self.module._parameters:
@@ -133,17 +132,21 @@ class LayerFormula:
 
     def _behind(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         self._restore()
-        if output is None or not self.recorder.listening:  # None where the module's forward has raised
+        if output is None or not self.recorder.listening:  # None if the module's forward raised
             return output
         if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
-            self.recorder.unfit.append(self)  # the module does not take a tensor and give one
+            self.unfit()  # the module does not map a tensor to a tensor
             return output
         seen = inputs[0] if inputs[0].device == output.device else inputs[0].to(output.device)
         self._see(seen)
         return self._tap(output, self.use, seen)
 
+    def unfit(self) -> None:
+        """Report that the formula does not fit the shapes of this batch."""
+        self.recorder.unfit.append(self)
+
     def _see(self, value: Tensor) -> None:
-        """Note how many rows and tokens there are: `_per_example` tells whole examples by them."""
+        """Note how many rows and tokens there are, so that `_per_example` recognizes whole examples."""
         if value.dim() == 2:
             self.recorder.rows.setdefault(self._shapes(), set()).add(value.shape[0])
         if value.dim() > 1 and value.shape[0] == self.recorder.examples:
@@ -153,14 +156,7 @@ class LayerFormula:
         return tuple(p.shape for p in self.module._parameters.values() if p is not None)
 
     def _tap(self, output: Tensor, use: Callable[..., None], *seen: Tensor) -> Tensor:
-        """The output unchanged; ``use(y, *seen)`` is called with its gradient y in the backward pass."""
-
-        def guarded(*values: Tensor) -> None:
-            try:
-                use(*values)
-            except Unsuited:
-                self.recorder.unfit.append(self)
-
+        """Return the output unchanged; the backward pass calls ``use(y, *seen)`` with its gradient y."""
         seen = tuple(value.detach() for value in seen)
         if output.requires_grad and not self.recorder.recomputes:
             versions = [value._version for value in seen]
@@ -168,33 +164,34 @@ class LayerFormula:
             def hook(y: Tensor) -> None:
                 if [value._version for value in seen] != versions:
                     raise RuntimeError("a layer's input was changed in place before the backward pass")
-                guarded(y, *seen)
+                use(y, *seen)
 
             output.register_hook(hook)
             return output
         # The anchor makes the output part of the graph although no parameter requires a gradient. Saved by autograd,
         # ``seen`` is recomputed under gradient checkpointing, as activations are.
-        return _Tap.apply(output, self.recorder.anchor, guarded, *seen)  # type: ignore[no-any-return,no-untyped-call]
+        return _Tap.apply(output, self.recorder.anchor, use, *seen)  # type: ignore[no-any-return,no-untyped-call]
 
-    def _per_example(self, value: Tensor, keep: int) -> Tensor:
-        """``value`` as (examples, everything between, *the last ``keep`` axes).
+    def _per_example(self, value: Tensor, keep: int) -> Tensor | None:
+        """Return ``value`` as (examples, everything between, *the last ``keep`` axes), or report that it does not fit.
 
-        Rows may be the tokens of all examples in one axis; they are unfolded if each example has all of its tokens
-        there. Rows that the model has picked, as for an expert, belong to no example in particular. They can be as
-        many as there are examples by chance, so the rows of other layers of the same shape must be whole examples
-        too.
+        Rows may be the tokens of all examples in one axis. They are split by example if each example has all of its
+        tokens there. Rows that the model selected, for example for an expert, may be as many as there are examples by
+        chance. So the rows of other layers of the same shape must be whole examples too.
         """
         examples, rows = self.recorder.examples, value.shape[0]
         if rows == examples and value.dim() == keep + 2:
             return value
         if value.dim() <= keep or rows % examples:
-            raise Unsuited(f"an input of shape {list(value.shape)} has no axis of {examples} examples")
+            self.unfit()
+            return None
         unfolded = value.reshape(examples, -1, *value.shape[value.dim() - keep :])
         counts = set() if rows == examples else {examples * unfolded.shape[1]}
         if value.dim() == 2:
             counts |= self.recorder.rows.get(self._shapes(), set())
         if examples > 1 and not all(map(self._are_whole, counts)):
-            raise Unsuited(f"an input of shape {list(value.shape)} is not known to hold {examples} examples one by one")
+            self.unfit()
+            return None
         return unfolded
 
     def _are_whole(self, rows: int) -> bool:
@@ -210,13 +207,40 @@ class LayerFormula:
 
 
 class InsideFormula(LayerFormula):
-    """A formula whose tap lies inside its module, at the place where a parameter is used."""
+    """A formula that captures a parameter inside its module, where it is used."""
 
     def _behind(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         self._restore()
-        if output is None:  # the module's forward has raised
+        if output is None:  # the module's forward raised
             self.recorder.failed.append(self)
         return output
+
+
+class FollowedTensor(Tensor):
+    """A tensor that passes every function that it is used in to the ``called`` of ``follower``."""
+
+    follower: Any
+
+    @classmethod
+    def of(cls, value: Tensor, follower: Any, **attributes: Any) -> FollowedTensor:
+        followed = value.as_subclass(cls)
+        followed.follower = follower
+        followed.__dict__.update(attributes)
+        return followed
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = (*args, *(kwargs or {}).values())
+        followed = next((v for v in values if isinstance(v, FollowedTensor) and hasattr(v, "follower")), None)
+        if followed is None:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass():
+            return followed.follower.called(func, args, kwargs or {})
+
+
+def unfollowed(value: Any) -> Any:
+    """Return a plain tensor for a followed one, and anything else unchanged."""
+    return value.as_subclass(Tensor) if isinstance(value, FollowedTensor) else value
 
 
 class _Tap(torch.autograd.Function):

@@ -41,7 +41,22 @@ class RowGradient:
     y: Tensor
 
 
-Term = DirectGradient | OuterGradient | RowGradient
+@dataclass(frozen=True)
+class ExpertGradient:
+    """g_i has Σ y xᵀ in the slice of each expert, over the tokens of example i that are routed to it.
+
+    Every token has a row for each of its experts: y (rows, out), and x (rows, in) or None for a bias.
+    """
+
+    experts: Tensor
+    """The expert of each row."""
+    examples: Tensor
+    """The example of each row."""
+    y: Tensor
+    x: Tensor | None
+
+
+Term = DirectGradient | OuterGradient | RowGradient | ExpertGradient
 
 
 def sum_type(value: Tensor) -> torch.dtype:
@@ -54,6 +69,7 @@ def add_squares(total: Tensor, terms: Sequence[Term]) -> None:
     direct = [term for term in terms if isinstance(term, DirectGradient)]
     outer = [term for term in terms if isinstance(term, OuterGradient)]
     rows = [term for term in terms if isinstance(term, RowGradient)]
+    experts = [term for term in terms if isinstance(term, ExpertGradient)]
     if len(outer) == len(terms):
         one = outer[0]
         if len(outer) > 1:
@@ -64,6 +80,8 @@ def add_squares(total: Tensor, terms: Sequence[Term]) -> None:
     elif len(rows) == len(terms):
         summed = merge_rows(rows, total.dtype)
         add_rows(total, summed.ids, summed.y.square_())
+    elif len(experts) == len(terms):
+        add_experts(total, join_experts(experts))
     else:
         _add_mixed(total, terms)
 
@@ -109,6 +127,50 @@ def add_outer(total: Tensor, term: OuterGradient) -> None:
                 part.addcmul_(one, one)
 
 
+def join_experts(terms: Sequence[ExpertGradient]) -> ExpertGradient:
+    """Return the rows of several terms as one term."""
+    if len(terms) == 1:
+        return terms[0]
+    inputs = [term.x for term in terms if term.x is not None]
+    return ExpertGradient(
+        torch.cat([term.experts for term in terms]),
+        torch.cat([term.examples for term in terms]),
+        torch.cat([term.y for term in terms]),
+        torch.cat(inputs) if inputs else None,
+    )
+
+
+def add_experts(total: Tensor, term: ExpertGradient) -> None:
+    """total (experts, …) += Σ_i g_i², from the rows of each pair of an expert and an example.
+
+    A pair's rows are padded with zeros, so that pairs with about as many rows are multiplied together.
+    """
+    if not len(term.y):
+        return
+    examples = int(term.examples.max()) + 1
+    pair = term.experts * examples + term.examples
+    if term.x is None:
+        gradient = total.new_zeros(len(total) * examples, total[0].numel())
+        gradient.index_add_(0, pair, term.y.to(total.dtype))
+        total += gradient.square_().view(len(total), examples, -1).sum(1).view_as(total)
+        return
+    order = pair.argsort()
+    y, x = term.y[order], term.x[order]
+    counts = torch.bincount(pair, minlength=len(total) * examples).view(len(total), examples).tolist()
+    first = 0
+    for expert, row_counts in enumerate(counts):
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for count in row_counts:
+            if count:
+                groups.setdefault(count.bit_length(), []).append((first, count))
+                first += count
+        for group in groups.values():
+            starts, lengths = torch.tensor(group, device=y.device)[:, :, None].unbind(1)
+            step = torch.arange(max(count for _, count in group), device=y.device)
+            rows = (starts + step).clamp(max=len(y) - 1)
+            add_outer(total[expert], OuterGradient(y[rows] * (step < lengths)[..., None], x[rows]))
+
+
 def merge_rows(terms: Sequence[RowGradient], dtype: torch.dtype) -> RowGradient:
     """One gradient for each different row of an example; places that are left over have gradient 0 and row 0."""
     ids, y = torch.cat([t.ids for t in terms], 1), torch.cat([t.y for t in terms], 1)
@@ -148,7 +210,7 @@ def outer_at_rows(term: OuterGradient, ids: Tensor, dtype: torch.dtype) -> Tenso
 
 def _add_mixed(total: Tensor, terms: Sequence[Term]) -> None:
     """Any mixture, by holding the gradient of a few examples."""
-    examples = len(terms[0].gradient if isinstance(terms[0], DirectGradient) else terms[0].y)
+    examples = max(map(_examples_in, terms))
     some = max(1, (HELD_CUDA if total.is_cuda else HELD_CPU) // total.numel())
     squares = torch.zeros_like(total)  # all or nothing is added, also where memory runs out half-way
     for first in range(0, examples, some):
@@ -160,12 +222,23 @@ def _add_mixed(total: Tensor, terms: Sequence[Term]) -> None:
             elif isinstance(term, OuterGradient):
                 y, x = term.y[part].to(total.dtype), term.x[part].to(total.dtype)
                 gradient += torch.bmm(y.transpose(1, 2), x).view_as(gradient)
+            elif isinstance(term, ExpertGradient):
+                for row in ((term.examples >= part.start) & (term.examples < part.stop)).nonzero()[:, 0].tolist():
+                    part_of_expert = gradient[int(term.examples[row]) - part.start, int(term.experts[row])]
+                    y_row = term.y[row].to(total.dtype)
+                    part_of_expert += y_row if term.x is None else y_row.outer(term.x[row].to(total.dtype))
             else:
                 offset = torch.arange(len(gradient), device=total.device)[:, None] * total.shape[0]
                 ids = (term.ids[part] + offset).flatten()
                 gradient.flatten(0, 1).index_add_(0, ids, term.y[part].flatten(0, 1).to(total.dtype))
         squares += gradient.square_().sum(0)
     total += squares
+
+
+def _examples_in(term: Term) -> int:
+    if isinstance(term, ExpertGradient):
+        return int(term.examples.max()) + 1
+    return len(term.gradient if isinstance(term, DirectGradient) else term.y)
 
 
 def _fused(y: Tensor, x: Tensor, total: Tensor) -> Callable[[Tensor, Tensor, Tensor], None] | None:

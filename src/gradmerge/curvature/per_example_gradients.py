@@ -1,20 +1,21 @@
-"""The formula of each kind of layer: its parameters' gradient per example, from one backward pass over a batch.
+"""The formula of each kind of layer, which computes each example's gradient from one backward pass over a batch.
 
-Throughout, x is what went into the layer and y the gradient of the loss with respect to what came out.
+Throughout, x is the input of the layer and y the gradient of the loss with respect to its output.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .hooks import InsideFormula, LayerFormula, Recorder, Unsuited
+from .experts import ExpertsFormula, has_fused_experts
+from .hooks import FollowedTensor, InsideFormula, LayerFormula, Recorder, unfollowed
 from .kernels import DirectGradient, OuterGradient, RowGradient, sum_type
 from .parameter_sum import ParameterSum
 
@@ -24,99 +25,113 @@ class LinearFormula(LayerFormula):
 
     def use(self, gradient: Tensor, *seen: Tensor) -> None:
         y, x = self._per_example(gradient, 1), self._per_example(seen[0], 1)
+        if y is None or x is None:
+            return
         if y.shape[1] != x.shape[1]:
-            raise Unsuited(f"an input of shape {list(seen[0].shape)} gives an output of shape {list(gradient.shape)}")
+            self.unfit()
+            return
         if weight := self.sums.get("weight"):
             self.recorder.take(weight, OuterGradient(x, y) if is_conv1d(self.module) else OuterGradient(y, x))
         self._take_bias(y)
 
 
 class FunctionFormula(InsideFormula):
-    """F.embedding or F.linear with a parameter, caught where the module calls it, whatever else the module does.
+    """Parameters captured where the module uses them: in F.embedding, F.linear, or expanded to all examples.
 
-    With ``shared`` the ids are the same for all examples, as those of positions are, and are repeated for each.
+    With ``shared`` the ids are the same for all examples, for example positions, and are repeated for each.
     """
 
     def __init__(self, recorder: Recorder, module: nn.Module, shared: bool = False) -> None:
         super().__init__(recorder, module)
         self.shared = shared
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.recorder.listening:
             for name, one in self.sums.items():
-                module.__dict__[name] = _Watched.of(getattr(module, name), one, self)
+                module.__dict__[name] = FollowedTensor.of(getattr(module, name).detach(), self, sum_of=one)
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a function that one of the parameters takes part in."""
-        plain = [a.as_subclass(Tensor) if isinstance(a, _Watched) else a for a in args]
-        watched = [a for a in args if isinstance(a, _Watched)]
-        second = args[1] if len(args) > 1 and isinstance(args[1], _Watched) else None
-        if second is None or len(watched) > 1 or function not in (F.embedding, F.linear):
-            # Any other function: its gradient is not seen, and so the trial will refuse this formula.
-            named = {k: v.as_subclass(Tensor) if isinstance(v, _Watched) else v for k, v in kwargs.items()}
-            return function(*plain, **named)
-        one = second.sum_of
-        if function is F.linear:
+        """Return the result of a function that has one of the parameters as an argument.
+
+        The gradient of a function that is not known here is not captured, so the formula fails verification.
+        """
+        plain = [unfollowed(value) for value in args]
+        named = {name: unfollowed(value) for name, value in kwargs.items()}
+        sums = [value.sum_of if isinstance(value, FollowedTensor) else None for value in (*args, None, None)]  # type: ignore[attr-defined]
+        if function is F.embedding and sums[1] is not None:
+            return self._embedding(sums[1], plain, named)
+        result = function(*plain, **named)
+        if function is F.linear and sums[1] is not None:
             self._see(plain[0])
-            return self._tap(function(*plain, **kwargs), functools.partial(self._use_matrix, one), plain[0])
+            result = self._tap(result, functools.partial(self._use_matrix, sums[1]), plain[0])
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            if not isinstance(bias, FollowedTensor):
+                return result
+            return self._tap(result, functools.partial(self._use_bias, bias.sum_of))  # type: ignore[attr-defined]
+        if function in (Tensor.to, Tensor.float, Tensor.type) and sums[0] is not None:
+            return FollowedTensor.of(result, self, sum_of=sums[0])
+        if function in (Tensor.reshape, Tensor.view) and sums[0] is not None and result.shape[:1] == (1,):
+            return FollowedTensor.of(result, self, sum_of=sums[0])
+        if (
+            function is Tensor.expand
+            and sums[0] is not None
+            and len(plain[0]) == 1
+            and len(result) == self.recorder.examples
+        ):
+            return self._tap(result, functools.partial(self._use_expanded, sums[0], plain[0].shape))
+        return result
+
+    def _embedding(self, one: ParameterSum, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
         padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
-        ids = plain[0]
+        ids: Tensor = args[0]
         if self.shared and (ids.dim() == 1 or ids.shape[0] == 1):
             self.recorder.changed = self
             ids = ids.reshape(1, -1).expand(self.recorder.examples, -1)
+        elif self.shared:
+            self.unfit()  # the examples have different rows
+            return F.embedding(*args, **kwargs)
         self._see(ids[..., None])
-        try:
-            if self.shared and ids is plain[0]:
-                raise Unsuited(f"rows of shape {list(ids.shape)} are not shared by all examples")
-            one.ids.append(self._per_example(ids[..., None], 1)[..., 0])
-        except Unsuited:
-            self.recorder.unfit.append(self)
-            return function(*plain, **kwargs)
-        rows = function(ids, *plain[1:], **kwargs)
+        unfolded = self._per_example(ids[..., None], 1)
+        if unfolded is None:
+            return F.embedding(*args, **kwargs)
+        one.ids.append(unfolded[..., 0])
+        rows = F.embedding(ids, *args[1:], **kwargs)
         return self._tap(rows, functools.partial(self._use_rows, one, padding), ids)
 
     def _use_matrix(self, one: ParameterSum, gradient: Tensor, x: Tensor) -> None:
-        self.recorder.take(one, OuterGradient(self._per_example(gradient, 1), self._per_example(x, 1)))
+        y, inputs = self._per_example(gradient, 1), self._per_example(x, 1)
+        if y is not None and inputs is not None:
+            self.recorder.take(one, OuterGradient(y, inputs))
+
+    def _use_bias(self, one: ParameterSum, gradient: Tensor) -> None:
+        y = self._per_example(gradient, 1)
+        if y is not None and self.recorder.wants(one):
+            self.recorder.take(one, DirectGradient(y.sum(1, dtype=sum_type(y))))
+
+    def _use_expanded(self, one: ParameterSum, shape: torch.Size, gradient: Tensor) -> None:
+        y = gradient.sum_to_size(len(gradient), *shape[1:])
+        self.recorder.take(one, DirectGradient(y.reshape(len(y), *one.parameter.shape)))
 
     def _use_rows(self, one: ParameterSum, padding: int | None, gradient: Tensor, ids: Tensor) -> None:
-        ids, y = self._per_example(ids[..., None], 1)[..., 0], self._per_example(gradient, 1)
-        if padding is not None:
-            y = y * (ids != padding)[..., None]
-        self.recorder.take(one, RowGradient(ids, y))
-
-
-class _Watched(Tensor):
-    """A parameter that passes every function it is used in to its formula's ``called``."""
-
-    sum_of: ParameterSum
-    formula: FunctionFormula
-
-    @classmethod
-    def of(cls, value: Tensor, one: ParameterSum, formula: FunctionFormula) -> _Watched:
-        watched = value.detach().as_subclass(cls)
-        watched.sum_of, watched.formula = one, formula
-        return watched
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (a for a in (*args, *(kwargs or {}).values()) if isinstance(a, _Watched) and hasattr(a, "formula"))
-        watched = next(given, None)
-        if watched is None:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        with torch._C.DisableTorchFunctionSubclass():
-            return watched.formula.called(func, args, kwargs or {})
+        unfolded, y = self._per_example(ids[..., None], 1), self._per_example(gradient, 1)
+        if unfolded is None or y is None:
+            return
+        rows = unfolded[..., 0]
+        self.recorder.take(one, RowGradient(rows, y if padding is None else y * (rows != padding)[..., None]))
 
 
 class NormFormula(LayerFormula):
-    """x̂ ∘ w + b with normalised input x̂: g_i = Σ_t y_it ∘ x̂_it, over everything but channels."""
+    """x̂ ∘ w + b with normalized input x̂: g_i = Σ_t y_it ∘ x̂_it, over everything but channels."""
 
     def use(self, gradient: Tensor, *seen: Tensor) -> None:
         module = self.module
-        gradient, normal = self._channels_last(gradient), self._channels_last(_normalised(module, seen[0]))
+        gradient, normal = self._channels_last(gradient), self._channels_last(_normalized(module, seen[0]))
         axes = len(module.weight.shape) if isinstance(module.weight, Tensor) else 1
-        y = self._per_example(gradient, axes)
+        y, x = self._per_example(gradient, axes), self._per_example(normal, axes)
+        if y is None or x is None:
+            return
         if weight := self.sums.get("weight"):
-            product = y * self._per_example(normal, axes)
+            product = y * x
             self.recorder.take(weight, DirectGradient(product.sum(1, dtype=sum_type(product))))
         self._take_bias(y)
 
@@ -136,7 +151,8 @@ class ConvFormula(LayerFormula):
     def use(self, gradient: Tensor, *seen: Tensor) -> None:
         module: Any = self.module
         if len(gradient) != self.recorder.examples:
-            raise Unsuited(f"an input of shape {list(seen[0].shape)} has no axis of examples")
+            self.unfit()
+            return
         y = gradient.flatten(2).transpose(1, 2)
         self._take_bias(y)
         if weight := self.sums.get("weight"):
@@ -150,7 +166,7 @@ class ConvFormula(LayerFormula):
 
 
 class RelativeBiasFormula(LayerFormula):
-    """T5's relative positions: one table of biases for every pair of places, the same for all examples.
+    """T5's relative positions: a table of biases for every pair of positions, shared by all examples.
 
     The bias is repeated for each example where the attention layer computes it.
     """
@@ -185,10 +201,10 @@ class RelativeBiasFormula(LayerFormula):
 
 
 class RepeatedFormula(InsideFormula):
-    """A parameter that is added or multiplied: it is repeated for every example while its module runs.
+    """A parameter that is added or multiplied. It is repeated for every example while its module runs.
 
-    ``shape`` says where the axis of examples goes: in the place of a leading 1 (``leading``), in front of as many
-    axes as the input has (``input``), in front (``front``), or in front with a 1 between (``spaced``).
+    ``shape`` says where the axis of examples goes: it replaces a leading 1 (``leading``), precedes as many axes as the
+    input has (``input``), comes first (``front``), or comes first, followed by a 1 (``spaced``).
     """
 
     SHAPES = ("leading", "input", "front", "spaced")
@@ -197,7 +213,7 @@ class RepeatedFormula(InsideFormula):
         super().__init__(recorder, module)
         self.shape = shape
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.recorder.listening:
             return
         like = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
@@ -206,32 +222,30 @@ class RepeatedFormula(InsideFormula):
         self.recorder.changed = self
         for name, one in self.sums.items():
             value = getattr(module, name).detach()
-            try:
-                module.__dict__[name] = self._tap(self._repeat(value, like), functools.partial(self._use, one))
-            except Unsuited:
-                self.recorder.unfit.append(self)
+            shape = self._repeated_shape(value, like)
+            if shape is None:
+                self.unfit()
                 module.__dict__[name] = value
+            else:
+                module.__dict__[name] = self._tap(value.expand(shape), functools.partial(self._use, one))
 
-    def _repeat(self, value: Tensor, like: Tensor | None) -> Tensor:
+    def _repeated_shape(self, value: Tensor, like: Tensor | None) -> tuple[int, ...] | None:
+        """Return the shape with the axis of examples, or None if it does not fit."""
         examples, shape = self.recorder.examples, value.shape
         between = -1 if like is None or like.shape[:1] != (examples,) else like.dim() - 1 - value.dim()
-        if self.shape == "input" and between < 0:
-            raise Unsuited("the module's input has no axis of examples")
-        if self.shape == "leading" and (value.dim() < 2 or shape[0] != 1):
-            raise Unsuited("the parameter has no leading axis of 1")
         if self.shape == "leading":
-            return value.expand(examples, *shape[1:])
+            return (examples, *shape[1:]) if value.dim() >= 2 and shape[0] == 1 else None
         ones = {"input": between, "front": 0, "spaced": 1}[self.shape]
-        return value.expand(examples, *[1] * ones, *shape)
+        return (examples, *[1] * ones, *shape) if ones >= 0 else None
 
     def _use(self, one: ParameterSum, gradient: Tensor) -> None:
         self.recorder.take(one, DirectGradient(gradient.reshape(len(gradient), *one.parameter.shape)))
 
 
 def formulas_for(module: nn.Module, owner: nn.Module | None) -> list[Callable[[Recorder], LayerFormula]]:
-    """The formulas that may fit a module with parameters of its own, the likeliest first."""
+    """Return the formulas that may fit a module with parameters of its own, the likeliest first."""
     if isinstance(module, nn.Linear) or is_conv1d(module):
-        return [lambda r: LinearFormula(r, module)]
+        return [lambda r: LinearFormula(r, module), lambda r: FunctionFormula(r, module)]
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.scale_grad_by_freq:
             return []
@@ -242,9 +256,12 @@ def formulas_for(module: nn.Module, owner: nn.Module | None) -> list[Callable[[R
         return [lambda r: NormFormula(r, module)]
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return [lambda r: ConvFormula(r, module)]
+    function = functools.partial(FunctionFormula, module=module)
+    if has_fused_experts(module):
+        return [functools.partial(ExpertsFormula, module=module), function]
     repeated = [functools.partial(RepeatedFormula, module=module, shape=shape) for shape in RepeatedFormula.SHAPES]
     matrix = any(p is not None and p.dim() == 2 for p in module._parameters.values())
-    return [lambda r: FunctionFormula(r, module), *repeated] if matrix else [*repeated]
+    return [function, *repeated] if matrix else [*repeated, function]
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -252,7 +269,7 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _normalised(module: nn.Module, x: Tensor) -> Tensor:
+def _normalized(module: nn.Module, x: Tensor) -> Tensor:
     if isinstance(module, nn.LayerNorm):
         return F.layer_norm(x, module.normalized_shape, eps=module.eps)
     if isinstance(module, nn.RMSNorm):
@@ -264,7 +281,7 @@ def _normalised(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _patches(module: Any, x: Tensor) -> Tensor:
-    """(examples, places, channels, kernel entries): what the kernel of a convolution sees at every place."""
+    """Return what a convolution multiplies with its kernel: (examples, positions, channels, kernel entries)."""
     if module.padding_mode != "zeros":
         x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
     elif isinstance(module.padding, str) or any(module.padding):
@@ -273,5 +290,5 @@ def _patches(module: Any, x: Tensor) -> Tensor:
     sizes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
     for axis, (size, stride, dilation) in enumerate(sizes):
         x = x.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    places, kernel = math.prod(x.shape[2 : 2 + axes]), math.prod(module.kernel_size)
-    return x.movedim(1, 1 + axes).reshape(len(x), places, -1, kernel)
+    positions, kernel = math.prod(x.shape[2 : 2 + axes]), math.prod(module.kernel_size)
+    return x.movedim(1, 1 + axes).reshape(len(x), positions, -1, kernel)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory, values_of
 from .hooks import LayerFormula, Recorder
-from .kernels import DirectGradient, OuterGradient, RowGradient, Term, add_squares
+from .kernels import DirectGradient, ExpertGradient, OuterGradient, RowGradient, Term, add_squares
 from .parameter_sum import ParameterSum, for_each_example
 from .per_example_gradients import RepeatedFormula, formulas_for
 
@@ -254,6 +254,10 @@ def _of_row(term: Term, row: int) -> Term:
         return DirectGradient(term.gradient[rows])
     if isinstance(term, OuterGradient):
         return OuterGradient(term.y[rows], term.x[rows])
+    if isinstance(term, ExpertGradient):
+        of_row = term.examples == row
+        x = None if term.x is None else term.x[of_row]
+        return ExpertGradient(term.experts[of_row], term.examples[of_row] - row, term.y[of_row], x)
     return RowGradient(term.ids[rows], term.y[rows])
 
 
