@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 
 import gradmerge as gm
 from gradmerge.checkpoints import Checkpoint, compare
-from gradmerge.checkpoints.compat.config_diff import differences
+from gradmerge.checkpoints.config_diff import differences
 from gradmerge.errors import InputError
 from tests.making import near, random_state, run, write_model, write_recipe
 

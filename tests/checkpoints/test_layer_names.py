@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradmerge.checkpoints.layers.names import layer_of, layer_stacks, place_of
+from gradmerge.checkpoints.layers import layer_of, layer_stacks, place_of
 
 
 def numbered(template: str, count: int) -> list[str]:

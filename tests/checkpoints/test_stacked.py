@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from gradmerge.checkpoints.checkpoint import Buffers, Checkpoint
-from gradmerge.checkpoints.layers.names import is_before_layers
-from gradmerge.checkpoints.layers.stack import StackedCheckpoint, compare_parts, config_of_layers, layer_stack
+from gradmerge.checkpoints.layers import (
+    StackedCheckpoint,
+    compare_parts,
+    config_of_layers,
+    is_before_layers,
+    layer_stack,
+)
 from gradmerge.errors import InputError
 
 #: Tensors outside the layers, as mergekit 0.1.5 divides them in its architectures. Tensors after the layers of a vision

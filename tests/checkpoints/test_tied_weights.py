@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, WhisperConfig, WhisperForC
 
 import gradmerge as gm
 from gradmerge.checkpoints import Checkpoint, compare
-from gradmerge.checkpoints.compat.tied_weights import tied_to
+from gradmerge.checkpoints.tied_weights import tied_to
 from gradmerge.errors import InputError
 from tests.forked import forked
 from tests.making import assert_close, random_state, read_model, write_model

@@ -24,9 +24,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from gradmerge.checkpoints.chat_template import chat_templates
 from gradmerge.checkpoints.checkpoint import Buffers, Checkpoint
-from gradmerge.checkpoints.tokenizer.chat_template import chat_templates
-from gradmerge.checkpoints.tokenizer.embedding_rows import (
+from gradmerge.checkpoints.embedding_rows import (
     MISSING,
     PADDING,
     WHOLE,
@@ -35,8 +35,8 @@ from gradmerge.checkpoints.tokenizer.embedding_rows import (
     read_rows,
     vocabulary_tensors,
 )
-from gradmerge.checkpoints.tokenizer.union import make_tokenizer
-from gradmerge.checkpoints.tokenizer.vocabulary import read_vocabulary, token_difference, vocabulary_of
+from gradmerge.checkpoints.output_tokenizer import make_tokenizer
+from gradmerge.checkpoints.vocabulary import read_vocabulary, token_difference, vocabulary_of
 from gradmerge.errors import InputError
 
 from .vocabularies import ENGLISH, KINDS, MERGING, save_tokenizer, vocabulary

@@ -349,7 +349,7 @@ def test_a_hub_model_is_read_by_ranges_and_each_byte_once(
     for name, value in {"HEAD": 700, "PIECE": 600, "SAMPLE": 4, "JUMP": 0}.items():
         monkeypatch.setattr(range_reader, name, value)
     # Samples would be the whole of such small models.
-    monkeypatch.setattr("gradmerge.checkpoints.compat.lineage.SAMPLE", 1)
+    monkeypatch.setattr("gradmerge.checkpoints.comparison.SAMPLE", 1)
     monkeypatch.setattr("gradmerge.engine.run.merge.coefficient_notes", lambda *_: [])
 
     def downloaded() -> int:

@@ -17,9 +17,9 @@ from torch import Tensor
 from .._version import __version__
 from ..arguments import checked
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint
-from ..checkpoints.compat.tied_weights import same_values, tied_to
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.sidecars import copy_sidecars, sidecars, stems
+from ..checkpoints.tied_weights import same_values, tied_to
 from ..curvature.format import CurvatureFile, default_curvature, open_curvature
 from ..engine.plan.inputs import CurvatureInput
 from ..engine.plan.plan import BLOCK

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.checkpoint import Checkpoint, View, unwrap_chain
-from ..checkpoints.layers.stack import StackedCheckpoint
+from ..checkpoints.layers import StackedCheckpoint
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.open import HUB_ID
 from ..errors import InputError

@@ -1,7 +1,7 @@
 """Reading any checkpoint tensor by tensor, and comparing checkpoints."""
 
 from .checkpoint import Buffers, Checkpoint
-from .compat.compare import compare
+from .comparison import compare
 from .open import open_checkpoint
 
 __all__ = ["Buffers", "Checkpoint", "compare", "open_checkpoint"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..display import OneLine
+from ..errors import InputError
 from ..io.reader import ITEM_SIZE, PositionalFile, TensorInfo, bytes_of
-from ..text import count
+from ..text import count, listed, nearest
 
 TORCH_TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -155,6 +157,35 @@ class View(Checkpoint):
 
     def close(self) -> None:
         self.inner.close()
+
+
+def renamed(name: str, rename: Mapping[str, str]) -> str:
+    """Replace the first prefix that matches."""
+    prefix = next((prefix for prefix in rename if name.startswith(prefix)), None)
+    return name if prefix is None else rename[prefix] + name[len(prefix) :]
+
+
+class RenamedCheckpoint(View):
+    """A checkpoint whose tensors get other prefixes."""
+
+    def __init__(self, inner: Checkpoint, rename: Mapping[str, str], where: str = "rename") -> None:
+        self._rename = dict(rename)
+        for prefix in rename:
+            if not any(name.startswith(prefix) for name in inner.tensors):
+                raise InputError(
+                    f"{where}: no tensor of {inner.label} begins with {prefix!r}{nearest(prefix, inner.tensors)}"
+                )
+        counts = Counter(renamed(name, rename) for name in inner.tensors)
+        twice = [name for name, number in counts.items() if number > 1]
+        if twice:
+            raise InputError(f"{where}: several tensors of {inner.label} would get the same name:\n{listed(twice)}")
+        super().__init__(inner, {renamed(name, rename): name for name in inner.tensors})
+        for folder in {new for new in rename.values() if new.endswith("/")}:  # the model is a part of a pipeline
+            self.config = {f"{folder.removesuffix('/')}_config": inner.config}
+
+    def new_name(self, name: str) -> str:
+        """Return the new name of a tensor, or of something that belongs to it."""
+        return renamed(name, self._rename)
 
 
 def unwrap_chain(checkpoint: Checkpoint) -> Iterator[Checkpoint]:

@@ -23,8 +23,8 @@ from ..io.reader import PositionalFile, TensorInfo
 from ..text import listed
 from .adapter_config import ADVICE, PatternMatcher
 from .checkpoint import Buffers, Checkpoint
-from .compat.tied_weights import TIED, equal, has_head, in_layer, is_head, same_values, tied_to, ties_of_class
 from .quantization import refuse_quantized
+from .tied_weights import TIED, equal, has_head, in_layer, is_head, same_values, tied_to, ties_of_class
 from .transformers_model import BareParameter, Slice, empty_model, find_bare_parameters, find_slices, stored_names
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..io.reader import FLOATS, TensorInfo
 from .checkpoint import Buffers, Checkpoint, View
-from .compat.config_diff import DEPTH, parts
+from .config_diff import DEPTH, parts
 
 #: Config keys that describe how the weights are quantized, also in nested configs.
 KEYS = ("quantization_config", "compression_config")

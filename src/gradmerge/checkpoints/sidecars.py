@@ -11,7 +11,7 @@ from pathlib import Path
 from ..io.small_files import lies_within, read_json
 from ..text import some
 from .checkpoint import Checkpoint, innermost, unwrap_chain
-from .compat.compare import matches
+from .comparison import matches
 from .open import PIPELINE, stem_of
 from .quantization import DequantizedCheckpoint, without_quantization
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..quiet import quiet_transformers
 from .checkpoint import Checkpoint
-from .compat.config_diff import MOST_LAYERS, parts
+from .config_diff import MOST_LAYERS, parts
 
 
 def empty_model(checkpoint: Checkpoint) -> Any:

@@ -26,7 +26,7 @@ class BatchOptions(RowOptions):
     batch_size: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Rows of each task in a step.", show_default="16, fewer for long texts"),
-    ] = None  # type: ignore[assignment]
+    ] = None
 
 
 @command

@@ -74,7 +74,7 @@ def inspect(
 
 def _facts(checkpoint: Checkpoint, list_tensors: bool) -> dict[str, Any]:
     """What is known about a model, for `--json`."""
-    from ..checkpoints.compat.compare import is_buffer
+    from ..checkpoints.comparison import is_buffer
     from ..checkpoints.lora import AdapterCheckpoint
     from ..checkpoints.quantization import detect_quantization
     from ..curvature.format import default_curvature

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.checkpoint import Buffers, Checkpoint
-from ..checkpoints.compat.tied_weights import tied_copies
+from ..checkpoints.tied_weights import tied_copies
 from ..engine.checks.coefficients import coefficient_notes
 from ..engine.checks.damping import find_damping
 from ..engine.checks.step_size import check_step_size

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from ..checkpoints.layers.names import layer_stacks
+from ..checkpoints.layers import layer_stacks
 from ..curvature.format import default_curvature
 from ..engine.plan.plan import Plan
 from ..errors import InputError

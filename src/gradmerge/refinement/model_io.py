@@ -24,10 +24,10 @@ from ..cards.metadata import CARD, ModelMetadata, may_be_hub_id, name_of, read_m
 from ..cards.provenance import write_record
 from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint
-from ..checkpoints.compat.tied_weights import same_values, tied_to
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.quantization import detect_quantization
 from ..checkpoints.sidecars import copy_sidecars, sidecars, stems
+from ..checkpoints.tied_weights import same_values, tied_to
 from ..curvature.checkpoint_names import adapter_names, stored_shapes, stored_sources, stored_tensors
 from ..engine.run.rounding import rounded
 from ..errors import InputError

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.compat.config_diff import poolings
+from ..checkpoints.config_diff import poolings
 from ..checkpoints.open import modules_of
 from ..curvature.checkpoint_names import skeleton
 from ..errors import InputError

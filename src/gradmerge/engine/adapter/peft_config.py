@@ -12,8 +12,8 @@ from torch import nn
 from ...cards.markdown import as_code, markdown_table
 from ...checkpoints.adapter_config import read_adapter_config
 from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.compat.tied_weights import in_layer
 from ...checkpoints.lora import AdapterCheckpoint
+from ...checkpoints.tied_weights import in_layer
 from ...curvature.checkpoint_names import names_of_parameters, stored_sources
 from ...curvature.match_parameters import empty_model
 from ...errors import InputError

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.compat.compare import compare
-from ...checkpoints.compat.rename import RenamedCheckpoint
-from ...checkpoints.compat.tied_weights import tied_copies
-from ...checkpoints.layers.stack import compare_parts
+from ...checkpoints.checkpoint import Checkpoint, RenamedCheckpoint
+from ...checkpoints.comparison import compare
+from ...checkpoints.layers import compare_parts
 from ...checkpoints.open import open_checkpoint, put_adapter
+from ...checkpoints.tied_weights import tied_copies
 from ...curvature.format import default_curvature, open_curvature
 from ...errors import InputError
 from ...io.reader import FLOATS, TensorInfo

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.checkpoint import Buffers, Checkpoint
-from ...checkpoints.tokenizer.embedding_rows import VocabularyRows
-from ...checkpoints.tokenizer.output_tokenizer import ResultFiles
+from ...checkpoints.embedding_rows import VocabularyRows
+from ...checkpoints.output_tokenizer import ResultFiles
 from ...curvature.format import INPUTS, OUTPUTS, CurvatureFile
 from ...errors import InputError
 from ...recipe import MeanTimes, reduction_factor

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.compat.tied_weights import same_values, tied_to
+from ...checkpoints.tied_weights import same_values, tied_to
 from ...curvature.format import INPUTS, OUTPUTS
 from ...io.reader import TensorInfo
 from ...recipe import NONE

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.checkpoint import Checkpoint, unwrap_chain
-from ...checkpoints.compat.rename import RenamedCheckpoint
+from ...checkpoints.checkpoint import Checkpoint, RenamedCheckpoint, unwrap_chain
 from ...curvature.format import CurvatureFile, open_curvature
 from ...errors import InputError
 from ...io.small_files import read_json, require_within

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.layers.names import is_before_layers, layer_of
-from ...checkpoints.layers.stack import Layer, StackedCheckpoint, layer_stack
+from ...checkpoints.layers import Layer, StackedCheckpoint, is_before_layers, layer_of, layer_stack
 from ...errors import InputError
 from ...recipe import Base, Model, Recipe, value_at
 from ...recipe.slices import options_of_slices, slice_lengths

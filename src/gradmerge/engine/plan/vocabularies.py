@@ -9,10 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...checkpoints.checkpoint import Checkpoint, is_same
-from ...checkpoints.compat.tied_weights import tied_to
-from ...checkpoints.open import HUB_ID, fetch_from_hub
-from ...checkpoints.tokenizer.chat_template import (
+from ...checkpoints.chat_template import (
     DEFAULT,
     TEMPLATE_PATTERNS,
     Templates,
@@ -23,7 +20,8 @@ from ...checkpoints.tokenizer.chat_template import (
     template_files,
     templates_of,
 )
-from ...checkpoints.tokenizer.embedding_rows import (
+from ...checkpoints.checkpoint import Checkpoint, is_same
+from ...checkpoints.embedding_rows import (
     MISSING,
     PADDING,
     Index,
@@ -31,9 +29,10 @@ from ...checkpoints.tokenizer.embedding_rows import (
     VocabularyRows,
     vocabulary_tensors,
 )
-from ...checkpoints.tokenizer.output_tokenizer import CONFIGS, ResultFiles
-from ...checkpoints.tokenizer.union import make_tokenizer
-from ...checkpoints.tokenizer.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
+from ...checkpoints.open import HUB_ID, fetch_from_hub
+from ...checkpoints.output_tokenizer import CONFIGS, ResultFiles, make_tokenizer
+from ...checkpoints.tied_weights import tied_to
+from ...checkpoints.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
 from ...errors import InputError
 from ...io.reader import local_path
 from ...io.small_files import read_json

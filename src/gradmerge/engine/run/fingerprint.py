@@ -10,7 +10,7 @@ from pathlib import Path
 from ..._version import __version__
 from ...cards.metadata import RECORD
 from ...checkpoints.checkpoint import Checkpoint, unwrap_chain
-from ...checkpoints.layers.stack import StackedCheckpoint
+from ...checkpoints.layers import StackedCheckpoint
 from ...checkpoints.sidecars import sidecars
 from ...errors import InputError
 from ...io.reader import local_path

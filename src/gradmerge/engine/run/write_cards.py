@@ -10,7 +10,7 @@ from ...cards.card import merge_text, recipe_text, write_card
 from ...cards.metadata import read_all_metadata, read_metadata
 from ...cards.provenance import input_entry, model_paths, write_record
 from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.layers.stack import StackedCheckpoint
+from ...checkpoints.layers import StackedCheckpoint
 from ...recipe import Recipe, plain
 from ..plan.inputs import Inputs, Source
 from ..plan.penalties import used

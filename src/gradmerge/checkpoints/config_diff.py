@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...quiet import quiet_transformers
+from ..quiet import quiet_transformers
 
 #: Keys that do not change what a model computes from its weights, or that other checks cover.
 IRRELEVANT = re.compile(

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
-from ...io.reader import is_plain_name
-from ...io.small_files import MAX_CONFIG, lies_within, read_bounded, read_json, readable_json
-from ...text import to_json
-from ..checkpoint import Checkpoint, folders_of
+from ..errors import InputError
+from ..io.reader import is_plain_name
+from ..io.small_files import MAX_CONFIG, lies_within, read_bounded, read_json, readable_json
+from ..text import to_json
+from .checkpoint import Checkpoint, folders_of
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"

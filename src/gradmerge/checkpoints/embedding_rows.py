@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...errors import InputError
-from ...io.reader import TensorInfo
-from ..checkpoint import Buffers, Checkpoint, View
-from ..compat.tied_weights import in_layer, tied_to
+from ..errors import InputError
+from ..io.reader import TensorInfo
+from .checkpoint import Buffers, Checkpoint, View
+from .tied_weights import in_layer, tied_to
 
 #: Tensors with one row per token: input embeddings, output heads and their biases.
 VOCABULARY = re.compile(

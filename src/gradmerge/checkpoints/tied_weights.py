@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...quiet import quiet_transformers
-from ..checkpoint import Buffers, Checkpoint
+from ..quiet import quiet_transformers
+from .checkpoint import Buffers, Checkpoint
 from .config_diff import completed, parts
 
 #: Tensor → modules that it can be tied to. The table covers files without a config, names that older versions of

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
-from ...io.small_files import MAX_CONFIG, MAX_TOKENIZER, lies_within, parse_json_object, read_bounded, read_json
-from ...quiet import quiet_transformers
-from ...text import counted, first_line, some
-from ..checkpoint import Checkpoint, folders_of
+from ..errors import InputError
+from ..io.small_files import MAX_CONFIG, MAX_TOKENIZER, lies_within, parse_json_object, read_bounded, read_json
+from ..quiet import quiet_transformers
+from ..text import counted, first_line, some
+from .checkpoint import Checkpoint, folders_of
 
 #: Files with tokens. Next to a tokenizer.json they repeat it for older software.
 VOCABULARY_FILES = (

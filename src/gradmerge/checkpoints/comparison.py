@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ...errors import InputError
-from ...io.reader import TensorInfo
-from ...notes import Kind, Note
-from ...text import counted, listed, nearest, some
-from ..checkpoint import Buffers, Checkpoint, is_same, unwrap_chain
-from ..generation_notes import generation_notes
-from ..quantization import detect_quantization
-from ..tokenizer.embedding_rows import VOCABULARY, unwrap
-from ..tokenizer.vocabulary import MATCH, token_difference
+from ..errors import InputError
+from ..io.reader import TensorInfo
+from ..io.small_files import readable_json
+from ..notes import Kind, Note
+from ..text import counted, listed, nearest, some
+from .chat_template import template_note
+from .checkpoint import Buffers, Checkpoint, is_same, renamed, unwrap_chain
 from .config_diff import abbreviate, allows, differences, labels
-from .rename import rename_hint
+from .embedding_rows import VOCABULARY, unwrap
+from .quantization import detect_quantization
 from .tied_weights import KEY as TYING, equal, in_layer, same_values, tied_to, tying_differences
+from .vocabulary import MATCH, token_difference
 
 #: Constants that older versions of transformers saved with the weights. Those in ``MASKS`` have the name of a bias, and
 #: differ from it by their four dimensions.
@@ -33,6 +34,11 @@ MASKS = (".attn.bias", ".attention.bias")
 #: Fine-tuning moves weight matrices by a few hundredths of their norm, long training on other data by a few tenths.
 #: Unrelated matrices are about √2 apart.
 UNRELATED_DISTANCE = 0.7
+#: Entries of each matrix that are read to measure the distance of two models.
+SAMPLE = 1 << 14
+
+#: Keys of generation_config.json that do not change what is generated.
+IRRELEVANT_DEFAULTS = {"transformers_version", "_from_model_config"}
 
 
 @dataclass
@@ -228,14 +234,14 @@ def _note_unrelated(
 def distance_of(first: Checkpoint, other: Checkpoint, names: Sequence[str]) -> tuple[float, float]:
     """Return ‖θ_t − θ_0‖ / ‖θ_0‖ (0 if it is undefined) and the cosine of the matrices among ``names``.
 
-    The sample has at most 64 matrices, and of each 16,384 entries from its middle, which count for the whole matrix.
+    At most 64 matrices are read, and of each ``SAMPLE`` entries from its middle, which count for the whole matrix.
     """
     ours = theirs = product = 0.0
     buffers = Buffers()
     infos = first.tensors
     matrices = [n for n in names if len(infos[n].shape) >= 2 and infos[n].numel and other.tensors[n].is_float]
     for name in matrices[:: -(-len(matrices) // 64) or 1]:
-        length = min(1 << 14, infos[name].numel)
+        length = min(SAMPLE, infos[name].numel)
         scale, start = infos[name].numel / length, (infos[name].numel - length) // 2
         a = first.read(name, start, start + length, buffers, "ours").double()
         b = other.read(name, start, start + length, buffers, "theirs").double()
@@ -307,3 +313,48 @@ def _compare_configs(
             f"{other.label}: allow_config accepts that its config differs; the result gets that of {first.label}. "
             + "; ".join(accepted)
         )
+
+
+def rename_hint(first: Checkpoint, other: Checkpoint, missing: Sequence[str]) -> str:
+    """Return advice if the names differ only by a prefix, such as those of a language model and of a VLM's part."""
+    unknown = [name for name in other.tensors if name not in first.tensors]
+    if not missing or not unknown:
+        return ""
+    fewer, more = sorted((missing, unknown), key=len)
+    ending = max((_common_ending(fewer[0], name) for name in more), key=len)
+    theirs, ours = (next(n for n in names if n.endswith(ending)).removesuffix(ending) for names in (unknown, missing))
+    new_names = {renamed(name, {theirs: ours}) for name in other.tensors}
+    if 2 * len(new_names.intersection(missing)) <= len(fewer):
+        return ""
+    rename = json.dumps({theirs: ours})
+    hint = f"The names differ by a prefix. Write in the recipe, under this model:\n    rename: {rename}"
+    if ours and not new_names.issuperset(missing):
+        hint += f"\n  and, to merge only that part, at the top level:\n    include: {json.dumps([f'{ours}*'])}"
+    return hint
+
+
+def _common_ending(one: str, two: str) -> str:
+    """Return the longest ending that two names share, from a dot or slash on."""
+    endings = [one, *(one[separator.end() :] for separator in re.finditer("[./]", one))]
+    return next((end for end in endings if two == end or two.endswith((f".{end}", f"/{end}"))), "")
+
+
+def generation_notes(first: Checkpoint, other: Checkpoint) -> Iterator[str]:
+    """Yield a note for each difference."""
+    if first.folder is None or other.folder is None or first.folder == other.folder:
+        return
+    if (note := template_note(first, other)) is not None:
+        yield note
+    defaults = readable_json(first.folder / "generation_config.json")
+    other_defaults = readable_json(other.folder / "generation_config.json")
+    if defaults is None or other_defaults is None:
+        return
+    keys = sorted((defaults.keys() | other_defaults.keys()) - IRRELEVANT_DEFAULTS)
+    differences = [
+        f"{key} {abbreviate(defaults.get(key))} and {abbreviate(other_defaults.get(key))}"
+        for key in keys
+        if defaults.get(key) != other_defaults.get(key)
+    ]
+    if differences:
+        listed = ", ".join(differences[:6]) + (" …" if len(differences) > 6 else "")
+        yield f"the generation defaults of {first.label} and {other.label} differ ({listed}); the result has the former"

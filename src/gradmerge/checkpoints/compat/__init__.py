@@ -1,1 +1,0 @@
-"""Whether checkpoints can be merged with one another."""

@@ -1,1 +1,0 @@
-"""Tokenizers: vocabularies, the rows of embeddings, chat templates."""
