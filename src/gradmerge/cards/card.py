@@ -19,6 +19,7 @@ from .usage import adapter_usage, pipeline_tag, usage
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
+
 def write_card(
     folder: Path,
     name: str,
