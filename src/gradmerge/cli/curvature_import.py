@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from ..errors import InputError
 from ..text import count
 from .options import CurvatureOut, Force, Precision, Printing, command
 from .output import heavy_imports, print_json, print_notes
@@ -49,13 +48,10 @@ def import_(
     neither, but needs a pass over the data.
     """
     with heavy_imports():
-        from ..curvature.format import PRECISIONS
         from ..curvature.from_optimizer import read_optimizer
         from ..engine.input_state import model_paths
         from ..io.atomic_dir import AtomicDir
 
-    if precision not in PRECISIONS:
-        raise InputError(f"--precision {precision}: known are {', '.join(PRECISIONS)}")
     read = model_paths(checkpoint)
     with AtomicDir(out, "curvature", force=force, reads=read, inside=read) as staging:
         result = read_optimizer(checkpoint, dataset_size, batch_size)

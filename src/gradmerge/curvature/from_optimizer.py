@@ -11,6 +11,9 @@ The mean covers about the last 1/(1 − β₂) steps, each at its own weights an
 
 **IVON.** `hess` estimates the diagonal Hessian of the mean loss under the posterior, without the weight decay. `ess` is
 the number of examples, so the sum is ess·hess.
+
+An optimizer's state numbers its parameters. Their names come from the state (`param_names`, PyTorch 2.6 or newer), or
+from the order and shapes of the model's parameters.
 """
 
 from __future__ import annotations
@@ -20,8 +23,7 @@ import math
 import re
 import warnings
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,26 +34,19 @@ from torch import Tensor, nn
 from ..arguments import checked
 from ..errors import InputError
 from ..io.reader import close_files, open_files
+from ..io.remote_code_guard import refuse_hub_code
+from ..io.small_files import read_json
 from ..quiet import quiet_transformers
 from ..text import first_line, listed
-from .checkpoint_names import other_shapes, stored_shapes, stored_tensors
+from .checkpoint_names import other_shapes, skeleton, stored_shapes, stored_tensors
 from .curvature import Curvature
-from .match_parameters import Shape, check_names, empty_model, parameter_names
 
 OPTIMIZER_FILE = "optimizer.pt"
 MAX_EXAMPLES = 10**15
-#: Keys of a parameter's state for which `exp_avg_sq` means what it does in Adam; the last two are PriorAdamW's.
+#: Keys of a parameter's state in torch's Adam, AdamW, NAdam and RAdam; the last two are PriorAdamW's.
 _ADAM_KEYS = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "mu_product", "anchor", "prior"}
-#: Other optimizers, by a key of a parameter's state.
-_OTHER_OPTIMIZERS = {
-    "exp_avg_sq_row": "Adafactor",
-    "state1": "an 8-bit optimizer of bitsandbytes",
-    "absmax1": "an 8-bit optimizer of bitsandbytes",
-    "square_avg": "RMSprop or Adadelta",
-    "momentum_buffer": "SGD",
-    "exp_inf": "Adamax",
-    "sum": "Adagrad",
-}
+
+Shape = tuple[int, ...]
 
 
 @dataclass
@@ -99,33 +94,31 @@ def read_optimizer(checkpoint: str | Path, dataset_size: int, batch_size: int, m
         if not 1 <= number <= MAX_EXAMPLES:
             raise InputError(f"{name} is {number}, but must be from 1 to {MAX_EXAMPLES}")
     folder = Path(checkpoint)
-    _check_folder(folder)
     path = folder / OPTIMIZER_FILE
-    groups, states = _load_state(path)
+    groups, states = _load_state(folder)
+    model = empty_model(folder) if model is None else model
     notes: list[str] = []
-    built_here = model is None
-    model = empty_model(folder) if built_here else model
+    is_ivon = any("hess" in group and "ess" in group for group in groups)
     try:
-        if any("hess" in group and "ess" in group for group in groups):
-            likelihood, read = "ivon", [_ivon_group(group) for group in groups]
-            sizes = {float(group["ess"]) for group in groups}
-            if sizes != {float(dataset_size)}:
-                notes.append(
-                    f"IVON's ess is {', '.join(f'{size:g}' for size in sorted(sizes))}, not {dataset_size}: the sums "
-                    "are ess·hess"
-                )
+        if is_ivon:
+            known: list[Sequence[Tensor | None]] = [[None] * len(group["params"]) for group in groups]
+            if any(float(group["ess"]) != dataset_size for group in groups):
+                sizes = ", ".join(f"{float(group['ess']):g}" for group in groups)
+                notes.append(f"IVON's ess is {sizes}, not {dataset_size}: the sums are ess·hess")
         else:
-            likelihood, read = "adam", _adam_groups(path, groups, states, float(dataset_size) * batch_size)
-            notes += decay_note(groups) + token_note(model)
+            known = _adam_sums(groups, states, float(dataset_size) * batch_size)
+            notes += token_note(model)
+        names = _parameter_names(model, groups, [[None if v is None else tuple(v.shape) for v in g] for g in known])
+        sums: dict[str, Tensor] = {}
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+        for group, group_names, values in zip(groups, names, known, strict=True):
+            values = _ivon_sums(group, [shapes[name] for name in group_names]) if is_ivon else values
+            sums |= {name: value for name, value in zip(group_names, values, strict=True) if value is not None}
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{path}: not a state that Adam or IVON saves ({reason})") from error
-    if built_here:
-        notes += _version_note(model)
-    try:
-        sums = _named_sums(model, read)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
     stored, every = _to_stored(folder, model, sums)
     missing = [name for name in every if name not in stored]
     if missing:
@@ -133,35 +126,25 @@ def read_optimizer(checkpoint: str | Path, dataset_size: int, batch_size: int, m
             f"{len(missing)} of {len(every)} parameters were not trained and have no curvature. A recipe that uses "
             f"this curvature needs `missing: zero`, or must exclude them:\n{listed(missing, 4)}"
         )
+    likelihood = "ivon" if is_ivon else "adam"
     return ImportedCurvature(Curvature(stored, dataset_size, likelihood, str(checkpoint)), missing, notes)
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise InputError unless the folder is a Trainer checkpoint of a whole model, with its optimizer in one file."""
+def _load_state(folder: Path) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
+    """Return parameter groups and states of the optimizer in a Trainer checkpoint, loaded with ``weights_only``."""
+    path = folder / OPTIMIZER_FILE
     if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "no such folder"
-        raise InputError(f"{folder}: {what}. Name a checkpoint folder of the Trainer, such as checkpoint-500.")
-    names = {path.name for path in folder.iterdir()}
-    if OPTIMIZER_FILE in names:
-        if "adapter_config.json" in names:
-            raise InputError(
-                f"{folder}: is the checkpoint of a PEFT adapter, whose optimizer has no curvature of the full weights. "
-                "Run `gradmerge curvature estimate` on it."
-            )
-        return
-    sharded = [n for n in names if re.fullmatch(r"global_step\d+|optimizer_\d+|rank\d+-of-\d+-optimizer\.pt", n)]
-    if sharded or "optimizer.bin" in names:
+        raise InputError(f"{folder}: no such folder. Pass a checkpoint folder of the Trainer, such as checkpoint-500.")
+    if not path.is_file():
         raise InputError(
-            f"{folder}: {min(sharded, default='optimizer.bin')} is a sharded optimizer (DeepSpeed, FSDP or XLA). Only "
-            f"{OPTIMIZER_FILE} of one process, or of data-parallel training, can be read."
+            f"{folder}: no {OPTIMIZER_FILE}. The Trainer writes it into its checkpoint folders unless save_only_model "
+            "is set. Sharded optimizers (DeepSpeed, FSDP) cannot be read."
         )
-    inside = sorted(path.parent for path in folder.glob(f"*/{OPTIMIZER_FILE}"))
-    hint = f" Did you mean {inside[-1]}?" if inside else ""
-    raise InputError(f"{folder}: no {OPTIMIZER_FILE}. The Trainer writes it unless save_only_model is set.{hint}")
-
-
-def _load_state(path: Path) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
-    """Return parameter groups and states of an optimizer, loaded with ``weights_only``."""
+    if (folder / "adapter_config.json").exists():
+        raise InputError(
+            f"{folder}: is the checkpoint of a PEFT adapter, whose optimizer has no curvature of the full weights. "
+            "Run `gradmerge curvature estimate` on it."
+        )
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except Exception as error:
@@ -179,105 +162,160 @@ def _load_state(path: Path) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
     return groups, states
 
 
-@dataclass
-class _Group:
-    """The parameters of one group, in the optimizer's order."""
-
-    shapes: list[Shape | None]
-    """None if the optimizer has no state that shows the shape."""
-    names: list[str] | None
-    sums: Callable[[Sequence[Shape]], list[Tensor | None]]
-    """Returns sums over examples, in these shapes."""
-
-
-def _adam_groups(
-    path: Path, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], factor: float
-) -> list[_Group]:
+def _adam_sums(
+    groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], factor: float
+) -> list[Sequence[Tensor | None]]:
+    """Return N·B·v̂ of each group's parameters; None for those that never had a gradient."""
     keys = {key for group in groups for i in group["params"] for key in states.get(i) or ()}
     if not keys:
-        raise InputError(f"{path}: has no state for any parameter. Was it saved before the first step?")
-    if not {"step", "exp_avg_sq"} <= keys <= _ADAM_KEYS or not all("betas" in group for group in groups):
-        name = next((name for key, name in _OTHER_OPTIMIZERS.items() if key in keys), None)
+        raise InputError("has no state for any parameter. Was it saved before the first step?")
+    if not {"step", "exp_avg_sq"} <= keys <= _ADAM_KEYS:
         raise InputError(
-            f"{path}: is the state of {name or 'an optimizer with ' + ', '.join(sorted(map(str, keys)))}. Only Adam, "
-            "AdamW and IVON have a diagonal curvature. Run `gradmerge curvature estimate`."
+            f"is the state of another optimizer, with {', '.join(sorted(map(str, keys)))}. Only Adam, AdamW and IVON "
+            "have a diagonal curvature. Run `gradmerge curvature estimate`."
         )
-    return [_adam_group(group, states, factor) for group in groups]
+    return [[second_moment(states.get(i), group["betas"][1], factor) for i in group["params"]] for group in groups]
 
 
-def _adam_group(group: Mapping[str, Any], states: Mapping[Any, Any], factor: float) -> _Group:
-    moments = [second_moment(states.get(number), float(group["betas"][1])) for number in group["params"]]
-
-    def sums(_: Sequence[Shape]) -> list[Tensor | None]:
-        return [None if m is None else m[0].float().mul(m[1] * factor) for m in moments]
-
-    return _Group([None if m is None else tuple(m[0].shape) for m in moments], _group_names(group), sums)
-
-
-def _ivon_group(group: Mapping[str, Any]) -> _Group:
-    """IVON stores the parameters of a group in one vector."""
-    hess, ess = _dense(group, "hess").reshape(-1), float(group["ess"])
-
-    def sums(shapes: Sequence[Shape]) -> list[Tensor | None]:
-        lengths = [math.prod(shape) for shape in shapes]
-        if sum(lengths) != hess.numel():
-            raise InputError(
-                f"is of another model: {hess.numel()} entries in the optimizer, {sum(lengths)} in the model"
-            )
-        parts = hess.float().mul(ess).split_with_sizes(lengths)
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    return _Group([None for _ in group["params"]], _group_names(group), sums)
-
-
-def second_moment(state: Mapping[str, Any] | None, beta: float) -> tuple[Tensor, float] | None:
-    """Return exp_avg_sq and 1 / (1 − β₂^step), or None before the first step."""
-    steps = float(state.get("step", 0)) if state else 0.0  # PriorAdamW's state has anchors before the first step
-    if not state or steps < 1:
+def second_moment(state: Mapping[str, Any] | None, beta: Any, factor: float) -> Tensor | None:
+    """Return factor · exp_avg_sq / (1 − β₂^step) in float32, or None before the first step."""
+    if not state or (steps := float(state["step"])) < 1:
         return None
-    squares = _dense(state, "exp_avg_sq")
-    if not 0 <= beta < 1:
+    if not 0 <= (beta := float(beta)) < 1:
         raise ValueError(f"beta2 is {beta}, not from 0 to 1")
     # expm1 keeps the digits for β₂ close to 1.
-    return squares, 1 / -math.expm1(steps * math.log(beta)) if beta > 0 else 1.0
+    correction = -math.expm1(steps * math.log(beta)) if beta > 0 else 1.0
+    return _dense(state["exp_avg_sq"]).float().mul(factor / correction)
 
 
-def _dense(state: Mapping[str, Any], key: str) -> Tensor:
-    value = state[key]
+def _ivon_sums(group: Mapping[str, Any], shapes: Sequence[Shape]) -> list[Tensor]:
+    """Return ess·hess of each parameter. IVON stores a group in one vector."""
+    hess, lengths = _dense(group["hess"]).reshape(-1), [math.prod(shape) for shape in shapes]
+    if sum(lengths) != hess.numel():
+        raise InputError(f"is of another model: {hess.numel()} entries in the optimizer, {sum(lengths)} in the model")
+    parts = hess.float().mul(float(group["ess"])).split_with_sizes(lengths)
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _dense(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout != torch.strided or value.is_meta:
-        raise TypeError(f"{key} is not a dense tensor of real numbers")
+        raise TypeError("a value is not a dense tensor of real numbers")
     return value
 
 
-def _group_names(group: Mapping[str, Any]) -> list[str] | None:
-    names = group.get("param_names")
-    if not isinstance(names, list) or len(names) != len(group["params"]):
-        return None
-    return [re.sub(r"^(_orig_mod\.|module\.)+", "", str(name)) for name in names]
+def _parameter_names(
+    model: nn.Module, groups: Sequence[Mapping[str, Any]], found: Sequence[Sequence[Shape | None]]
+) -> list[list[str]]:
+    """Return the names of each group's parameters; a shape is None if the optimizer has no state that shows it.
+
+    Without names in the state, one group is in the order of ``model.named_parameters()``; two groups are the Trainer's,
+    with and without weight decay. Frozen parameters may be missing if the shapes tell which.
+    """
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    named = [group.get("param_names") for group in groups]
+    if all(isinstance(n, list) and len(n) == len(f) for n, f in zip(named, found, strict=True)):
+        names = [[re.sub(r"^(_orig_mod\.|module\.)+", "", str(name)) for name in part or ()] for part in named]
+        flat = [name for part in names for name in part]
+        every = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+        wrong = [
+            f"{name}: {shape}, where the model has {every.get(name, 'nothing')}"
+            for name, shape in zip(flat, (shape for part in found for shape in part), strict=True)
+            if name not in every or shape not in (None, every[name])
+        ]
+        if wrong:
+            raise InputError(_another_model(wrong))
+        if len(set(flat)) < len(flat):
+            raise InputError("the optimizer uses a name for two parameters")
+        return names
+    if len(groups) == 1:
+        return [_matched(shapes, found[0])]
+    if len(groups) == 2:
+        try:
+            from transformers import Trainer
+        except (ImportError, RuntimeError) as error:
+            raise InputError(
+                "matching the Trainer's groups of parameters needs accelerate. Install it: pip install "
+                "'gradmerge[train]'"
+            ) from error
+        rule: Any = Trainer.get_decay_parameter_names  # looks at the model only
+        decay = set(rule(None, model))
+        parts = [{n: s for n, s in shapes.items() if (n in decay) is with_decay} for with_decay in (True, False)]
+        return [_matched(part, group) for part, group in zip(parts, found, strict=True)]
+    raise InputError(
+        f"the optimizer has {len(groups)} groups of parameters without names. Only one group, and the Trainer's two, "
+        "can be matched. Create the optimizer from named parameters (PyTorch 2.6 or newer)."
+    )
 
 
-def _named_sums(model: nn.Module, groups: Sequence[_Group]) -> dict[str, Tensor]:
-    """Return sums over examples, with the names of the model in memory."""
-    if all(group.names is not None for group in groups):
-        names = [group.names or [] for group in groups]
-        for group, group_names in zip(groups, names, strict=True):
-            check_names(model, group_names, group.shapes)
-        repeated = [name for name, count in Counter(n for part in names for n in part).items() if count > 1]
-        if repeated:
-            raise InputError(f"the optimizer uses a name for two parameters:\n{listed(repeated, 5)}")
-    else:
-        names = parameter_names(model, [group.shapes for group in groups])
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
-    sums: dict[str, Tensor] = {}
-    for group, group_names in zip(groups, names, strict=True):
-        values = group.sums([shapes[name] for name in group_names])
-        sums |= {name: value for name, value in zip(group_names, values, strict=True) if value is not None}
-    return sums
+def _matched(expected: Mapping[str, Shape], found: Sequence[Shape | None]) -> list[str]:
+    """Return the names of the found shapes, which are in the expected order; frozen parameters are left out."""
+    names, shapes = list(expected), list(expected.values())
+    first, last = _embedded(shapes, found), _embedded(shapes[::-1], found[::-1])
+    if first is None or last is None:
+        wrong = [
+            f"{name}: {other} in the optimizer, {shape} in the model"
+            for name, shape, other in zip(names, shapes, found, strict=False)
+            if other not in (None, shape)
+        ]
+        raise InputError(
+            _another_model([f"{len(found)} parameters in the optimizer, {len(names)} in the model", *wrong])
+        )
+    latest = [len(names) - 1 - i for i in reversed(last)]
+    ambiguous = [f"{names[a]} or {names[b]}" for a, b in zip(first, latest, strict=True) if a != b]
+    if ambiguous:
+        raise InputError(
+            f"the optimizer has {len(found)} parameters, the model has {len(names)}, and shapes do not tell which ones "
+            f"were frozen. These could be either:\n{listed(ambiguous, 5)}\n  Estimate the curvature instead: gradmerge "
+            "curvature estimate."
+        )
+    return [names[i] for i in first]
 
 
-def _to_stored(
-    folder: Path, model: nn.Module, sums: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], Mapping[str, Shape]]:
+def _embedded(shapes: Sequence[Shape], found: Sequence[Shape | None]) -> list[int] | None:
+    """Return the first indices, in order, at which ``shapes`` has what was found."""
+    indices: list[int] = []
+    for i, shape in enumerate(shapes):
+        if len(indices) < len(found) and found[len(indices)] in (None, shape):
+            indices.append(i)
+    return indices if len(indices) == len(found) else None
+
+
+def _another_model(lines: Sequence[str]) -> str:
+    return (
+        "the optimizer's state does not fit the model of config.json. It belongs to another model, or another version "
+        f"of transformers, which orders parameters otherwise, trained it:\n{listed(lines, 5)}"
+    )
+
+
+def empty_model(folder: Path) -> nn.Module:
+    """Return the model that `config.json` describes, without memory for its weights and without remote code."""
+    import transformers
+
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(
+            f"{folder}: no config.json, so the names of the parameters are not known. Put the model's config.json "
+            "there, or pass the model in Python: gm.import_curvature(folder, …, model=model)."
+        )
+    config = read_json(path)
+    refuse_hub_code(config, path)
+    architectures = config.get("architectures")
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    model_class: Any = getattr(transformers, architecture, None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        raise InputError(
+            f"{path}: architectures: transformers {transformers.__version__} has no model class {architecture!r}. Code "
+            "that comes with a model is not run; pass the model in Python: gm.import_curvature(folder, …, model=model)."
+        )
+    try:
+        with quiet_transformers():
+            kind: Any = model_class
+            return skeleton(kind, kind.config_class.from_pretrained(folder, local_files_only=True))
+    except Exception as error:
+        raise InputError(f"{path}: {architecture} cannot be built from it: {first_line(error)}") from error
+
+
+def _to_stored(folder: Path, model: Any, sums: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Mapping[str, Shape]]:
     """Return sums with the names of the checkpoint's weights, and all names and shapes there."""
     stored, every = stored_tensors(model, sums), stored_shapes(model)
     files = open_files(folder, "model")
@@ -286,36 +324,15 @@ def _to_stored(
     on_disk = {name: entry.shape for file in files for name, entry in file.entries.items()}
     close_files(files)
     if other_shapes(stored, on_disk, ", where the file has"):
-        loaded: Any = model
         # A model that was loaded from these files knows the names that they use.
         with contextlib.suppress(Exception), quiet_transformers():
-            loaded = loaded.from_pretrained(folder, device_map="meta", local_files_only=True)
-        stored, every = stored_tensors(loaded, sums), stored_shapes(loaded)
+            model = model.from_pretrained(folder, device_map="meta", local_files_only=True)
+        stored, every = stored_tensors(model, sums), stored_shapes(model)
     if wrong := other_shapes(stored, on_disk, ", where the file has"):
         raise InputError(
             f"{folder}: the optimizer's parameters are not those of model.safetensors beside it:\n{listed(wrong, 5)}"
         )
     return stored, every
-
-
-def _version_note(model: nn.Module) -> list[str]:
-    import transformers
-
-    written = getattr(getattr(model, "config", None), "transformers_version", None)
-    if not isinstance(written, str) or written.split(".")[0] == transformers.__version__.split(".")[0]:
-        return []
-    return [
-        f"written by transformers {written} and read with {transformers.__version__}: parameters are matched by order "
-        "and shape, which may have changed"
-    ]
-
-
-def decay_note(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a note if Adam's gradients include the weight decay."""
-    # Old versions of PyTorch do not write the key.
-    if any(float(g.get("weight_decay", 0)) > 0 and g.get("decoupled_weight_decay") is False for g in groups):
-        return ["the optimizer is Adam with weight decay in the gradient (not AdamW): this curvature includes it"]
-    return []
 
 
 def token_note(model: nn.Module) -> list[str]:

@@ -24,7 +24,7 @@ from ..curvature.checkpoint_names import is_adapted
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import estimate_curvature, verify_formulas
 from ..curvature.format import STEM
-from ..curvature.from_optimizer import decay_note, second_moment, token_note
+from ..curvature.from_optimizer import second_moment, token_note
 from ..curvature.kernels import sum_type
 from ..curvature.verify import Formulas
 from ..distributed import initialized
@@ -139,9 +139,7 @@ class AdamSource(CurvatureSource):
         several = run.args.gradient_accumulation_steps > 1 or initialized().world_size > 1
         self._recorder = BatchRecorder(run.targets.model) if several else None
         model: Any = run.targets.model
-        for note in decay_note(self._optimizer.param_groups) + token_note(
-            model.get_base_model() if is_adapted(model) else model
-        ):
+        for note in token_note(model.get_base_model() if is_adapted(model) else model):
             run.warn(note)
 
     def begin_step(self, step: int) -> None:
@@ -172,24 +170,19 @@ class AdamSource(CurvatureSource):
             self._max_norm = 0.0
 
     def at_checkpoint(self, step: int) -> Curvature | None:
+        examples = self.run.examples(step)
+        factor = float(examples) * self.run.batch_size / self._scale**2
         moments = {
-            parameter: moment
+            parameter: moment.cpu()
             for group in self._optimizer.param_groups
             for parameter in group["params"]
-            if (moment := second_moment(self._optimizer.state.get(parameter), float(group["betas"][1]))) is not None
+            if (moment := second_moment(self._optimizer.state.get(parameter), group["betas"][1], factor)) is not None
         }
         if not moments:
             self.run.warn("the optimizer has not taken a step yet: no curvature is written")
             return None
-        if not self.run.writes:
-            return None
-        examples = self.run.examples(step)
-        factor = float(examples) * self.run.batch_size / self._scale**2
         # A parameter without a state never had a gradient.
-        sums = {
-            name: moments[p][0].float().mul(moments[p][1] * factor).cpu() if p in moments else torch.zeros(p.shape)
-            for name, p in self.run.targets.parameters.items()
-        }
+        sums = {name: moments.get(p, torch.zeros(p.shape)) for name, p in self.run.targets.parameters.items()}
         return self.run.curvature(sums, examples, "adam")
 
     def close(self) -> None:

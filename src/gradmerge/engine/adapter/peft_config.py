@@ -15,7 +15,7 @@ from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.lora import AdapterCheckpoint
 from ...checkpoints.tied_weights import in_layer
 from ...curvature.checkpoint_names import names_of_parameters, stored_sources
-from ...curvature.match_parameters import empty_model
+from ...curvature.from_optimizer import empty_model
 from ...errors import InputError
 from ...notes import Note
 from ...urls import redact
