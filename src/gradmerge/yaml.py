@@ -13,9 +13,6 @@ from .text import printable
 MAX_NODES = 20_000
 """The most values that a text may have, with every alias expanded."""
 
-Lines = dict[tuple[str | int, ...], int]
-"""The keys and list positions that lead to a value → the line of the value."""
-
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader that rejects duplicate keys and large texts, and reads 1:30 as text."""
@@ -27,15 +24,17 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._count += 1
+        is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         assert node is not None
         if node not in self._sizes:
+            if is_alias:
+                raise ValueError("an alias stands for a value around it")
             parts = node.value if isinstance(node, yaml.CollectionNode) else []
             children = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
-            # A child whose size is unknown is an alias of a node around it.
-            self._sizes[node] = 1 + sum(self._sizes.get(child, MAX_NODES) for child in children)
+            self._sizes[node] = 1 + sum(self._sizes[child] for child in children)
         if max(self._count, self._sizes[node]) > MAX_NODES:
-            raise ValueError(f"it has more than {MAX_NODES} values, or an alias of a value around it")
+            raise ValueError(f"it has more than {MAX_NODES} values")
         return node
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
@@ -64,18 +63,18 @@ def parse_yaml(raw: bytes | str, where: str) -> Any:
     documents = parse_documents(raw, where)
     if len(documents) > 1:
         raise InputError(f"{where}: has {len(documents)} YAML documents; give one")
-    return documents[0][0]
+    return documents[0]
 
 
-def parse_documents(raw: bytes | str, where: str) -> list[tuple[Any, Lines]]:
-    """Return the value of every document that is not empty, with the lines of its parts."""
+def parse_documents(raw: bytes | str, where: str) -> list[Any]:
+    """Return the value of every document that is not empty."""
     try:
         loader = _Loader(raw)
         nodes: list[yaml.Node] = []
         while loader.check_node():
             nodes += filter(None, [loader.get_node()])
         documents = [
-            (loader.construct_document(node), _lines(node, (), {}))
+            loader.construct_document(node)
             for node in nodes
             if not (isinstance(node, yaml.ScalarNode) and node.value == "")
         ]
@@ -91,20 +90,6 @@ def parse_documents(raw: bytes | str, where: str) -> list[tuple[Any, Lines]]:
     if not documents:
         raise InputError(f"{where}: is empty")
     return documents
-
-
-def _lines(node: yaml.Node, path: tuple[str | int, ...], lines: Lines) -> Lines:
-    """Add the lines of a node and of all values in it."""
-    lines.setdefault(path, node.start_mark.line + 1)
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                lines[*path, key.value] = key.start_mark.line + 1
-                _lines(value, (*path, key.value), lines)
-    elif isinstance(node, yaml.SequenceNode):
-        for position, value in enumerate(node.value):
-            _lines(value, (*path, position), lines)
-    return lines
 
 
 def to_yaml(value: Mapping[str, Any]) -> str:

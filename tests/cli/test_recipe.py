@@ -32,9 +32,9 @@ def test_a_dry_run_of_several_recipes_merges_none(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_wrong_ends_with_status_2_and_its_line(tmp_path: Path) -> None:
+def test_what_is_wrong_ends_with_status_2_and_its_key(tmp_path: Path) -> None:
     recipe = tmp_path / "config.yml"
     recipe.write_text((RECIPES / "ties.yml").read_text().replace("density: 0.3", "density: 3"))
     for command in ("merge", "diagnose", "preview"):
-        assert "line 7: density" in run(command, recipe, "-o", tmp_path / "out", status=2)
+        assert "parameters.density" in run(command, recipe, "-o", tmp_path / "out", status=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yml"]

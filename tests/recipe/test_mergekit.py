@@ -1,4 +1,4 @@
-"""mergekit recipes: translation, notes, and errors with their line."""
+"""mergekit recipes: translation, notes, and errors with their key."""
 
 from __future__ import annotations
 
@@ -78,16 +78,11 @@ def test_a_filter_is_a_part_of_a_name_and_nothing_in_it_is_a_glob(tmp_path: Path
     assert [case.fits("model.q0.weight") for case in weight] == [False, True]
 
 
-def test_what_changes_no_result_is_noted_with_its_line(tmp_path: Path) -> None:
+def test_keys_without_effect_are_noted(tmp_path: Path) -> None:
     extra = "parameters: {int8_mask: true, epsilon: 0.1}\ndtype: bfloat16\nregularization: 0.2\n"
     notes = read(tmp_path, TIES + extra).notes
-    lines = [note.partition(": ")[0].rpartition(" ")[2] for note in notes]
-    assert [(line, note.partition(": ")[2].split()[0]) for line, note in zip(lines, notes, strict=True)] == [
-        ("10", "regularization"),
-        ("8", "int8_mask"),
-        ("8", "epsilon"),
-        ("9", "dtype"),
-    ]
+    keys = [note.removeprefix(f"{tmp_path / 'config.yml'}: ").split()[0] for note in notes]
+    assert keys == ["regularization", "parameters.int8_mask", "parameters.epsilon", "dtype"]
 
 
 def test_paths_start_from_the_file_or_else_from_the_working_folder(
@@ -125,43 +120,43 @@ parameters: {weight: 1}
 
 FLATTEN = "nuslerp_flatten: {filter: mlp, value: false}"
 WRONG = [
-    # recipe, the line that the message names
-    (TIES.replace("ties", "tyes"), 1),
-    ("merge_method: ties" + MODELS, 1),
-    (TIES.replace("weight: 0.5", "wieght: 0.5", 1), 5),
-    (TIES.replace("models:", "model:"), 3),
-    (TIES.replace("    parameters: {weight: 0.5}\n", "", 1), 4),
-    (TIES.replace("{weight: 0.5}", "{weight: {filter: mlp, value: 1}}", 1), 4),
-    (TIES.replace("0.5", "half", 1), 5),
-    (TIES.replace("0.5}", "0.5, density: 1.5}", 1), 5),
-    (TIES + "parameters:\n  normalize: [true, false]\n", 9),
-    (TIES + "dtype: int8\n", 8),
-    (TIES + "chat_template: mistral\n", 8),
-    (TIES + "tokenizer_source: base\ntokenizer: {source: base}\n", 9),
-    (TIES + "tokenizer: {tokens: {x: {source: {kind: null, model: ./a}}}}\n", 8),
-    (TIES + "tokenizer:\n  tokens:\n    x: {source: {kind: model_token, model: ./a}}\n", 10),
-    (TIES.replace("./b", "./a"), 6),
-    (TIES.replace("./a", "./a+./l+./m"), 4),
-    ("merge_method: slerp\nbase_model: ./base" + MODELS + "parameters: {t: 1}\n", 4),
-    (SLICES.replace("[0, 4]}", "[0, 3]}", 1), 3),
-    (SLICES.replace("[0, 4]}", "[4, 0]}", 1), 4),
-    (SLICES.replace("[0, 4]}", "4}", 1), 4),
-    (SLICES.replace(", layer_range: [0, 4]", "", 1), 4),
-    (SLICES.replace("linear", "ties") + "base_model: ./base\n", 4),
-    (SLICES.replace("  - sources", "  - base_model: ./c\n    sources"), 3),
-    (SLICES.replace("slices", "modules"), 2),
-    ("merge_method: linear\nmodules:\n  x: {models: []}\n  y: {models: []}\n", 4),
-    ("merge_method: linear\n", 1),
-    ("merge_method: nuslerp" + MODELS + f"parameters:\n  {FLATTEN}\n", 8),
-    ("merge_method: multislerp" + MODELS + "parameters: {eps: 0.1}\n", 7),
+    # recipe, the key that the message names
+    (TIES.replace("ties", "tyes"), "merge_method"),
+    ("merge_method: ties" + MODELS, "base_model"),
+    (TIES.replace("weight: 0.5", "wieght: 0.5", 1), "models[0].parameters.wieght"),
+    (TIES.replace("models:", "model:"), "model"),
+    (TIES.replace("    parameters: {weight: 0.5}\n", "", 1), "models[0]"),
+    (TIES.replace("{weight: 0.5}", "{weight: {filter: mlp, value: 1}}", 1), "models[0]"),
+    (TIES.replace("0.5", "half", 1), "models[0].parameters.weight"),
+    (TIES.replace("0.5}", "0.5, density: 1.5}", 1), "models[0].parameters.density"),
+    (TIES + "parameters:\n  normalize: [true, false]\n", "parameters.normalize"),
+    (TIES + "dtype: int8\n", "dtype"),
+    (TIES + "chat_template: mistral\n", "chat_template"),
+    (TIES + "tokenizer_source: base\ntokenizer: {source: base}\n", "tokenizer"),
+    (TIES + "tokenizer: {tokens: {x: {source: {kind: null, model: ./a}}}}\n", "tokenizer.tokens.x.source"),
+    (TIES + "tokenizer:\n  tokens:\n    x: {source: {kind: model_token, model: ./a}}\n", "tokenizer.tokens.x.source"),
+    (TIES.replace("./b", "./a"), "models"),
+    (TIES.replace("./a", "./a+./l+./m"), "models[0].model"),
+    ("merge_method: slerp\nbase_model: ./base" + MODELS + "parameters: {t: 1}\n", "models"),
+    (SLICES.replace("[0, 4]}", "[0, 3]}", 1), "slices[0]"),
+    (SLICES.replace("[0, 4]}", "[4, 0]}", 1), "slices[0].sources[0].layer_range"),
+    (SLICES.replace("[0, 4]}", "4}", 1), "slices[0].sources[0].layer_range"),
+    (SLICES.replace(", layer_range: [0, 4]", "", 1), "slices[0].sources[0].layer_range"),
+    (SLICES.replace("linear", "ties") + "base_model: ./base\n", "slices[0].sources"),
+    (SLICES.replace("  - sources", "  - base_model: ./c\n    sources"), "slices[0].base_model"),
+    (SLICES.replace("slices", "modules"), "modules"),
+    ("merge_method: linear\nmodules:\n  x: {models: [{model: ./a}]}\n  y: {models: [{model: ./b}]}\n", "modules"),
+    ("merge_method: linear\n", "recipe"),
+    ("merge_method: nuslerp" + MODELS + f"parameters:\n  {FLATTEN}\n", "parameters.nuslerp_flatten"),
+    ("merge_method: multislerp" + MODELS + "parameters: {eps: 0.1}\n", "parameters.eps"),
 ]
 
 
-@pytest.mark.parametrize(("text", "line"), WRONG)
-def test_unsupported_keys_and_values_are_refused_with_their_line(tmp_path: Path, text: str, line: int) -> None:
+@pytest.mark.parametrize(("text", "key"), WRONG)
+def test_unsupported_keys_and_values_are_refused_by_name(tmp_path: Path, text: str, key: str) -> None:
     with pytest.raises(gm.InputError) as error:
         read(tmp_path, text)
-    assert str(error.value).startswith(f"{tmp_path / 'config.yml'}, line {line}: ")
+    assert str(error.value).startswith(f"{tmp_path / 'config.yml'}: {key}: ")
 
 
 LLAMA3 = "<s>[system]Be kind.<|eot_id|>[user]Hi!<|eot_id|>[assistant]Hello.<|eot_id|>[user]Hi!<|eot_id|>[assistant]"

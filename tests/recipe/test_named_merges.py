@@ -76,7 +76,7 @@ def test_where_all_have_names_the_last_is_the_result(folder: Path) -> None:
         (("./a", "mean"), "mean → mean"),
         (("model: mean", "model: maen"), "maen"),
         (("name: idle", "name: mean"), "'mean'"),
-        (("name: idle\n", ""), "line 12"),
+        (("name: idle\n", ""), "without a `name`"),
     ],
 )
 def test_cycles_and_unknown_names_are_refused(folder: Path, change: tuple[str, str], named: str) -> None:

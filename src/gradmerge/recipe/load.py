@@ -16,7 +16,7 @@ from ..notes import Note
 from ..rules import METHODS
 from ..text import nearest
 from ..urls import UrlPath, is_url, redact_urls, remote_url, strip_file_scheme
-from ..yaml import Lines, parse_documents
+from ..yaml import parse_documents
 from .fields import CurvatureSource, Identity, explain
 from .method import is_rule_file, load_rule
 from .schema import Base, Origin, Recipe
@@ -63,14 +63,13 @@ def recipe_of_text(raw: bytes, folder: Path, where: str, file: Path | None = Non
     if len(raw) > MAX_BYTES:
         raise InputError(f"{where}: larger than {MAX_BYTES} bytes, the limit for a recipe")
     documents = parse_documents(raw, where)
-    names = [str(value["name"]) for value, _ in documents if isinstance(value, Mapping) and value.get("name")]
-    recipes = [_read(value, lines, folder, where, names, allow_code) for value, lines in documents]
+    names = [str(value["name"]) for value in documents if isinstance(value, Mapping) and value.get("name")]
+    recipes = [_read(value, folder, where, names, allow_code) for value in documents]
     for recipe in recipes:
         recipe._origin.file = file
     unnamed = [i for i, recipe in enumerate(recipes) if recipe.name is None]
     if len(unnamed) > 1:
-        line = documents[unnamed[1]][1].get((), 1)
-        raise InputError(f"{where}, line {line}: a second recipe without a `name`; only one recipe can be the result")
+        raise InputError(f"{where}: has {len(unnamed)} recipes without a `name`; only one recipe can be the result")
     if repeated := [name for name in names if names.count(name) > 1]:
         raise InputError(f"{where}: two recipes have the name {repeated[0]!r}")
     return _with_merges(recipes[unnamed[0] if unnamed else -1], recipes, where)
@@ -78,7 +77,7 @@ def recipe_of_text(raw: bytes, folder: Path, where: str, file: Path | None = Non
 
 def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe", allow_code: bool = False) -> Recipe:
     """Check a recipe that is a mapping, of gradmerge or of mergekit."""
-    return _read(value, {}, folder or Path(), where, (), allow_code)
+    return _read(value, folder or Path(), where, (), allow_code)
 
 
 def check_penalty(value: Any, where: str) -> CurvatureSource:
@@ -127,23 +126,24 @@ def _exists(reference: str, folder: Path) -> bool:
         return False
 
 
-def _read(value: Any, lines: Lines, folder: Path, where: str, names: Collection[str], allow_code: bool) -> Recipe:
+def _read(value: Any, folder: Path, where: str, names: Collection[str], allow_code: bool) -> Recipe:
     """Check one recipe; ``names`` are those of all recipes of the file."""
     origin = Origin(folder)
-    if isinstance(value, Mapping) and "merge_method" in value and "method" not in value:
-        from .mergekit.translate import translate
-        from .mergekit.yaml_values import YamlValue
 
-        def find(reference: str) -> str:
-            """Look for a model beside the recipe, then in the working folder."""
-            elsewhere = reference not in names and not _exists(reference, folder) and _exists(reference, Path())
-            return str(Path(reference).expanduser().absolute()) if elsewhere else reference
+    def find(reference: str) -> str:
+        """Look for a model of mergekit's recipe beside the recipe, then in the working folder."""
+        elsewhere = reference not in names and not _exists(reference, folder) and _exists(reference, Path())
+        return str(Path(reference).expanduser().absolute()) if elsewhere else reference
 
-        value, origin.notes, origin.lines = translate(YamlValue(dict(value), lines, where), find)
     if not isinstance(value, Mapping):
         raise InputError(f"{where}: a recipe is a mapping with method, base and models, not {type(value).__name__}")
-    method = value.get("method")
     try:
+        if "merge_method" in value and "method" not in value:
+            from .mergekit.translate import translate
+
+            value, notes = translate(value, find)
+            origin.notes = [Note(f"{where}: {note}") for note in notes]
+        method = value.get("method")
         if is_rule_file(method):
             origin.rule = load_rule(method, folder, allow_code=allow_code)
             value, method = {**value, "method": origin.rule.name}, origin.rule.name

@@ -126,8 +126,6 @@ class Origin:
     """The folders of their results."""
     notes: list[Note] = field(default_factory=list)
     """Notes on how the recipe was read."""
-    lines: dict[str, str] = field(default_factory=dict)
-    """Keys of slices → their line in a mergekit recipe."""
 
 
 class Recipe(OneLine, RecipePart):
@@ -209,10 +207,6 @@ class Recipe(OneLine, RecipePart):
     def notes(self) -> list[Note]:
         """Notes on how the recipe was read."""
         return self._origin.notes
-
-    def where(self, key: str) -> str:
-        """Return the name of a key in messages: the key, or its line in a mergekit recipe."""
-        return self._origin.lines.get(key, key)
 
     def with_made(self, made: dict[str, Path], notes: list[Note] | None = None) -> Recipe:
         """Return a copy that finds the results of named recipes in these folders."""

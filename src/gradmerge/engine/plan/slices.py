@@ -48,7 +48,7 @@ def stacked_models(
     remaining = iter(opened)
     slices = [
         [
-            _layers(next(remaining), model.layers, recipe.where(f"slices[{i}].models[{j}].layers"))
+            _layers(next(remaining), model.layers, f"slices[{i}].models[{j}].layers")
             for j, model in enumerate(part.models)
         ]
         for i, part in enumerate(recipe.slices)
@@ -67,7 +67,7 @@ def stacked_models(
         return None, stacks
     layers = []
     for i, part in enumerate(recipe.slices):
-        layers += _layers(base, part.base or part.models[0].layers, recipe.where(f"slices[{i}].base"))
+        layers += _layers(base, part.base or part.models[0].layers, f"slices[{i}].base")
     return StackedCheckpoint(layers, base), stacks
 
 

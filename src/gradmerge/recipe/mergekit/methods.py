@@ -1,4 +1,4 @@
-"""The methods and parameters of mergekit, with their names in gradmerge."""
+"""The methods, parameters and chat templates of mergekit, with their names in gradmerge."""
 
 from __future__ import annotations
 
@@ -113,3 +113,24 @@ def join_switches(options: dict[str, Any]) -> dict[str, Any]:
         return options
     axis = "all" if options["flatten"] else "first" if options["row_wise"] else "last"
     return {key: value for key, value in options.items() if key not in ("flatten", "row_wise")} | {"axis": axis}
+
+
+#: Chat templates that mergekit recipes name, written from the published formats.
+TEMPLATES = {
+    "chatml": (
+        "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "alpaca": (
+        "{% for turn in messages %}{% if turn.role == 'user' %}### Instruction:\n{% elif turn.role == 'assistant' %}"
+        "### Response:\n{% endif %}{{ turn.content | trim }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}### Response:\n{% endif %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for turn in messages %}<|start_header_id|>{{ turn.role }}<|end_header_id|>\n\n"
+        "{{ turn.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    ),
+}
+#: Other names that mergekit knows: the format of the first changed several times, and the second is rarely used.
+UNSUPPORTED = ("mistral", "exaone")
