@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .curvature.from_optimizer import import_curvature as import_curvature
     from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
     from .curvature.kronecker import KroneckerCurvature as KroneckerCurvature
-    from .engine.run.merge import MergeResult as MergeResult
+    from .engine.run import MergeResult as MergeResult
     from .errors import GradmergeError as GradmergeError, InputError as InputError, MachineError as MachineError
     from .notes import Note as Note
     from .progress import Progress as Progress
@@ -77,7 +77,7 @@ _NAMES = {
     "compare.interactive": "Superseded",
     "compare.preview": "Outcome Preview",
     "compare.search": "Suggestion",
-    "engine.run.merge": "MergeResult",
+    "engine.run": "MergeResult",
     "errors": "GradmergeError InputError MachineError",
     "notes": "Note",
     "progress": "Progress",

@@ -16,7 +16,7 @@ from gradmerge.api import dry_run
 from gradmerge.api.dry_run import JobSize, activations_size, dry_run_estimate, dry_run_merge
 from gradmerge.api.merge import as_recipe
 from gradmerge.curvature.losses import LOSSES, logits_of
-from gradmerge.engine.run import merge as run_merge
+from gradmerge.engine import run as run_merge
 from gradmerge.errors import InputError
 from gradmerge.io.reader import PositionalFile
 from gradmerge.tasks import load_task

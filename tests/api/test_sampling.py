@@ -56,7 +56,7 @@ def test_draws_have_the_mean_and_the_variance_of_the_posterior(merged: Path, tem
 
 
 def test_a_draw_is_the_merged_model_plus_scaled_normal_numbers(merged: Path) -> None:
-    from gradmerge.engine.run.randomness import standard_normal
+    from gradmerge.engine.randomness import standard_normal
 
     centre, curvature = read_model(merged), gm.Curvature.load(merged)
     settings: dict[str, Any] = {"temperature": 0.3, "seed": 5, "damping": 2.0}

@@ -290,6 +290,6 @@ def test_results_are_added_to_a_card_without_metadata_and_not_to_a_broken_one() 
 
 
 def test_the_hub_library_is_imported_only_to_write_a_card() -> None:
-    code = "import gradmerge.engine.run.write_cards, sys; print({'huggingface_hub', 'jinja2'} & set(sys.modules))"
+    code = "import gradmerge.engine.write_cards, sys; print({'huggingface_hub', 'jinja2'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from gradmerge.checkpoints.checkpoint import Checkpoint
-from gradmerge.engine.plan.build import make_plan
-from gradmerge.engine.plan.inputs import CurvatureInput, Inputs
-from gradmerge.engine.plan.per_layer import LayerSettings, Stretch
-from gradmerge.engine.plan.plan import Plan
+from gradmerge.engine.build_plan import make_plan
+from gradmerge.engine.inputs import CurvatureInput, Inputs
+from gradmerge.engine.plan import Plan
+from gradmerge.engine.settings import LayerSettings, Stretch
 from gradmerge.recipe import make_recipe
 
 State = Mapping[str, Tensor]

@@ -14,9 +14,9 @@ from torch import Tensor
 import gradmerge as gm
 from gradmerge.compare.candidates import Candidate
 from gradmerge.compare.predict import BASE, open_to_look, predict, task_names
-from gradmerge.engine.plan.inputs import CurvatureInput
-from gradmerge.engine.plan.plan import Plan
-from gradmerge.engine.run.randomness import keep_mask
+from gradmerge.engine.inputs import CurvatureInput
+from gradmerge.engine.plan import Plan
+from gradmerge.engine.randomness import keep_mask
 from gradmerge.recipe import make_recipe
 
 from ..making import SHAPES, near, random_curvature, random_state, three_models, write_model

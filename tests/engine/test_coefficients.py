@@ -10,9 +10,9 @@ import torch
 
 import gradmerge as gm
 from gradmerge.api.merge import planned
-from gradmerge.engine.checks import coefficients
-from gradmerge.engine.checks.coefficients import coefficient_notes, share_above
-from gradmerge.engine.run.executor import LocalExecutor
+from gradmerge.engine import coefficients
+from gradmerge.engine.coefficients import coefficient_notes, share_above
+from gradmerge.engine.executor import LocalExecutor
 from gradmerge.notes import Kind, Note
 from gradmerge.recipe import make_recipe
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradmerge.engine.run.journal import Journal
-from gradmerge.engine.run.statistics import Statistics
+from gradmerge.engine.journal import Journal
+from gradmerge.engine.statistics import Statistics
 
 
 def test_a_journal_returns_the_statistics_and_the_finished_blocks(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_journal_of_another_boot_is_not_believed(tmp_path: Path, monkeypatch) 
     journal.open(fresh=True)
     journal.blocks([0])
     journal.close()
-    monkeypatch.setattr("gradmerge.engine.run.journal.boot_id", lambda: "another")
+    monkeypatch.setattr("gradmerge.engine.journal.boot_id", lambda: "another")
     after = Journal(tmp_path, "one")
     assert after.load() is None
     assert not after.belongs_to_another_merge()

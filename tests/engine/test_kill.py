@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import gradmerge as gm
-from gradmerge.engine.run.journal import NAME, Journal
-from gradmerge.engine.run.statistics import Statistics
+from gradmerge.engine.journal import NAME, Journal
+from gradmerge.engine.statistics import Statistics
 from tests.forked import forked
 from tests.making import near, random_state, weight_bytes, write_model
 
@@ -32,7 +32,7 @@ import json, os, signal, sys, time
 import torch
 torch.set_num_threads(1)
 import gradmerge as gm
-from gradmerge.engine.run.journal import Journal
+from gradmerge.engine.journal import Journal
 from gradmerge.errors import GradmergeError
 
 from tests.fuzz.killing import kill_before_change

@@ -16,7 +16,7 @@ from gradmerge.compare.candidates import Candidate
 from gradmerge.compare.in_memory import materialise
 from gradmerge.compare.predict import open_to_look, predict
 from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
-from gradmerge.engine.run.output import Output
+from gradmerge.engine.output import Output
 from gradmerge.recipe import make_recipe
 
 from ..making import assert_close, near, random_curvature, random_state, read_model, weight_bytes, write_model

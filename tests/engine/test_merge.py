@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.api.merge import planned
-from gradmerge.engine.run import statistics
+from gradmerge.engine import statistics
 
 from ..making import (
     SHAPES,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradmerge.engine.run.quantiles import Bracket, Counts, Quantile, bracket_of
+from gradmerge.engine.quantiles import Bracket, Counts, Quantile, bracket_of
 
 GENERATOR = np.random.default_rng(0)
 KINDS = {

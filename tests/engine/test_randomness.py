@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradmerge.engine.run import randomness
-from gradmerge.engine.run.randomness import keep_mask, standard_normal
+from gradmerge.engine import randomness
+from gradmerge.engine.randomness import keep_mask, standard_normal
 
 
 def test_a_mask_does_not_depend_on_where_blocks_are_cut() -> None:

@@ -350,7 +350,7 @@ def test_a_hub_model_is_read_by_ranges_and_each_byte_once(
         monkeypatch.setattr(range_reader, name, value)
     # Samples would be the whole of such small models.
     monkeypatch.setattr("gradmerge.checkpoints.comparison.SAMPLE", 1)
-    monkeypatch.setattr("gradmerge.engine.run.merge.coefficient_notes", lambda *_: [])
+    monkeypatch.setattr("gradmerge.engine.run.coefficient_notes", lambda *_: [])
 
     def downloaded() -> int:
         return sum(nbytes for name, nbytes in hub.given.items() if name.endswith(".safetensors"))

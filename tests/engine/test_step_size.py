@@ -13,10 +13,10 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.api.merge import planned
-from gradmerge.engine.checks import step_size as trust
-from gradmerge.engine.checks.damping import find_damping
-from gradmerge.engine.checks.step_size import check_step_size, step_sizes
-from gradmerge.engine.run.executor import LocalExecutor
+from gradmerge.engine import step_size as trust
+from gradmerge.engine.damping import find_damping
+from gradmerge.engine.executor import LocalExecutor
+from gradmerge.engine.step_size import check_step_size, step_sizes
 from gradmerge.notes import Kind, Note
 
 from ..making import SHAPES, near, random_curvature, random_state, read_model, three_models, write_model

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.engine.adapter.low_rank import factorize
+from gradmerge.engine.low_rank import factorize
 from gradmerge.errors import InputError
 from tests.checkpoints.families import EXPERTS, FAMILIES, load, moved, randomise, save
 from tests.checkpoints.test_lora import LLAMA, make_base, merged_by_peft, write_adapter
@@ -251,7 +251,7 @@ def test_a_killed_merge_resumes_and_ends_with_the_same_bytes(tmp_path: Path, mon
             raise KeyboardInterrupt
         return factorize(*arguments)
 
-    monkeypatch.setattr("gradmerge.engine.adapter.build.factorize", die_in_fourth_call)
+    monkeypatch.setattr("gradmerge.engine.adapter.factorize", die_in_fourth_call)
     with pytest.raises(KeyboardInterrupt):
         gm.merge(recipe, tmp_path / "y/out", resume=True, threads=1)
     assert not (tmp_path / "y/out").exists()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import gradmerge as gm
 from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
-from gradmerge.engine.run.merge import MergeResult
+from gradmerge.engine.run import MergeResult
 from gradmerge.errors import InputError
 from gradmerge.recipe import make_recipe
 

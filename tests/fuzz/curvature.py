@@ -16,7 +16,7 @@ import gradmerge as gm
 from gradmerge.api.estimate import estimate_curvature
 from gradmerge.curvature.format import open_curvature
 from gradmerge.curvature.summary import pieces, summarize
-from gradmerge.engine.run.journal import NAME as JOURNAL
+from gradmerge.engine.journal import NAME as JOURNAL
 from tests.making import random_curvature, random_state, weight_bytes
 
 from .data import models_kept

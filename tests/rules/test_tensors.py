@@ -16,11 +16,11 @@ from torch import Tensor
 import gradmerge as gm
 from gradmerge.checkpoints.checkpoint import Checkpoint
 from gradmerge.compare.candidates import Candidate, look_at
-from gradmerge.engine.plan.build import inputs_of, make_plan, open_plan
-from gradmerge.engine.run import statistics
-from gradmerge.engine.run.executor import LocalExecutor, merge_blocks
-from gradmerge.engine.run.randomness import keep_mask, uniform
-from gradmerge.engine.run.statistics import compute_statistics
+from gradmerge.engine import statistics
+from gradmerge.engine.build_plan import inputs_of, make_plan, open_plan
+from gradmerge.engine.executor import LocalExecutor, merge_blocks
+from gradmerge.engine.randomness import keep_mask, uniform
+from gradmerge.engine.statistics import compute_statistics
 from gradmerge.recipe import make_recipe
 from gradmerge.rules import METHODS
 

@@ -17,10 +17,10 @@ from ..curvature.kernels import HELD_CPU, HELD_CUDA
 from ..curvature.kronecker import MAX_KRONECKER_DIM, factors_for, stored_alone
 from ..curvature.offload import blocks_of
 from ..curvature.per_example_gradients import is_conv1d
-from ..engine.checks.coefficients import coefficient_notes
-from ..engine.checks.step_size import check_step_size
-from ..engine.plan.penalties import used
-from ..engine.run.executor import LocalExecutor
+from ..engine.coefficients import coefficient_notes
+from ..engine.executor import LocalExecutor
+from ..engine.penalties import used
+from ..engine.step_size import check_step_size
 from ..errors import InputError
 from ..io.reader import close_files, open_files
 from ..io.writer import split_into_shards

@@ -21,7 +21,7 @@ from ..compare.scores import headline
 from ..compare.significance import are_tied
 from ..compare.sweeps import changes_files
 from ..display import Displayed, View
-from ..engine.run.merge import MergeResult
+from ..engine.run import MergeResult
 from ..errors import InputError
 from ..progress import Progress
 from ..recipe import Recipe

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments import checked
-from ..engine.run.merge import MergeResult
+from ..engine.run import MergeResult
 from ..progress import Progress
 from .merge import merge
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..arguments import check_known, checked
+from ..engine.build_plan import open_plan
 from ..engine.input_state import recipe_paths
-from ..engine.plan.build import open_plan
-from ..engine.plan.plan import BLOCK, Plan
-from ..engine.run.merge import MergeResult, merge_to_folder
+from ..engine.plan import BLOCK, Plan
+from ..engine.run import MergeResult, merge_to_folder
 from ..engine.thread_pool import allow_many_files
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
@@ -27,7 +27,7 @@ from ..recipe import Recipe, load_recipe, make_recipe
 from ..urls import output_path
 
 if TYPE_CHECKING:
-    from ..engine.ray.cluster import RayCluster
+    from ..engine.on_ray import RayCluster
 
 RecipeLike = str | Path | Recipe | Mapping[str, Any]
 """A recipe file, a mapping with the keys of a recipe, or a :class:`Recipe`."""
@@ -139,7 +139,7 @@ def recipe_of_models(recipe: RecipeLike, command: str, allow_code: bool = False)
 def planned(recipe: RecipeLike, **reading: Any) -> Iterator[Plan]:
     """The plan of a recipe, with its inputs open. Named recipes that are not merged yet are represented by a model.
 
-    ``reading`` are the keywords of :func:`gradmerge.engine.plan.build.open_plan`.
+    ``reading`` are the keywords of :func:`gradmerge.engine.build_plan.open_plan`.
     """
     plan = open_plan(_with_placeholders(as_recipe(recipe)), **reading)
     with contextlib.closing(plan.inputs):
@@ -223,7 +223,7 @@ def _cluster(
         raise InputError(f"device {device!r}: Ray workers compute on the cpu; use engine 'local' for a GPU")
     if "adapter" in {each.output.format for each in (recipe, *recipe.merges.values())}:
         raise InputError("output.format: only engine 'local' writes adapters")
-    from ..engine.ray.cluster import RayCluster
+    from ..engine.on_ray import RayCluster
 
     return RayCluster(workers, threads, address, reading)
 

@@ -18,8 +18,8 @@ from ..checkpoints.open import open_checkpoint
 from ..checkpoints.sidecars import sidecars
 from ..curvature.curvature_card import curvature_card
 from ..curvature.format import STEM, open_curvature
-from ..engine.plan.penalties import PENALTY
-from ..engine.run.journal import NAME as JOURNAL
+from ..engine.journal import NAME as JOURNAL
+from ..engine.penalties import PENALTY
 from ..errors import InputError
 from ..io.atomic_dir import MARK, PARTIAL
 from ..io.reader import close_files, open_files

@@ -21,9 +21,9 @@ from ..checkpoints.open import open_checkpoint
 from ..checkpoints.sidecars import copy_sidecars, sidecars, stems
 from ..checkpoints.tied_weights import same_values, tied_to
 from ..curvature.format import CurvatureFile, default_curvature, open_curvature
-from ..engine.plan.inputs import CurvatureInput
-from ..engine.plan.plan import BLOCK
-from ..engine.run.randomness import standard_normal
+from ..engine.inputs import CurvatureInput
+from ..engine.plan import BLOCK
+from ..engine.randomness import standard_normal
 from ..engine.thread_pool import run_parallel, with_buffers
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir

@@ -18,7 +18,7 @@ from ..compare.search import Suggestion, check_objective, search_ranges, suggest
 from ..compare.significance import lost_share
 from ..compare.sweeps import Sweeps, parse_sweeps, with_changes
 from ..compare.weight_ranges import DEFAULT, Weights, parse_weights
-from ..engine.run.merge import MergeResult
+from ..engine.run import MergeResult
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown

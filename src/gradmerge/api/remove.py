@@ -18,7 +18,7 @@ from ..cards.provenance import input_entry
 from ..curvature.kronecker import MAX_KRONECKER_DIM
 from ..curvature.losses import ExampleLoss, loss_named
 from ..engine.input_state import changed, model_paths, state_of
-from ..engine.run.merge import MergeResult
+from ..engine.run import MergeResult
 from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown

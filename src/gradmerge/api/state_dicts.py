@@ -13,12 +13,12 @@ from ..arguments import checked
 from ..checkpoints.checkpoint import STORED_TYPES, Checkpoint
 from ..curvature.curvature import Curvature
 from ..curvature.kronecker import KroneckerCurvature
-from ..engine.checks.damping import find_damping
-from ..engine.plan.build import inputs_of, make_plan
-from ..engine.plan.inputs import CurvatureInput
-from ..engine.plan.jobs import MergedBlock, MergeOptions, torch_type
-from ..engine.run.executor import LocalExecutor, merge_blocks
-from ..engine.run.statistics import compute_statistics
+from ..engine.build_plan import inputs_of, make_plan
+from ..engine.damping import find_damping
+from ..engine.executor import LocalExecutor, merge_blocks
+from ..engine.inputs import CurvatureInput
+from ..engine.jobs import MergedBlock, MergeOptions, torch_type
+from ..engine.statistics import compute_statistics
 from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
 from ..recipe.method import is_rule_file, load_rule

@@ -50,7 +50,7 @@ def extract_lora(
     """
     with heavy_imports():
         from ..api.extract_lora import extract_lora as extract
-        from ..engine.adapter.peft_config import ROUNDING
+        from ..engine.peft_config import ROUNDING
 
     with progress(printing.silent) as bar:
         result = extract(

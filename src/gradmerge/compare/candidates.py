@@ -11,17 +11,17 @@ from torch import Tensor
 
 from ..checkpoints.checkpoint import Buffers, Checkpoint
 from ..checkpoints.tied_weights import tied_copies
-from ..engine.checks.coefficients import coefficient_notes
-from ..engine.checks.damping import find_damping
-from ..engine.checks.step_size import check_step_size
-from ..engine.plan.build import dry_check_rule, scope_problems
-from ..engine.plan.inputs import CONSTANT_DAMPING
-from ..engine.plan.jobs import Block as PlanBlock, BlockJob, Job, LayerJob, random_inputs, rule_arguments
-from ..engine.plan.match_curvature import Layer, layer_option_problems
-from ..engine.plan.plan import Plan
-from ..engine.run.executor import LocalExecutor
-from ..engine.run.reduce import Advance
-from ..engine.run.statistics import Statistics, compute_statistics
+from ..engine.build_plan import dry_check_rule, scope_problems
+from ..engine.coefficients import coefficient_notes
+from ..engine.damping import find_damping
+from ..engine.executor import LocalExecutor
+from ..engine.inputs import CONSTANT_DAMPING
+from ..engine.jobs import Block as PlanBlock, BlockJob, Job, LayerJob, random_inputs, rule_arguments
+from ..engine.match_curvature import Layer, layer_option_problems
+from ..engine.plan import Plan
+from ..engine.reduce import Advance
+from ..engine.statistics import Statistics, compute_statistics
+from ..engine.step_size import check_step_size
 from ..engine.thread_pool import run_parallel, with_buffers
 from ..errors import InputError
 from ..notes import Note

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from ..checkpoints.layers import layer_stacks
 from ..curvature.format import default_curvature
-from ..engine.plan.plan import Plan
+from ..engine.plan import Plan
 from ..errors import InputError
 from ..io.reader import local_path
 from ..recipe import Base, Model, Recipe, Varying, leaves, mapped

@@ -17,8 +17,8 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.open import open_checkpoint
 from ..curvature.summary import group_of
 from ..display import Displayed, View
-from ..engine.plan.jobs import LayerJob
-from ..engine.plan.plan import Plan
+from ..engine.jobs import LayerJob
+from ..engine.plan import Plan
 from ..errors import InputError
 from ..progress import NoProgress, Progress
 from ..recipe import Recipe, mapped

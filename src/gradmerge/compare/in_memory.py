@@ -13,9 +13,9 @@ from ..checkpoints.checkpoint import Buffers, Checkpoint
 from ..curvature.batches import moved
 from ..curvature.checkpoint_names import stored_tensors
 from ..curvature.losses import labels_of, logits_of
-from ..engine.plan.jobs import torch_type
-from ..engine.plan.plan import Plan
-from ..engine.run.rounding import rounded
+from ..engine.jobs import torch_type
+from ..engine.plan import Plan
+from ..engine.rounding import rounded
 from ..errors import InputError
 from ..io.reader import local_path
 from ..recipe import Recipe

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..curvature.summary import group_of
-from ..engine.plan.plan import Plan
+from ..engine.plan import Plan
 from ..errors import InputError
 from ..recipe import Recipe
 from ..rules import METHODS

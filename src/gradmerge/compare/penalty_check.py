@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engine.plan.inputs import Inputs
-from ..engine.plan.jobs import LayerJob
-from ..engine.plan.plan import Plan
+from ..engine.inputs import Inputs
+from ..engine.jobs import LayerJob
+from ..engine.plan import Plan
 from ..recipe import Recipe, reduction_factor
 from ..rules.kronecker_matching import applied
 from .candidates import Block, look_at

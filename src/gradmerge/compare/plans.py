@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..engine.plan.build import open_plan
-from ..engine.plan.plan import Plan
+from ..engine.build_plan import open_plan
+from ..engine.plan import Plan
 from ..errors import InputError
 from ..recipe import Recipe
 from ..rules import METHODS

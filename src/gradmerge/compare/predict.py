@@ -26,9 +26,9 @@ from torch import Tensor
 
 from ..curvature.format import default_curvature
 from ..curvature.summary import group_of
-from ..engine.plan.build import open_plan
-from ..engine.plan.plan import Plan
-from ..engine.run.reduce import Advance
+from ..engine.build_plan import open_plan
+from ..engine.plan import Plan
+from ..engine.reduce import Advance
 from ..errors import InputError
 from ..io.reader import local_path
 from ..recipe import Recipe

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..engine.plan.plan import BLOCK, Plan
+from ..engine.plan import BLOCK, Plan
 from ..errors import InputError
 from ..recipe import Recipe
 from .candidates import KnownStatistics, notes_on

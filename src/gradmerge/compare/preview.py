@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..display import Displayed, View
-from ..engine.plan.plan import Plan
+from ..engine.plan import Plan
 from ..progress import Progress
 from ..recipe import Recipe, Varying, leaves
 from ..tasks.standard_errors import Difference

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.checkpoint import Buffers, Checkpoint, View
-from ..engine.plan.inputs import CurvatureInput, Inputs
+from ..engine.inputs import CurvatureInput, Inputs
 
 
 class ResidentCheckpoint(View):

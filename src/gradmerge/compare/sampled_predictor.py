@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from ..curvature.summary import group_of
-from ..engine.plan.jobs import Block, BlockJob, Job
-from ..engine.plan.plan import Plan
+from ..engine.jobs import Block, BlockJob, Job
+from ..engine.plan import Plan
 from ..recipe import Recipe
 from .grid import Setting
 from .predictor import Predictor

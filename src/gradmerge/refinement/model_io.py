@@ -29,7 +29,7 @@ from ..checkpoints.quantization import detect_quantization
 from ..checkpoints.sidecars import copy_sidecars, sidecars, stems
 from ..checkpoints.tied_weights import same_values, tied_to
 from ..curvature.checkpoint_names import adapter_names, stored_shapes, stored_sources, stored_tensors
-from ..engine.run.rounding import rounded
+from ..engine.rounding import rounded
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
 from ..io.reader import bytes_of, open_files

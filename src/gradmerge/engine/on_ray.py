@@ -23,21 +23,21 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ...errors import GradmergeError, InputError, MachineError
-from ...io.atomic_dir import AtomicDir
-from ...recipe import Recipe
-from ...text import one_line
-from ..input_state import State
-from ..plan.jobs import Block, MergeOptions
-from ..plan.plan import Plan
-from ..run.journal import boot_id
-from ..run.output import Output
-from ..run.reduce import Advance, BlockFunction, add_up, ignore
-from ..run.statistics import Statistics
-from .worker import MergeTask, MergeWorker, Range, sign_folder, versions
+from ..errors import GradmergeError, InputError, MachineError
+from ..io.atomic_dir import AtomicDir
+from ..recipe import Recipe
+from ..text import one_line
+from .input_state import State
+from .jobs import Block, MergeOptions
+from .journal import boot_id
+from .output import Output
+from .plan import Plan
+from .ray_worker import MergeTask, MergeWorker, Range, sign_folder, versions
+from .reduce import Advance, BlockFunction, add_up, ignore
+from .statistics import Statistics
 
 if TYPE_CHECKING:
-    from ..adapter.build import AdapterOutput
+    from .adapter import AdapterOutput
 
 #: Entries of a share: at most, and so few that each worker has this many shares.
 MAX_ENTRIES, SHARES_PER_WORKER = 1 << 27, 16
@@ -60,7 +60,7 @@ class RayCluster:
     address: str | None = None
     """HOST:PORT, or ``auto``; by default RAY_ADDRESS. Without either, a cluster starts on this machine."""
     allowed: dict[str, Any] = field(default_factory=dict)
-    """Options of :func:`gradmerge.engine.plan.build.open_plan`."""
+    """Options of :func:`gradmerge.engine.build_plan.open_plan`."""
     seconds: float = 0.0
     """Time until the first worker had started."""
 

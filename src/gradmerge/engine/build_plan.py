@@ -9,25 +9,25 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.checkpoint import Checkpoint, RenamedCheckpoint
-from ...checkpoints.comparison import compare
-from ...checkpoints.layers import compare_parts
-from ...checkpoints.open import open_checkpoint, put_adapter
-from ...checkpoints.tied_weights import tied_copies
-from ...curvature.format import default_curvature, open_curvature
-from ...errors import InputError
-from ...io.reader import FLOATS, TensorInfo
-from ...notes import Kind, Note
-from ...recipe import NONE, Base, CurvatureSource, Identity, Model, Recipe
-from ...rules import Rule
-from ..run.statistics import measure
+from ..checkpoints.checkpoint import Checkpoint, RenamedCheckpoint
+from ..checkpoints.comparison import compare
+from ..checkpoints.layers import compare_parts
+from ..checkpoints.open import open_checkpoint, put_adapter
+from ..checkpoints.tied_weights import tied_copies
+from ..curvature.format import default_curvature, open_curvature
+from ..errors import InputError
+from ..io.reader import FLOATS, TensorInfo
+from ..notes import Kind, Note
+from ..recipe import NONE, Base, CurvatureSource, Identity, Model, Recipe
+from ..rules import Rule
 from .inputs import CONSTANT_DAMPING, CurvatureInput, Inputs
 from .jobs import BlockJob, CopyJob, Job, LayerJob, rule_arguments
 from .match_curvature import Layers, layer_option_problems, match_curvature
 from .penalties import follow_rename, penalty_notes, recorded_penalty
-from .per_layer import LayerSettings, Stretch, smallest, varies
 from .plan import Plan
+from .settings import LayerSettings, Stretch, smallest, varies
 from .slices import opened_once, settings_of_slices, stacked_models
+from .statistics import measure
 from .vocabularies import follow_rows, with_one_vocabulary
 
 _STORED = {word: code for code, word in FLOATS.items()}

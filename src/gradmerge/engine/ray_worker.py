@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 
-from ..._version import __version__
-from ...errors import InputError, MachineError
-from ...io.atomic_dir import MARK
-from ...io.small_files import read_json
-from ...recipe import make_recipe
-from ..input_state import State, state_of
-from ..plan.build import open_plan
-from ..plan.jobs import Block, MergeOptions
-from ..run.executor import merge_blocks
-from ..run.fingerprint import files_read, fingerprint_of
-from ..run.journal import boot_id
-from ..run.output import WeightFiles
-from ..run.reduce import Advance, BlockFunction, reduce_blocks
-from ..run.statistics import Statistics
-from ..thread_pool import allow_many_files
+from .._version import __version__
+from ..errors import InputError, MachineError
+from ..io.atomic_dir import MARK
+from ..io.small_files import read_json
+from ..recipe import make_recipe
+from .build_plan import open_plan
+from .executor import merge_blocks
+from .fingerprint import files_read, fingerprint_of
+from .input_state import State, state_of
+from .jobs import Block, MergeOptions
+from .journal import boot_id
+from .output import WeightFiles
+from .reduce import Advance, BlockFunction, reduce_blocks
+from .statistics import Statistics
+from .thread_pool import allow_many_files
 
 #: Seconds until a worker must see the folder of the driver. Network file systems take a moment.
 FOLDER_DELAY = 10.0
@@ -46,7 +46,7 @@ class MergeTask:
     made: dict[str, str]
     """Results of named recipes."""
     plan_options: dict[str, Any]
-    """Options of :func:`gradmerge.engine.plan.build.open_plan`."""
+    """Options of :func:`gradmerge.engine.build_plan.open_plan`."""
     block: int
     options: MergeOptions
     fingerprint: str

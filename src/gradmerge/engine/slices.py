@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.layers import Layer, StackedCheckpoint, is_before_layers, layer_of, layer_stack
-from ...errors import InputError
-from ...recipe import Base, Model, Recipe, value_at
-from ...recipe.slices import options_of_slices, slice_lengths
-from .per_layer import LayerSettings, Stretch, TensorSettings, varies
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.layers import Layer, StackedCheckpoint, is_before_layers, layer_of, layer_stack
+from ..errors import InputError
+from ..recipe import Base, Model, Recipe, value_at
+from ..recipe.slices import options_of_slices, slice_lengths
+from .settings import LayerSettings, Stretch, TensorSettings, varies
 
 CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
 

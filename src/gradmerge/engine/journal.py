@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import MachineError
+from ..errors import MachineError
 from .statistics import Statistics
 
 NAME = "gradmerge.journal"

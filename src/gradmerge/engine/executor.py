@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.checkpoint import Buffers
-from ..plan.jobs import Block, Job, MergedBlock, MergeOptions
-from ..plan.plan import Plan
-from ..thread_pool import run_parallel, with_buffers
+from ..checkpoints.checkpoint import Buffers
+from .jobs import Block, Job, MergedBlock, MergeOptions
+from .plan import Plan
 from .reduce import Advance, BlockFunction, ignore, reduce_blocks, share_of
 from .statistics import Statistics
+from .thread_pool import run_parallel, with_buffers
 
 if TYPE_CHECKING:
-    from ..adapter.build import AdapterOutput
+    from .adapter import AdapterOutput
     from .output import Output
 
 

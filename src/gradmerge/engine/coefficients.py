@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoints.checkpoint import Buffers
-from ...notes import Kind, Note
-from ...recipe import Recipe
-from ...rules.kronecker_matching import KroneckerFactors, diagonal_of
-from ...text import count
-from ..plan.jobs import Block, BlockJob, LayerJob, converted, rule_arguments
-from ..plan.plan import Plan
-from ..run.reduce import Reduce, exact_sum, whole_tensors
+from ..checkpoints.checkpoint import Buffers
+from ..notes import Kind, Note
+from ..recipe import Recipe
+from ..rules.kronecker_matching import KroneckerFactors, diagonal_of
+from ..text import count
+from .jobs import Block, BlockJob, LayerJob, converted, rule_arguments
+from .plan import Plan
+from .reduce import Reduce, exact_sum, whole_tensors
 
 ABOVE = 1.5
 """Coefficients with a larger sum count as task arithmetic."""

@@ -19,23 +19,23 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint, is_same
-from ...checkpoints.lora import AdapterCheckpoint
-from ...errors import InputError, MachineError
-from ...io.atomic_dir import AtomicDir
-from ...io.reader import TensorFile, TensorInfo, bytes_of
-from ...io.writer import ShardWriter
-from ...recipe import Recipe
-from ..plan.jobs import Block, Job, LayerJob, MergedBlock, MergeOptions
-from ..plan.plan import Plan
-from ..run.executor import merge_blocks
-from ..run.journal import Finished, Journal
-from ..run.rounding import rounded
-from ..run.statistics import Statistics
-from ..thread_pool import run_parallel
+from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint, is_same
+from ..checkpoints.lora import AdapterCheckpoint
+from ..errors import InputError, MachineError
+from ..io.atomic_dir import AtomicDir
+from ..io.reader import TensorFile, TensorInfo, bytes_of
+from ..io.writer import ShardWriter
+from ..recipe import Recipe
+from .executor import merge_blocks
+from .jobs import Block, Job, LayerJob, MergedBlock, MergeOptions
+from .journal import Finished, Journal
 from .linear import linear_weights
 from .low_rank import LowRank, factorize, truncate
 from .peft_config import AdapterReport, ModuleTree, lay_out
+from .plan import Plan
+from .rounding import rounded
+from .statistics import Statistics
+from .thread_pool import run_parallel
 
 #: A difference from the base below this share of an entry is a rounding error.
 ROUNDING = 2.0**-22
@@ -90,7 +90,7 @@ class PendingTensor:
 
 
 class AdapterOutput:
-    """The unfinished adapter, with the interface of :class:`~gradmerge.engine.run.output.Output`.
+    """The unfinished adapter, with the interface of :class:`~gradmerge.engine.output.Output`.
 
     Each finished tensor has a file, which a resumed merge does not make again.
     """

@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...checkpoints.checkpoint import Buffers
-from ...curvature.summary import group_of
-from ...errors import InputError
-from ...notes import Kind, Note
-from ...rules.kronecker_matching import applied
-from ..plan.jobs import Block, BlockJob, LayerJob, converted, rule_arguments
-from ..plan.plan import Plan
-from ..run.reduce import Advance, Reduce, chunks, exact_sum, ignore
+from ..checkpoints.checkpoint import Buffers
+from ..curvature.summary import group_of
+from ..errors import InputError
+from ..notes import Kind, Note
+from ..rules.kronecker_matching import applied
 from .damping import find_damping
+from .jobs import Block, BlockJob, LayerJob, converted, rule_arguments
+from .plan import Plan
+from .reduce import Advance, Reduce, chunks, exact_sum, ignore
 
 WHOLE = 2.0
 """A longer step, relative to fine-tuning's, is not trusted. Negation at strength 1 has 1; curvature may lengthen it."""

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from ...checkpoints.checkpoint import Buffers
-from ..plan.jobs import Block, Job
-from ..plan.plan import Plan
-from ..thread_pool import run_parallel
+from ..checkpoints.checkpoint import Buffers
+from .jobs import Block, Job
+from .plan import Plan
+from .thread_pool import run_parallel
 
 CHUNK = 1 << 19
 """Entries of a block in reductions. It is fixed, so that sums do not depend on the block size of the merge."""

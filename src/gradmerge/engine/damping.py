@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from ...checkpoints.checkpoint import Buffers
-from ...rules.kronecker_matching import mean_eigenvalue
-from ..plan.jobs import Block, BlockJob, LayerJob
-from ..plan.plan import Plan
-from ..run.reduce import Advance, Reduce, chunks, exact_sum, ignore
+from ..checkpoints.checkpoint import Buffers
+from ..rules.kronecker_matching import mean_eigenvalue
+from .jobs import Block, BlockJob, LayerJob
+from .plan import Plan
+from .reduce import Advance, Reduce, chunks, exact_sum, ignore
 
 
 def find_damping(plan: Plan, reduce: Reduce, advance: Advance = ignore) -> None:

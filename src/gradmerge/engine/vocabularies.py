@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...checkpoints.chat_template import (
+from ..checkpoints.chat_template import (
     DEFAULT,
     TEMPLATE_PATTERNS,
     Templates,
@@ -20,8 +20,8 @@ from ...checkpoints.chat_template import (
     template_files,
     templates_of,
 )
-from ...checkpoints.checkpoint import Checkpoint, is_same
-from ...checkpoints.embedding_rows import (
+from ..checkpoints.checkpoint import Checkpoint, is_same
+from ..checkpoints.embedding_rows import (
     MISSING,
     PADDING,
     Index,
@@ -29,15 +29,15 @@ from ...checkpoints.embedding_rows import (
     VocabularyRows,
     vocabulary_tensors,
 )
-from ...checkpoints.open import HUB_ID, fetch_from_hub
-from ...checkpoints.output_tokenizer import CONFIGS, ResultFiles, make_tokenizer
-from ...checkpoints.tied_weights import tied_to
-from ...checkpoints.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
-from ...errors import InputError
-from ...io.reader import local_path
-from ...io.small_files import read_json
-from ...recipe import ZERO, ModelToken, Recipe, TokenRule
-from ...text import counted, listed, nearest, some
+from ..checkpoints.open import HUB_ID, fetch_from_hub
+from ..checkpoints.output_tokenizer import CONFIGS, ResultFiles, make_tokenizer
+from ..checkpoints.tied_weights import tied_to
+from ..checkpoints.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
+from ..errors import InputError
+from ..io.reader import local_path
+from ..io.small_files import read_json
+from ..recipe import ZERO, ModelToken, Recipe, TokenRule
+from ..text import counted, listed, nearest, some
 from .inputs import CurvatureInput
 from .slices import reads_base
 

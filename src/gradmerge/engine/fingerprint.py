@@ -7,19 +7,19 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..._version import __version__
-from ...cards.metadata import RECORD
-from ...checkpoints.checkpoint import Checkpoint, unwrap_chain
-from ...checkpoints.layers import StackedCheckpoint
-from ...checkpoints.sidecars import sidecars
-from ...errors import InputError
-from ...io.reader import local_path
-from ...io.small_files import MAX_TOKENIZER, read_json
-from ...recipe import Recipe
-from ...urls import is_url
-from ..input_state import State
-from ..plan.penalties import PENALTY
-from ..plan.plan import Plan
+from .._version import __version__
+from ..cards.metadata import RECORD
+from ..checkpoints.checkpoint import Checkpoint, unwrap_chain
+from ..checkpoints.layers import StackedCheckpoint
+from ..checkpoints.sidecars import sidecars
+from ..errors import InputError
+from ..io.reader import local_path
+from ..io.small_files import MAX_TOKENIZER, read_json
+from ..recipe import Recipe
+from ..urls import is_url
+from .input_state import State
+from .penalties import PENALTY
+from .plan import Plan
 
 
 def files_read(plan: Plan) -> list[Path]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.tied_weights import same_values, tied_to
-from ...curvature.format import INPUTS, OUTPUTS
-from ...io.reader import TensorInfo
-from ...recipe import NONE
-from ...rules import Rule
-from ...text import listed
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.tied_weights import same_values, tied_to
+from ..curvature.format import INPUTS, OUTPUTS
+from ..io.reader import TensorInfo
+from ..recipe import NONE
+from ..rules import Rule
+from ..text import listed
 from .inputs import CurvatureInput, Inputs
 
 

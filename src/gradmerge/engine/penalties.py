@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.checkpoint import Checkpoint, RenamedCheckpoint, unwrap_chain
-from ...curvature.format import CurvatureFile, open_curvature
-from ...errors import InputError
-from ...io.small_files import read_json, require_within
-from ...notes import Kind, Note
-from ...recipe import NONE, Identity, Recipe, check_penalty
-from ...rules.kronecker_matching import OF_MERGES
-from ...text import one_line
+from ..checkpoints.checkpoint import Checkpoint, RenamedCheckpoint, unwrap_chain
+from ..curvature.format import CurvatureFile, open_curvature
+from ..errors import InputError
+from ..io.small_files import read_json, require_within
+from ..notes import Kind, Note
+from ..recipe import NONE, Identity, Recipe, check_penalty
+from ..rules.kronecker_matching import OF_MERGES
+from ..text import one_line
 from .inputs import CurvatureInput, Inputs
 from .plan import Plan
 

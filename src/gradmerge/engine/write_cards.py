@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...cards.card import merge_text, recipe_text, write_card
-from ...cards.metadata import read_all_metadata, read_metadata
-from ...cards.provenance import input_entry, model_paths, write_record
-from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.layers import StackedCheckpoint
-from ...recipe import Recipe, plain
-from ..plan.inputs import Inputs, Source
-from ..plan.penalties import used
-from ..plan.plan import Plan
-from ..plan.slices import layer_table
+from ..cards.card import merge_text, recipe_text, write_card
+from ..cards.metadata import read_all_metadata, read_metadata
+from ..cards.provenance import input_entry, model_paths, write_record
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.layers import StackedCheckpoint
+from ..recipe import Recipe, plain
+from .inputs import Inputs, Source
+from .penalties import used
+from .plan import Plan
+from .slices import layer_table
 
 
 def write_cards(

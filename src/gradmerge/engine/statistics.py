@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checkpoints.checkpoint import Buffers
-from ...rules.measures import Measure, Sums
-from ..plan.jobs import Block, BlockJob, rule_arguments
-from ..plan.plan import Plan
-from ..thread_pool import one_thread_each
+from ..checkpoints.checkpoint import Buffers
+from ..rules.measures import Measure, Sums
+from .jobs import Block, BlockJob, rule_arguments
+from .plan import Plan
 from .quantiles import Counts, Quantile, bracket_of
 from .reduce import CHUNK, Advance, Reduce, add_up, chunks, exact_sum, ignore, whole_tensors
+from .thread_pool import one_thread_each
 
 RUNS, RUN = 512, 2048
 """A bracket for the thresholds of the whole model comes from a sample of so many runs of so many entries."""

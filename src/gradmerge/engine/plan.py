@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...io.reader import TensorInfo
-from ...notes import Note
-from ...rules import Rule
-from ...rules.measures import Measure
-from ...text import natural
+from ..io.reader import TensorInfo
+from ..notes import Note
+from ..rules import Rule
+from ..rules.measures import Measure
+from ..text import natural
 from .inputs import Inputs
 from .jobs import Block, BlockJob, Job, LayerJob
 

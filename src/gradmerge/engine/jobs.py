@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint
-from ...errors import InputError
-from ...io.reader import FLOATS, TensorInfo
-from ...rules import Rule
-from ...rules.kronecker_matching import OF_MERGES, KroneckerFactors, LayerHessian, mean_eigenvalue
-from ...rules.spec import Granularity, per_model
-from ...text import one_line
-from ..run.randomness import keep_mask, uniform
-from ..run.rounding import rounded
+from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint
+from ..errors import InputError
+from ..io.reader import FLOATS, TensorInfo
+from ..rules import Rule
+from ..rules.kronecker_matching import OF_MERGES, KroneckerFactors, LayerHessian, mean_eigenvalue
+from ..rules.spec import Granularity, per_model
+from ..text import one_line
 from .inputs import CurvatureInput
-from .per_layer import TensorSettings
+from .randomness import keep_mask, uniform
+from .rounding import rounded
+from .settings import TensorSettings
 
 if TYPE_CHECKING:
-    from ..run.statistics import Statistics
     from .plan import Plan
+    from .statistics import Statistics
 
 CPU = torch.device("cpu")
 

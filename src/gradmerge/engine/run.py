@@ -11,31 +11,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...cards.metadata import license_notes, read_all_metadata
-from ...display import Displayed
-from ...errors import InputError, MachineError
-from ...io.atomic_dir import AtomicDir
-from ...notes import Note
-from ...progress import NoProgress, Progress
-from ...recipe import Recipe, reduction_factor
-from ...text import size
-from ..checks.coefficients import coefficient_notes
-from ..checks.damping import find_damping
-from ..checks.step_size import check_step_size
-from ..input_state import State, changed, recipe_paths, state_of
-from ..plan.jobs import MergeOptions
-from ..plan.plan import Plan
+from ..cards.metadata import license_notes, read_all_metadata
+from ..display import Displayed
+from ..errors import InputError, MachineError
+from ..io.atomic_dir import AtomicDir
+from ..notes import Note
+from ..progress import NoProgress, Progress
+from ..recipe import Recipe, reduction_factor
+from ..text import size
+from .coefficients import coefficient_notes
+from .damping import find_damping
 from .executor import LocalExecutor
 from .fingerprint import files_read, fingerprint_of, is_complete
+from .input_state import State, changed, recipe_paths, state_of
+from .jobs import MergeOptions
 from .journal import Journal
 from .output import Output
+from .plan import Plan
 from .reduce import Reduce
 from .statistics import compute_statistics
+from .step_size import check_step_size
 from .write_cards import write_cards
 
 if TYPE_CHECKING:
-    from ..adapter.build import AdapterOutput
-    from ..ray.cluster import RayCluster
+    from .adapter import AdapterOutput
+    from .on_ray import RayCluster
 
 
 @dataclass(repr=False)
@@ -101,7 +101,7 @@ def merge_to_folder(
             cluster.begin(recipe, plan, folder, fingerprint, state, options)
         output: Output | AdapterOutput
         if recipe.output.format == "adapter":
-            from ..adapter.build import AdapterOutput
+            from .adapter import AdapterOutput
 
             output = AdapterOutput(recipe, plan, folder, journal, threads, options)
         else:

@@ -7,8 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ..plan.jobs import BlockJob, Job, rule_arguments
-from ..plan.plan import Plan
+from .jobs import BlockJob, Job, rule_arguments
+from .plan import Plan
 
 #: The inputs that a rule may read for its weights to be recognized.
 INPUTS = {"base", "tuned", "weights", "base_weight"}

@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from ...checkpoints.sidecars import copy_sidecars, sidecars, stems
-from ...curvature.curvature_card import OF_MERGES, write_curvature_card
-from ...curvature.format import STEM, metadata
-from ...errors import InputError, MachineError
-from ...io.atomic_dir import AtomicDir
-from ...io.reader import FLOATS, bytes_of
-from ...io.writer import ShardWriter
-from ...recipe import Recipe
-from ..plan.jobs import Block, Job, MergedBlock
-from ..plan.plan import Plan
+from ..checkpoints.sidecars import copy_sidecars, sidecars, stems
+from ..curvature.curvature_card import OF_MERGES, write_curvature_card
+from ..curvature.format import STEM, metadata
+from ..errors import InputError, MachineError
+from ..io.atomic_dir import AtomicDir
+from ..io.reader import FLOATS, bytes_of
+from ..io.writer import ShardWriter
+from ..recipe import Recipe
+from .jobs import Block, Job, MergedBlock
 from .journal import Finished, Journal
+from .plan import Plan
 from .statistics import Statistics
 
 

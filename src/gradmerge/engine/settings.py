@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...checkpoints.layers import layer_stacks, place_of
-from ...recipe import Case, Varying, leaves, spread_over_layers, value_at
-from ...text import count
+from ..checkpoints.layers import layer_stacks, place_of
+from ..recipe import Case, Varying, leaves, spread_over_layers, value_at
+from ..text import count
 
 
 @dataclass(frozen=True)

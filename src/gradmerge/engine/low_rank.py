@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..run.rounding import rounded
+from .rounding import rounded
 
 #: Entries of a matrix that are converted to float64 at once.
 PANEL = 1 << 20

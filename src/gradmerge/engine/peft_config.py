@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ...cards.markdown import as_code, markdown_table
-from ...checkpoints.adapter_config import read_adapter_config
-from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.lora import AdapterCheckpoint
-from ...checkpoints.tied_weights import in_layer
-from ...curvature.checkpoint_names import names_of_parameters, stored_sources
-from ...curvature.from_optimizer import empty_model
-from ...errors import InputError
-from ...notes import Note
-from ...urls import redact
+from ..cards.markdown import as_code, markdown_table
+from ..checkpoints.adapter_config import read_adapter_config
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.lora import AdapterCheckpoint
+from ..checkpoints.tied_weights import in_layer
+from ..curvature.checkpoint_names import names_of_parameters, stored_sources
+from ..curvature.from_optimizer import empty_model
+from ..errors import InputError
+from ..notes import Note
+from ..urls import redact
 
 if TYPE_CHECKING:
-    from .build import Change
+    from .adapter import Change
 
 PREFIX = "base_model.model."
 #: Task of an adapter → what the names of its architectures end in, and the heads that PEFT saves whole for it.

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoints.checkpoint import Buffers, Checkpoint
-from ...checkpoints.embedding_rows import VocabularyRows
-from ...checkpoints.output_tokenizer import ResultFiles
-from ...curvature.format import INPUTS, OUTPUTS, CurvatureFile
-from ...errors import InputError
-from ...recipe import MeanTimes, reduction_factor
-from ...rules import Rule
-from ...rules.kronecker_matching import KroneckerFactors
-from .per_layer import LayerSettings
+from ..checkpoints.checkpoint import Buffers, Checkpoint
+from ..checkpoints.embedding_rows import VocabularyRows
+from ..checkpoints.output_tokenizer import ResultFiles
+from ..curvature.format import INPUTS, OUTPUTS, CurvatureFile
+from ..errors import InputError
+from ..recipe import MeanTimes, reduction_factor
+from ..rules import Rule
+from ..rules.kronecker_matching import KroneckerFactors
+from .settings import LayerSettings
 
 LARGEST = 1e35
 """Larger curvature is refused: sums over some models, times their weights, must fit float32."""

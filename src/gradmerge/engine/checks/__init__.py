@@ -1,1 +1,0 @@
-"""Checks of a plan before the merge: damping, step size, coefficients."""

@@ -1,1 +1,0 @@
-"""The plan of a merge: what happens to each tensor."""

@@ -1,1 +1,0 @@
-"""Merging on a Ray cluster."""

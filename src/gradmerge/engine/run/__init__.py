@@ -1,1 +1,0 @@
-"""Running a plan, from the first block to the finished folder."""
