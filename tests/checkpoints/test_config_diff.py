@@ -236,17 +236,14 @@ def test_an_untied_config_without_a_stored_head_is_refused(tmp_path: Path) -> No
 # Notes about what is beside the weights
 
 
-def test_chat_templates_and_generation_defaults_that_differ_are_a_note_each(tmp_path: Path) -> None:
+def test_chat_templates_that_differ_are_a_note(tmp_path: Path) -> None:
     recipe = write_pair(tmp_path, {}, {})
-    for name, template, temperature in (("base", "{{ a }}", 0.6), ("tuned", "{{ b }}", 1.0)):
+    for name, template in (("base", "{{ a }}"), ("tuned", "{{ b }}")):
         (tmp_path / name / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-        defaults = {"temperature": temperature, "top_p": 0.9, "transformers_version": name}
-        (tmp_path / name / "generation_config.json").write_text(json.dumps(defaults))
-    template_note, defaults_note = gm.merge(recipe, tmp_path / "out").notes
-    assert "chat template" in template_note and "temperature" in defaults_note and "top_p" not in defaults_note
+    (note,) = gm.merge(recipe, tmp_path / "out").notes
+    assert "chat template" in note
     (tmp_path / "tuned/tokenizer_config.json").unlink()
     (tmp_path / "tuned/chat_template.jinja").write_text("{{ a }}\n")
-    (tmp_path / "tuned/generation_config.json").write_text("[")
     assert not gm.merge(recipe, tmp_path / "out2").notes
     (tmp_path / "tuned/chat_template.jinja").unlink()
     (tmp_path / "tuned/tokenizer_config.json").write_text("{}")

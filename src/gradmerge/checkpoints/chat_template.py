@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ..errors import InputError
 from ..io.reader import is_plain_name
@@ -29,8 +28,8 @@ def chat_templates(folder: Path) -> Templates | None:
 
     As in transformers, template files come before tokenizer_config.json.
     """
-    main, more = folder / TEMPLATE_FILE, sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
-    files = {DEFAULT: main} | {path.stem: path for path in more}
+    files = {DEFAULT: folder / TEMPLATE_FILE}
+    files |= {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     templates = {
         name: read_bounded(path, MAX_CONFIG).decode(errors="replace")
         for name, path in files.items()
@@ -39,18 +38,12 @@ def chat_templates(folder: Path) -> Templates | None:
     config = readable_json(folder / "tokenizer_config.json")
     if templates or config is None:
         return templates or None
-    return _templates_in_config(config.get("chat_template"))
-
-
-def _templates_in_config(value: Any) -> Templates:
-    """Return the templates of tokenizer_config.json, which has one text, a list of entries, or a mapping by name."""
-    if isinstance(value, str):
-        return {DEFAULT: value} if value.strip() else {}
-    if isinstance(value, Mapping):
-        value = [{"name": name, "template": text} for name, text in value.items()]
+    stored = config.get("chat_template")
+    if isinstance(stored, str):
+        return {DEFAULT: stored} if stored.strip() else {}
     return {
         str(entry["name"]): str(entry["template"])
-        for entry in (value if isinstance(value, list) else [])
+        for entry in (stored if isinstance(stored, list) else [])
         if isinstance(entry, Mapping) and "template" in entry and is_plain_name(str(entry.get("name")))
     }
 
@@ -73,16 +66,16 @@ def alike(one: Templates, other: Templates) -> bool:
     return {name: text.strip() for name, text in one.items()} == {name: text.strip() for name, text in other.items()}
 
 
-def template_note(first: Checkpoint, other: Checkpoint) -> str | None:
+def template_notes(first: Checkpoint, other: Checkpoint) -> list[str]:
     """Return a note if the chat templates of two models differ."""
     templates, other_templates = templates_of(first), templates_of(other)
     if templates is None or other_templates is None or alike(templates, other_templates):
-        return None
+        return []
     difference = "differs from" if other_templates else "is missing, unlike"
-    return (
+    return [
         f"{other.label}: its chat template {difference} that of {first.label}. The result has the base's, unless "
         "`chat_template` or `tokenizer` in the recipe selects another"
-    )
+    ]
 
 
 def parse_template(text: str, where: str) -> str:

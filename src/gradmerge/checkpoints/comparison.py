@@ -6,17 +6,16 @@ import fnmatch
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..errors import InputError
 from ..io.reader import TensorInfo
-from ..io.small_files import readable_json
 from ..notes import Kind, Note
 from ..text import counted, listed, nearest, some
-from .chat_template import template_note
+from .chat_template import template_notes
 from .checkpoint import Buffers, Checkpoint, is_same, renamed, unwrap_chain
 from .config_diff import abbreviate, allows, differences, labels
 from .embedding_rows import VOCABULARY, unwrap
@@ -36,9 +35,6 @@ MASKS = (".attn.bias", ".attention.bias")
 UNRELATED_DISTANCE = 0.7
 #: Entries of each matrix that are read to measure the distance of two models.
 SAMPLE = 1 << 14
-
-#: Keys of generation_config.json that do not change what is generated.
-IRRELEVANT_DEFAULTS = {"transformers_version", "_from_model_config"}
 
 
 @dataclass
@@ -108,9 +104,11 @@ def compare(
     result.problems += quantized.values()
     unsupported = [n for n in selected if first.tensors[n].dtype.startswith(("F8", "C64"))]
     if id(first) not in quantized:
-        lines = [f"{name}: {first.tensors[name]}" for name in unsupported]
-        advice = "Exclude these tensors, or convert the model."
-        result.refuse(lines, f"{first.label}: only float64, float32, float16 and bfloat16 can be merged", advice)
+        result.refuse(
+            [f"{name}: {first.tensors[name]}" for name in unsupported],
+            f"{first.label}: only float64, float32, float16 and bfloat16 can be merged",
+            "Exclude these tensors, or convert the model.",
+        )
 
     for other in others:
         aliases: dict[str, str] = {}
@@ -122,7 +120,7 @@ def compare(
         _compare_configs(first, other, result, chosen, allow_config)
         if not one_tokenizer:
             _note_tokens(first, other, result)
-        result.notes += generation_notes(first, other)
+        result.notes += template_notes(first, other)
 
     averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]
     if averaged:
@@ -190,17 +188,19 @@ def _compare_tensors(
 
 
 def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, names: set[str]) -> None:
-    """Compare integers, which are copied from the first model. Vectors may have other values."""
+    """Compare integers, which are copied from the first model. Only vectors may have other values."""
     refused: list[str] = []
     noted: list[str] = []
     for name in (n for n in result.copied if n in names):
         ours, theirs = first.tensors[name], other.tensors.get(name)
         if ours.is_float or is_buffer(name, ours):
             continue
-        comparable = theirs is not None and not theirs.is_float and theirs.shape == ours.shape
-        if not comparable or not equal((first, name), (other, name), lambda block: block.to(torch.int64)):
-            is_refused = theirs is not None and (not comparable or len(ours.shape) > 1)
-            (refused if is_refused else noted).append(name)
+        if theirs is None:
+            noted.append(name)
+        elif theirs.is_float or theirs.shape != ours.shape:
+            refused.append(name)
+        elif not equal((first, name), (other, name), lambda block: block.to(torch.int64)):
+            (refused if len(ours.shape) > 1 else noted).append(name)
     result.refuse(
         refused,
         f"{other.label}: integer tensors, which cannot be merged, differ from those of {first.label}",
@@ -337,24 +337,3 @@ def _common_ending(one: str, two: str) -> str:
     """Return the longest ending that two names share, from a dot or slash on."""
     endings = [one, *(one[separator.end() :] for separator in re.finditer("[./]", one))]
     return next((end for end in endings if two == end or two.endswith((f".{end}", f"/{end}"))), "")
-
-
-def generation_notes(first: Checkpoint, other: Checkpoint) -> Iterator[str]:
-    """Yield a note for each difference."""
-    if first.folder is None or other.folder is None or first.folder == other.folder:
-        return
-    if (note := template_note(first, other)) is not None:
-        yield note
-    defaults = readable_json(first.folder / "generation_config.json")
-    other_defaults = readable_json(other.folder / "generation_config.json")
-    if defaults is None or other_defaults is None:
-        return
-    keys = sorted((defaults.keys() | other_defaults.keys()) - IRRELEVANT_DEFAULTS)
-    differences = [
-        f"{key} {abbreviate(defaults.get(key))} and {abbreviate(other_defaults.get(key))}"
-        for key in keys
-        if defaults.get(key) != other_defaults.get(key)
-    ]
-    if differences:
-        listed = ", ".join(differences[:6]) + (" …" if len(differences) > 6 else "")
-        yield f"the generation defaults of {first.label} and {other.label} differ ({listed}); the result has the former"

@@ -24,7 +24,7 @@ from ..text import listed
 from .adapter_config import ADVICE, PatternMatcher
 from .checkpoint import Buffers, Checkpoint
 from .quantization import refuse_quantized
-from .tied_weights import TIED, equal, has_head, in_layer, is_head, same_values, tied_to, ties_of_class
+from .tied_weights import TIED, equal, has_head, is_head, same_values, tied_to
 from .transformers_model import BareParameter, Slice, empty_model, find_bare_parameters, find_slices, stored_names
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
@@ -275,7 +275,7 @@ class AdapterCheckpoint(Checkpoint):
         if rows and not 0 <= min(rows) <= max(rows) < shape[0]:
             raise self._refused(f"trainable_token_indices names rows that {name} of {self.base.label} does not have")
         self._token_rows[name] = (key, rows)
-        for head, source in self._ties({name}):
+        for head, source in self._ties():
             if source == name and head in self.base.tensors and same_values(self.base, head, name):
                 self._token_rows[head] = (key, rows)
 
@@ -302,13 +302,9 @@ class AdapterCheckpoint(Checkpoint):
 
     # Tied weights
 
-    def _ties(self, changed: set[str]) -> Iterator[tuple[str, str]]:
-        """Yield (tensor, the tensor that the base ties it to), if one of the two can be among the changed tensors."""
-        outside = {name for name in changed if not in_layer(name)}
-        names = dict.fromkeys(TIED)
-        if not outside <= names.keys() | {source for sources in TIED.values() for source in sources}:
-            names |= dict.fromkeys(ties_of_class(self.base))  # imports the class, which takes seconds
-        for name in names if outside else ():
+    def _ties(self) -> Iterator[tuple[str, str]]:
+        """Yield (tensor, the tensor that the base ties it to)."""
+        for name in TIED:
             if (source := tied_to(name, self.base)) is not None:
                 yield name, source
 
@@ -319,7 +315,7 @@ class AdapterCheckpoint(Checkpoint):
         the base, would have both changed, or neither.
         """
         changed = self.replaced.keys() | self.factors.keys()
-        for name, source in self._ties(changed):
+        for name, source in self._ties():
             if not {name, source} & changed or (is_head(name) and not has_head(self.base)):
                 continue
             if name in self.base.tensors and not same_values(self.base, name, source):

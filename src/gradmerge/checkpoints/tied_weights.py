@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..quiet import quiet_transformers
 from .checkpoint import Buffers, Checkpoint
-from .config_diff import completed, parts
+from .config_diff import completed
 
-#: Tensor → modules that it can be tied to. The table covers files without a config, names that older versions of
-#: transformers wrote, and the usual models, for which it saves the seconds that importing their class takes.
+#: Tensor → modules that it can be tied to, as the classes of transformers declare it. A table, because importing the
+#: class of a model takes seconds.
 _TIED = {
     "lm_head.weight": "model.embed_tokens transformer.wte shared model.decoder.embed_tokens model.shared "
-    "transformer.word_embeddings model.language_model.embed_tokens language_model.model.embed_tokens wte",
+    "transformer.word_embeddings model.language_model.embed_tokens language_model.model.embed_tokens wte "
+    "backbone.embeddings model.text_model.embed_tokens gpt_neox.embed_in led.shared model.language_model.shared "
+    "transformer.w transformer.tokens_embed",
     "embed_out.weight": "gpt_neox.embed_in",
+    "proj_out.weight": "model.decoder.embed_tokens",
+    "output_projection.weight": "model.decoder.embed_tokens biogpt.embed_tokens",
     "encoder.embed_tokens.weight": "shared",
     "decoder.embed_tokens.weight": "shared",
     "model.encoder.embed_tokens.weight": "model.shared",
     "model.decoder.embed_tokens.weight": "model.shared",
-    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings",
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings deberta.embeddings.word_embeddings "
+    "ernie.embeddings.word_embeddings layoutlm.embeddings.word_embeddings mobilebert.embeddings.word_embeddings "
+    "nomic_bert.embeddings.word_embeddings roformer.embeddings.word_embeddings",
     "cls.predictions.decoder.bias": "cls.predictions",
-    "lm_head.decoder.weight": "roberta.embeddings.word_embeddings",
+    "lm_head.decoder.weight": "roberta.embeddings.word_embeddings mpnet.embeddings.word_embeddings "
+    "esm.embeddings.word_embeddings longformer.embeddings.word_embeddings",
     "lm_head.decoder.bias": "lm_head",
+    "predictions.decoder.weight": "albert.embeddings.word_embeddings",
+    "predictions.decoder.bias": "predictions",
     "vocab_projector.weight": "distilbert.embeddings.word_embeddings",
+    "generator_lm_head.weight": "electra.embeddings.word_embeddings convbert.embeddings.word_embeddings",
+    "decoder.weight": "model.embeddings.tok_embeddings",
+    "pred_layer.proj.weight": "transformer.embeddings",
+    "lm_loss.weight": "transformer.word_embedding",
 }
 TIED = {n: tuple(f"{module}.{n.rpartition('.')[2]}" for module in modules.split()) for n, modules in _TIED.items()}
 #: The key of a config that says whether the head is the embedding.
 KEY = "tie_word_embeddings"
 #: Encoder and decoder share their embeddings whatever the config says about the head.
-STACKS = ("encoder.", "decoder.", "model.encoder.", "model.decoder.")
+STACKS = ("encoder.embed_tokens", "decoder.embed_tokens", "model.encoder.", "model.decoder.")
 
 
 def in_layer(name: str) -> bool:
@@ -64,56 +75,17 @@ def _config_flag(checkpoint: Checkpoint) -> bool | None:
     return flag if isinstance(flag, bool) else None
 
 
-def ties_of_class(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return tensor → the tensor it is tied to, as the model's transformers class declares.
-
-    Importing the class takes seconds, so callers ask only about names that ``TIED`` does not have.
-    """
-    architectures = checkpoint.config.get("architectures")
-    if not isinstance(architectures, list) or not architectures or says_untied(checkpoint):
-        return {}
-    return _ties_of(str(architectures[0]))
-
-
-@functools.cache
-def _ties_of(architecture: str) -> dict[str, str]:
-    import transformers
-
-    try:
-        with quiet_transformers():
-            declared = getattr(transformers, architecture)._tied_weights_keys
-    except Exception:  # the class needs a package that is not installed, or the name is not a class
-        return {}
-    pairs: dict[str, str] = declared if isinstance(declared, dict) else {}
-    # Patterns tie modules inside of layers, which are compared like any other tensor.
-    return {name: source for name, source in pairs.items() if re.fullmatch(r"[\w.]+\.(weight|bias)", name)}
-
-
 def tied_to(name: str, checkpoint: Checkpoint) -> str | None:
     """Return the tensor that ``name`` is tied to in a checkpoint, or None if it is not tied there."""
-    if in_layer(name) or (says_untied(checkpoint) and not name.startswith(STACKS)):
+    if says_untied(checkpoint) and not name.startswith(STACKS):
         return None
-    tensors = checkpoint.tensors
-    for source in TIED.get(name, ()):
-        if source in tensors:
-            return source
-    if name in tensors:  # import the class only if another tensor has the same values
-        others = (other for other in tensors if other != name and not in_layer(other))
-        if len(tensors[name].shape) < 2 or not any(same_values(checkpoint, name, other) for other in others):
-            return None
-    source = ties_of_class(checkpoint).get(name, "")
-    return source if source in tensors else None
+    return next((source for source in TIED.get(name, ()) if source in checkpoint.tensors), None)
 
 
 def tied_copies(checkpoint: Checkpoint) -> dict[str, str]:
     """Return tensor → the tensor it is tied to, for tied weights that the checkpoint stores twice."""
-    return {
-        name: source
-        for name, source in _tied_pairs(checkpoint, checkpoint)
-        if name in checkpoint.tensors
-        and (name.startswith(STACKS) or not says_untied(checkpoint))
-        and same_values(checkpoint, name, source)
-    }
+    pairs = ((name, tied_to(name, checkpoint)) for name in TIED if name in checkpoint.tensors)
+    return {name: source for name, source in pairs if source is not None and same_values(checkpoint, name, source)}
 
 
 def tying_differences(
@@ -128,15 +100,15 @@ def tying_differences(
     problems: list[str] = []
     notes: list[str] = []
     pair = (first, other)
-    for name, source in _tied_pairs(first, other) if first.config and other.config else ():
-        stored = [name in checkpoint.tensors for checkpoint in pair]
-        if not chosen(name) or name in first.absent | other.absent:
+    for name in TIED if first.config and other.config else ():
+        source = next((s for s in TIED[name] if s in first.tensors and s in other.tensors), None)
+        if source is None or not chosen(name) or name in first.absent | other.absent:
             continue
-        if stored == [False, False] and is_head(name) and says_untied(first) != says_untied(other):
-            untied = first if says_untied(first) else other
-            if untied.config.get("architectures") and has_head(untied):
+        if is_head(name) and name not in first.tensors.keys() | other.tensors.keys():
+            untied = next((c for c in pair if says_untied(c) and c.config.get("architectures") and has_head(c)), None)
+            if untied is not None and says_untied(first) != says_untied(other):
                 problems.append(f"{KEY}: false in {untied.label}, which stores no {name}")
-        if not stored[0] or not (stored[1] or tied_to(name, other)):
+        if name not in first.tensors or not (name in other.tensors or tied_to(name, other)):
             continue  # compared as a missing or an additional tensor
         if not name.startswith(STACKS) and says_untied(first) and says_untied(other):
             continue
@@ -155,21 +127,6 @@ def tying_differences(
                 f"{KEY}: {name} is tied to {source} in {tied.label}, and a separate tensor in {untied.label}"
             )
     return problems, notes
-
-
-def _tied_pairs(first: Checkpoint, other: Checkpoint) -> list[tuple[str, str]]:
-    """Return (tensor, the tensor it can be tied to) for every pair whose second tensor both models store."""
-    shared = first.tensors.keys() & other.tensors.keys()
-    pairs = [(name, source) for name, sources in TIED.items() for source in sources if source in shared]
-    named = {n for pair in pairs if pair[0] in first.tensors.keys() | other.tensors.keys() for n in pair}
-    vocabularies = [section.get("vocab_size") for _, section in parts(first.config)]
-    unknown = [n for n, info in first.tensors.items() if len(info.shape) > 1 and not in_layer(n) and n not in named]
-    as_long = [name for name in unknown if first.tensors[name].shape[0] in vocabularies]
-    # Import the class only for models that may have a head that the table does not know.
-    if len(as_long) > 1 or any(name not in other.tensors for name in unknown):
-        declared = ties_of_class(other) | ties_of_class(first)
-        pairs += [pair for pair in declared.items() if pair[1] in shared and pair not in pairs]
-    return pairs
 
 
 def _class_ties(name: str, checkpoint: Checkpoint) -> bool:
