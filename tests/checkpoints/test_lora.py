@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.checkpoints import Buffers, open_checkpoint
 from gradmerge.errors import InputError
 from gradmerge.tasks.models import load_model
 from tests.making import assert_close, random_curvature, read_model, weight_bytes, write_model
 
 from . import slow
-from .families import EXPERTS, FAMILIES, double, load, make, moved, randomise, save
+from .families import EXPERTS, double, load, make, moved, randomise, save
 
 LLAMA = ["q_proj", "v_proj", "o_proj", "down_proj"]
 
@@ -74,7 +71,7 @@ def merge_one(base: Path, adapter: Path, out: Path, **arguments: Any) -> dict[st
 
 
 def same_as_peft(base: Path, family: str, config: LoraConfig, folder: Path) -> tuple[dict[str, Tensor], ...]:
-    """Train an adapter and compare our merge with PEFT's: both results."""
+    """Train an adapter and compare our merge with that of PEFT. Return both."""
     model = tune(base, family, folder / "adapter", config)
     got, want = merge_one(base, folder / "adapter", folder / "out"), merged_by_peft(model, folder / "want")
     assert_close(got, want, 1e-6)
@@ -196,10 +193,6 @@ def test_an_adapter_is_merged_as_by_peft(case: str, tmp_path: Path) -> None:
         assert weight_bytes(tmp_path / "blocks/out") == weight_bytes(tmp_path / "out")
 
 
-def test_every_family_has_a_case() -> None:
-    assert {family for family, _, _ in CASES.values()} == FAMILIES.keys() | EXPERTS.keys()
-
-
 def test_an_adapter_made_on_the_model_with_a_head_fits_a_base_stored_without_the_prefix(tmp_path: Path) -> None:
     """GPT-2 on the Hub stores `h.0…`, where the model with its head has `transformer.h.0…`."""
     base = make_base(tmp_path / "base", "gpt2")
@@ -231,26 +224,6 @@ def two_adapters(
     return base, adapters, states
 
 
-def write_whole(tmp_path: Path, state: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Path:
-    """A whole model in the place of an adapter, with the config of the base."""
-    config = json.loads((tmp_path / "base/config.json").read_text())
-    return write_model(tmp_path / "whole", {n: v.to(dtype) for n, v in state.items()}, 3, config)
-
-
-def test_adapters_of_one_base_stem_from_it_however_far_they_move(tmp_path: Path) -> None:
-    _, adapters, (first, *_) = two_adapters(tmp_path)
-    for adapter in adapters:
-        factors = load_file(adapter / "adapter_model.safetensors")
-        save_file(
-            {n: 30 * v if "lora_B" in n else v for n, v in factors.items()}, adapter / "adapter_model.safetensors"
-        )
-    far = write_whole(tmp_path, {n: torch.randn_like(v) for n, v in first.items()})
-    for models, warned in ((adapters, False), ([adapters[0], far], True)):
-        recipe = {"method": "average", "models": list(map(str, models))}
-        notes = gm.merge(recipe, tmp_path / "out", force=True, progress=False).notes
-        assert any(note.is_warning for note in notes if isinstance(note, gm.Note)) == warned
-
-
 def test_gradient_matching_takes_adapters_with_curvature_of_the_whole_model(tmp_path: Path) -> None:
     base, adapters, (first, *rest) = two_adapters(tmp_path)
     curvatures = [random_curvature(10 + i, first) for i in range(3)]
@@ -268,19 +241,14 @@ def test_gradient_matching_takes_adapters_with_curvature_of_the_whole_model(tmp_
     assert_close(read_model(tmp_path / "out"), want, 2e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_difference_is_formed_in_high_precision_whatever_the_base_is_stored_in(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
-    base, adapters, (first, one, two) = two_adapters(tmp_path, dtype)
+def test_the_difference_is_formed_in_high_precision_whatever_the_base_is_stored_in(tmp_path: Path) -> None:
+    base, adapters, (first, one, two) = two_adapters(tmp_path, torch.bfloat16)
     gm.merge({"method": "task-arithmetic", "base": str(base), "models": [str(a) for a in adapters]}, tmp_path / "out")
     got, want = read_model(tmp_path / "out"), slow.task_arithmetic(first, [one, two], [1, 1])
-    half_step = torch.finfo(dtype).eps / 2
+    half_step = torch.finfo(torch.bfloat16).eps / 2
     for name, value in got.items():
-        assert value.dtype == dtype
-        error = (value.double() - want[name]).abs()
-        limit = 1e-12 if dtype == torch.float64 else 1e-6
-        assert bool((error <= want[name].abs() * half_step * 1.01 + limit).all()), (name, error.max())
+        assert value.dtype == torch.bfloat16
+        assert bool(((value.double() - want[name]).abs() <= want[name].abs() * half_step * 1.01 + 1e-6).all()), name
 
 
 def test_the_bytes_do_not_depend_on_the_size_of_blocks(tmp_path: Path) -> None:
@@ -294,12 +262,10 @@ def test_the_bytes_do_not_depend_on_the_size_of_blocks(tmp_path: Path) -> None:
         assert weight_bytes(tmp_path / name) == weight_bytes(tmp_path / "x/out")
 
 
-@pytest.mark.parametrize("relative", [False, True])
-def test_without_a_base_in_the_recipe_an_adapter_finds_the_base_that_it_names(relative: bool, tmp_path: Path) -> None:
+def test_without_a_base_in_the_recipe_an_adapter_finds_the_base_that_it_names(tmp_path: Path) -> None:
     base, adapters, (first, *rest) = two_adapters(tmp_path)
     (base / "tokenizer.json").write_text("{}")
-    for adapter in adapters if relative else ():
-        edit_config(adapter, base_model_name_or_path="../base")
+    edit_config(adapters[1], base_model_name_or_path="../base")
     gm.merge({"method": "average", "models": [str(a) for a in adapters]}, tmp_path / "out")
     assert_close(read_model(tmp_path / "out"), slow.average(first, rest), 1e-6)
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
@@ -307,46 +273,23 @@ def test_without_a_base_in_the_recipe_an_adapter_finds_the_base_that_it_names(re
     load("llama-untied", tmp_path / "out")
 
 
-@pytest.mark.parametrize("tuned", ["a whole model", "an adapter"])
-def test_an_adapter_can_be_the_base_of_a_merge(tuned: str, tmp_path: Path) -> None:
+def test_an_adapter_can_be_the_base_of_a_merge(tmp_path: Path) -> None:
     """An adapter beside it goes on the model that both name."""
     _, adapters, (_, one, two) = two_adapters(tmp_path)
-    model = write_whole(tmp_path, two) if tuned == "a whole model" else adapters[1]
-    models = [{"model": str(model), "weight": 0.6}]
+    models = [{"model": str(adapters[1]), "weight": 0.6}]
     gm.merge({"method": "task-arithmetic", "base": str(adapters[0]), "models": models}, tmp_path / "out")
     assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(one, [two], [0.6]), 1e-6)
     load("llama-untied", tmp_path / "out")
 
 
-def test_an_adapter_on_another_base_than_it_names_is_merged_with_a_note(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [None, "someone/other-model", "itself"])
+def test_an_adapter_whose_base_cannot_be_opened_needs_one_in_the_recipe(named: Any, tmp_path: Path) -> None:
     base, adapters, _ = two_adapters(tmp_path)
-    edit_config(adapters[0], base_model_name_or_path="someone/other-model")
-    result = gm.merge({"method": "average", "base": str(base), "models": [str(adapters[0])]}, tmp_path / "out")
-    assert [n for n in result.notes if "someone/other-model" in n and str(base) in n]
-    edit_config(adapters[0], base_model_name_or_path=str(base))
-    result = gm.merge({"method": "average", "base": str(base), "models": [str(adapters[0])]}, tmp_path / "out2")
-    assert not [n for n in result.notes if "adapter says" in n]
-
-
-@pytest.mark.parametrize("stated", [None, "", "/no/such/model", "itself"])
-def test_an_adapter_whose_base_cannot_be_opened_needs_one_in_the_recipe(stated: Any, tmp_path: Path) -> None:
-    base, adapters, _ = two_adapters(tmp_path)
-    edit_config(adapters[0], base_model_name_or_path=str(adapters[0]) if stated == "itself" else stated)
-    with pytest.raises(InputError, match=f"adapter0.*{stated if stated and '/' in stated else ''}"):
+    edit_config(adapters[0], base_model_name_or_path=str(adapters[0]) if named == "itself" else named)
+    with pytest.raises(InputError):
         gm.merge({"method": "average", "models": [str(adapters[0])]}, tmp_path / "out")
-    merge_one(base, adapters[0], tmp_path / "out")
-
-
-def test_a_closed_adapter_is_not_kept_in_memory(tmp_path: Path) -> None:
-    _, adapters, _ = two_adapters(tmp_path)
-    checkpoint = open_checkpoint(str(adapters[0]))
-    name = next(n for n in checkpoint.tensors if "q_proj" in n)
-    checkpoint.read(name, 0, 10, Buffers())
-    checkpoint.close()
-    left = weakref.ref(checkpoint)
-    del checkpoint
-    gc.collect()
-    assert left() is None
+    result = gm.merge({"method": "average", "base": str(base), "models": [str(adapters[0])]}, tmp_path / "out")
+    assert any("other-model" in note for note in result.notes) == (named == "someone/other-model")
 
 
 def logits(model: Any) -> Tensor:
@@ -369,11 +312,7 @@ def test_an_adapter_that_changes_one_of_two_tied_tensors_is_refused(case: str, t
     """PEFT leaves the other one as it was, which a tied model cannot."""
     family, settings = ONE_OF_TWO[case]
     base = make_base(tmp_path / "base", family)
-    model = tune(base, family, tmp_path / "adapter", LoraConfig(r=2, **settings))
-    tied = copy.deepcopy(model).merge_and_unload()
-    tied.config.tie_word_embeddings = True
-    tied.tie_weights()
-    assert (logits(model) - logits(tied)).abs().max() > 1e-3
+    write_adapter(base, family, tmp_path / "adapter", LoraConfig(r=2, **settings))
     with pytest.raises(InputError, match="adapter"):
         merge_one(base, tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -399,23 +338,16 @@ SECOND_KEYS = {
 
 
 @pytest.mark.parametrize("case", SECOND_KEYS)
-def test_two_keys_for_one_tensor_are_refused_by_name_unless_they_hold_the_same(case: str, tmp_path: Path) -> None:
+def test_two_keys_for_one_tensor_are_refused_by_name(case: str, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied")
     config = LoraConfig(r=16, target_modules=["q_proj"], modules_to_save=["norm"])
-    model = tune(base, "llama-untied", tmp_path / "adapter", config)
-    path = tmp_path / "adapter/adapter_model.safetensors"
-    plain = load_file(path)
+    write_adapter(base, "llama-untied", tmp_path / "adapter", config)
     there, second = SECOND_KEYS[case]
     pairs = [(there.format(letter), second.format(letter)) for letter in ("AB" if "{}" in there else "B")]
-    save_file(plain | {new: plain[old].clone() + 0.5 for old, new in pairs}, path)
+    edit_tensors(tmp_path / "adapter", lambda held: held | {new: held[old].clone() + 0.5 for old, new in pairs})
     with pytest.raises(InputError) as error:
         merge_one(base, tmp_path / "adapter", tmp_path / "out")
     assert all(key in str(error.value) for key in pairs[-1])
-    if case == "factors and a whole tensor":
-        return
-    save_file(plain | {new: plain[old].clone() for old, new in pairs}, path)
-    got = merge_one(base, tmp_path / "adapter", tmp_path / "out")
-    assert_close(got, merged_by_peft(model, tmp_path / "want"), 1e-6)
 
 
 def test_dora_is_what_peft_computes_in_float64_and_whatever_the_blocks(tmp_path: Path) -> None:
@@ -493,17 +425,6 @@ def test_adapters_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None
     with pytest.raises(InputError, match="adapter"):
         merge_one(base, tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_biases_that_the_config_does_not_mention_are_added_with_a_note(tmp_path: Path) -> None:
-    """As mergekit writes them, where PEFT passes over them."""
-    base = make_base(tmp_path / "base", "bert")
-    model = tune(base, "bert", tmp_path / "adapter", LoraConfig(r=2, target_modules=["query"], lora_bias=True))
-    edit_config(tmp_path / "adapter", lora_bias=False)
-    recipe = {"method": "average", "base": str(base), "models": [str(tmp_path / "adapter")]}
-    notes = gm.merge(recipe, tmp_path / "out").notes
-    assert len([note for note in notes if "lora_bias" in note]) == 1
-    assert_close(read_model(tmp_path / "out"), merged_by_peft(model, tmp_path / "want"), 1e-6)
 
 
 def test_trainable_tokens_of_a_tied_model_that_stores_its_head_too_change_both(tmp_path: Path) -> None:

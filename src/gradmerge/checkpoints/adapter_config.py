@@ -12,16 +12,10 @@ from ..errors import InputError
 from ..io.small_files import read_json, require_within
 
 #: Settings of adapters whose weights are not base + scale · BA.
-UNSUPPORTED = {
-    "layer_replication": "layer replication",
-    "alora_invocation_tokens": "activated LoRA",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "arrow_config": "arrow routing",
-    "kasa_config": "KaSA",
-    "monteclora_config": "MonteCLoRA",
-    "megatron_config": "Megatron layers",
-}
+UNSUPPORTED = (
+    "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config",
+    "monteclora_config", "megatron_config",
+)  # fmt: skip
 #: Initializations that also change the base's weights, which the adapter's file does not show.
 CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
 ADVICE = "Merge it into its base with PEFT (merge_and_unload) first."
@@ -77,9 +71,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         first = error.errors(include_url=False)[0]
         field, value = first["loc"][0], repr(first["input"])[:80]
         raise InputError(f"{path}: {field} is invalid ({value}): {first['msg']}") from None
-    for key, what in UNSUPPORTED.items():
+    for key in UNSUPPORTED:
         if config.get(key):
-            raise InputError(f"{folder}: the adapter uses {what} ({key}), which is not base + scale · BA. {ADVICE}")
+            raise InputError(f"{folder}: the adapter uses {key}, which is not base + scale · BA. {ADVICE}")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.partition("_niter")[0].lower() in CHANGES_BASE:
         raise InputError(
@@ -104,17 +98,13 @@ class PatternMatcher:
 
         begin = time.perf_counter()
         try:
-            if len(pattern) > PATTERN_LENGTH:
-                raise ValueError(f"longer than {PATTERN_LENGTH} characters")
-            if self._seconds_left <= 0:
-                raise TimeoutError
+            if len(pattern) > PATTERN_LENGTH or self._seconds_left <= 0:
+                raise TimeoutError("too long")
             return regex.fullmatch(pattern, name, timeout=self._seconds_left) is not None
-        except TimeoutError:
+        except (TimeoutError, regex.error, RecursionError, OverflowError, ValueError) as error:
             raise InputError(
-                f"{self._config}: its regular expressions take longer than {PATTERN_SECONDS:g} seconds to match (the "
-                f"last is {pattern[:80]!r}). Replace them by names."
-            ) from None
-        except (regex.error, RecursionError, OverflowError, ValueError) as error:
-            raise InputError(f"{self._config}: {pattern[:80]!r} is not a valid regular expression: {error}") from error
+                f"{self._config}: the regular expression {pattern[:80]!r} is not valid, or the patterns take longer "
+                f"than {PATTERN_SECONDS:g} seconds ({error}). Replace them by names."
+            ) from error
         finally:
             self._seconds_left -= time.perf_counter() - begin

@@ -10,7 +10,7 @@ import math
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,17 @@ from ..text import listed
 from .adapter_config import ADVICE, PatternMatcher
 from .checkpoint import Buffers, Checkpoint
 from .quantization import refuse_quantized
-from .tied_weights import TIED, equal, has_head, is_head, same_values, tied_to
+from .tied_weights import TIED, equal, has_head, is_head, same_values, tied_copies, tied_to
 from .transformers_model import BareParameter, Slice, empty_model, find_bare_parameters, find_slices, stored_names
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16
 FACTOR_KEY = re.compile(r"(.+)\.lora_(?:embedding_)?([AB]|B\.bias|magnitude_vector)(?:\.weight)?")
+
+#: Type of a model → its modules whose weight is stored as (in, out), in transformers' class Conv1D.
+CONV1D = dict.fromkeys(
+    ("gpt2", "openai-gpt", "imagegpt", "decision_transformer"), ("c_attn", "c_proj", "c_fc", "q_attn")
+)
 
 
 @dataclass(frozen=True)
@@ -132,18 +137,19 @@ class AdapterCheckpoint(Checkpoint):
         if not same_values(self.adapter, first, key):
             raise self._clash(first, key)
 
+    def _add_factors(self, name: str, factors: Factors) -> None:
+        whole = self.replaced.get(name, "base_layer.")
+        if name in self.factors:
+            raise self._clash(self.factors[name].a, factors.a, self.factors[name].b, factors.b)
+        if "base_layer." not in whole:  # PEFT stores embeddings with their factors
+            raise self._clash(factors.a, whole)
+        self.factors[name] = factors
+
     def _clash(self, *keys: str) -> InputError:
         return self._refused(
             f"several tensors of the adapter are for one tensor of {self.base.label}:\n{listed(keys)}\n"
             "Save the adapter again from the model that was trained."
         )
-
-    def _add_factors(self, name: str, factors: Factors) -> None:
-        first, whole = self.factors.setdefault(name, factors), self.replaced.get(name)
-        if not (same_values(self.adapter, first.a, factors.a) and same_values(self.adapter, first.b, factors.b)):
-            raise self._clash(first.a, first.b, factors.a, factors.b)
-        if whole is not None and ".base_layer." not in whole:  # PEFT stores embeddings with their factors
-            raise self._clash(factors.a, whole)
 
     def _add_module(self, module: str, keys: dict[str, str]) -> bool:
         """Add the factors of a module's weight. Return False if the base has no such weight, or factors are missing."""
@@ -155,8 +161,9 @@ class AdapterCheckpoint(Checkpoint):
         inputs, outputs = math.prod(a[1:]), b[0]
         transposed = ".lora_embedding_" in keys["A"]
         if not transposed and len(shape) == 2:
-            is_square = inputs == outputs
-            transposed = self._is_conv1d(name) if is_square else shape == (inputs, outputs)
+            # The config is not reliable: PEFT corrects fan_in_fan_out module by module and saves the last value.
+            is_conv1d = module.rpartition(".")[2] in CONV1D.get(str(self.base.config.get("model_type")), ())
+            transposed = is_conv1d if inputs == outputs else shape == (inputs, outputs)
         matrix = (inputs, outputs) if transposed else (outputs, inputs)
         if len(shape) < 2 or (shape[0], math.prod(shape[1:])) != matrix or math.prod(b[1:]) != a[0]:
             raise self._misfit(a, b, name, shape)
@@ -168,21 +175,6 @@ class AdapterCheckpoint(Checkpoint):
         if "B.bias" in keys:
             self._add_bias(f"{module}.bias", keys["B.bias"], scale)
         return True
-
-    def _is_conv1d(self, name: str) -> bool:
-        """Return whether a square weight is stored as (in, out): its neighbors are, by the sizes of their biases.
-
-        The config alone is not reliable: PEFT corrects fan_in_fan_out module by module and saves the last value.
-        """
-        layer = re.match(r"(.*\.\d+\.)?", name)
-        assert layer is not None
-        for other, info in self.base.tensors.items() if layer[0] else ():
-            bias = self.base.tensors.get(f"{other.removesuffix('weight')}bias")
-            if other.startswith(layer[0]) and other.endswith(".weight") and bias and len(info.shape) == 2:
-                outputs, inputs = info.shape
-                if outputs != inputs and bias.shape in ((outputs,), (inputs,)):
-                    return bias.shape == (inputs,)
-        return bool(self._config.get("fan_in_fan_out"))
 
     def _add_parameter(self, module: str, keys: dict[str, str], parameter: BareParameter) -> bool:
         """Add the factors of a bare parameter to the tensors that store it. Return False if one of them is missing.
@@ -260,8 +252,6 @@ class AdapterCheckpoint(Checkpoint):
         if target is None or self.base.tensors[target].numel != size or not self.base.tensors[target].is_float:
             raise self._refused(f"{self.base.label} has no {name} of {size} numbers that {key} could be added to")
         self._bias_changes[target] = (key, scale)
-        if not self._config.get("lora_bias") and not self.notes:
-            self.notes.append(f"{self.label}: adds LoRA's biases, which PEFT ignores (lora_bias is not set)")
 
     def _add_token_rows(self, module: str, key: str) -> None:
         """Add the trained rows of an embedding (`trainable_token_indices`), and of a head that is tied to it."""
@@ -275,9 +265,8 @@ class AdapterCheckpoint(Checkpoint):
         if rows and not 0 <= min(rows) <= max(rows) < shape[0]:
             raise self._refused(f"trainable_token_indices names rows that {name} of {self.base.label} does not have")
         self._token_rows[name] = (key, rows)
-        for head, source in self._ties():
-            if source == name and head in self.base.tensors and same_values(self.base, head, name):
-                self._token_rows[head] = (key, rows)
+        for head in (head for head, source in tied_copies(self.base).items() if source == name):
+            self._token_rows[head] = (key, rows)
 
     def _find(self, name: str) -> str | None:
         """Return the base's tensor of this name, also if one of the two lacks a leading part."""
@@ -300,14 +289,6 @@ class AdapterCheckpoint(Checkpoint):
         """Names in memory → names in files, where transformers renames tensors while it loads them."""
         return stored_names(self._model)
 
-    # Tied weights
-
-    def _ties(self) -> Iterator[tuple[str, str]]:
-        """Yield (tensor, the tensor that the base ties it to)."""
-        for name in TIED:
-            if (source := tied_to(name, self.base)) is not None:
-                yield name, source
-
     def _check_ties(self) -> None:
         """Refuse to change one of two tensors that the base stores as one.
 
@@ -315,8 +296,9 @@ class AdapterCheckpoint(Checkpoint):
         the base, would have both changed, or neither.
         """
         changed = self.replaced.keys() | self.factors.keys()
-        for name, source in self._ties():
-            if not {name, source} & changed or (is_head(name) and not has_head(self.base)):
+        for name in TIED:
+            source = tied_to(name, self.base)
+            if source is None or not {name, source} & changed or (is_head(name) and not has_head(self.base)):
                 continue
             if name in self.base.tensors and not same_values(self.base, name, source):
                 continue  # the base has a separate head
