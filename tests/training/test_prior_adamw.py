@@ -1,8 +1,7 @@
-"""What a step of PriorAdamW does, against a loop over single numbers."""
+"""Steps of PriorAdamW against a loop over single numbers."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -131,18 +130,12 @@ def test_steps_with_a_curvature_are_those_of_the_formula(coupling: str, settings
 
 
 @pytest.mark.parametrize("coupling", ["decoupled", "adam"])
-@pytest.mark.parametrize(("prior", "settings"), [("identity", SETTINGS[0]), (7, SETTINGS[1]), (0.25, SETTINGS[2])])
-def test_a_number_stands_for_that_multiple_of_the_identity(coupling: str, prior: Any, settings: Any) -> None:
-    got = run(prior=prior, coupling=coupling, **settings)
-    value = torch.full((12,), 1.0 if prior == "identity" else float(prior))
-    assert_close(got, slowly(lambda _: value, coupling=coupling, **settings))
-
-
-@pytest.mark.parametrize("prior", ["identity", CURVATURE])
-def test_damping_is_added_to_the_prior(prior: Any) -> None:
-    ones = {name: torch.ones_like(value) for name, value in START.items()}
-    h = ones if prior == "identity" else CURVATURE
-    assert_close(run(prior=prior, damping=0.3, lr=0.1), slowly(h.__getitem__, damping=0.3, lr=0.1))
+@pytest.mark.parametrize(("prior", "damping"), [("identity", 0.0), (7, 0.0), (0.25, 0.3), (CURVATURE, 0.3)])
+def test_a_number_is_a_multiple_of_the_identity_and_damping_is_added(coupling: str, prior: Any, damping: float) -> None:
+    got = run(prior=prior, coupling=coupling, lr=0.1, damping=damping)
+    value = torch.full((12,), 1.0 if prior == "identity" else prior) if not isinstance(prior, dict) else None
+    want = slowly(lambda name: CURVATURE[name] if value is None else value, coupling=coupling, lr=0.1, damping=damping)
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +144,6 @@ def test_damping_is_added_to_the_prior(prior: Any) -> None:
         (torch.float64, "identity", {}),
         (torch.bfloat16, "identity", {"fused": True}),
         (torch.float32, CURVATURE, {"foreach": True}),
-        (torch.float32, CURVATURE, {"amsgrad": True}),
-        (torch.float32, "identity", {"maximize": True}),
     ],
 )
 def test_strength_0_is_torchs_adamw_to_the_last_bit(dtype: torch.dtype, prior: Any, flags: Any) -> None:
@@ -183,12 +174,6 @@ def test_large_curvature_holds_parameters_at_the_anchor(coupling: str, dtype: to
     assert_close(got, {name: value.to(dtype) for name, value in BASE.items()}, 1e-7)
 
 
-def test_the_default_anchor_is_where_the_parameters_are_when_the_optimizer_is_made() -> None:
-    params = parameters()
-    optimizer = gm.PriorAdamW(params.values(), lr=0.1, prior=1e20)
-    assert_close(take_steps(optimizer, params), START)
-
-
 def test_parameters_without_a_gradient_are_not_touched() -> None:
     params = parameters()
     optimizer = gm.PriorAdamW(list(params.items()), lr=0.1, prior=CURVATURE, anchor=BASE)
@@ -196,7 +181,7 @@ def test_parameters_without_a_gradient_are_not_touched() -> None:
     optimizer.step()
     assert torch.equal(params["bias"], START["bias"])
     assert not torch.equal(params["weight"], START["weight"])
-    assert set(optimizer.state) == {params["weight"]}
+    assert params["bias"] not in optimizer.state
 
 
 @pytest.mark.parametrize("coupling", ["decoupled", "adam"])
@@ -225,46 +210,35 @@ def test_kept_in_bfloat16_float32_parameters_move_in_float32() -> None:
     optimizer = gm.PriorAdamW(list(params.items()), prior=CURVATURE, anchor=BASE, lr=0.1, keep_dtype=torch.bfloat16)
     other = gm.PriorAdamW(list(others.items()), prior=rounded, anchor=base, lr=0.1)
     assert_equal(take_steps(optimizer, params), take_steps(other, others))
-    assert {
-        v.dtype for s in optimizer.state_dict()["state"].values() for k, v in s.items() if k in ("anchor", "prior")
-    } == {torch.bfloat16}
+    state = optimizer.state_dict()["state"]
+    assert {v.dtype for key in ("anchors", "priors") for v in state[key][0]} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("coupling", ["decoupled", "adam"])
-def test_parameters_larger_than_a_piece_and_in_any_order_of_memory_are_pulled_alike(
+def test_parameters_larger_than_a_chunk_in_any_memory_layout(
     coupling: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(threads)  # the size of a piece depends on it
+    torch.set_num_threads(threads)  # the size of a chunk depends on it
     monkeypatch.setattr(prior_adamw, "CPU_CHUNK", 1 << 10)
     generator = torch.Generator().manual_seed(0)
     start, gradient, base, h = (torch.randn(91, 101, generator=generator, dtype=torch.float64) for _ in range(4))
     h = h.exp()
-    result = []
-    for lay in (torch.clone, lambda v: v.t().contiguous().t()):
-        p = nn.Parameter(lay(start))
-        optimizer = gm.PriorAdamW([("p", p)], lr=0.1, prior={"p": h}, anchor={"p": base}, coupling=coupling)
-        for factor in (1, -3):
-            p.grad = gradient * factor
-            optimizer.step()
-        result.append(p.detach())
-    torch.testing.assert_close(result[0], result[1], rtol=1e-12, atol=1e-12)
-    d = (gradient.abs() if coupling == "adam" else torch.ones_like(h)) + (1e-8 if coupling == "adam" else 0)
-    p = nn.Parameter(start.clone())
-    optimizer = gm.PriorAdamW([("p", p)], lr=0.1, prior={"p": h}, anchor={"p": base}, coupling=coupling)
-    p.grad = gradient
-    optimizer.step()
+    d = gradient.abs() + 1e-8 if coupling == "adam" else torch.ones_like(h)
     stepped = start * (1 - 1e-3) - 0.1 * gradient / (gradient.abs() + 1e-8)
-    torch.testing.assert_close(p.detach(), (d * stepped + 0.1 * h * base) / (d + 0.1 * h), rtol=1e-10, atol=1e-10)
+    want = (d * stepped + 0.1 * h * base) / (d + 0.1 * h)
+    for layout in (torch.clone, lambda v: v.t().contiguous().t()):
+        p = nn.Parameter(layout(start))
+        optimizer = gm.PriorAdamW([("p", p)], lr=0.1, prior={"p": h}, anchor={"p": base}, coupling=coupling)
+        p.grad = gradient.clone()
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), want, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("rate", [0.3, torch.tensor(0.3), torch.tensor(0.0)])
 @pytest.mark.parametrize("prior", [2.0, CURVATURE])
 @pytest.mark.parametrize(("dtype", "metric"), [(torch.float64, False), (torch.bfloat16, True), (torch.float32, False)])
-def test_a_batch_of_parameters_is_pulled_by_the_formula(
-    dtype: torch.dtype, metric: bool, prior: Any, rate: Any
-) -> None:
-    """The batches of a GPU, with a rate on the device; they also run on a CPU."""
+def test_a_batch_of_parameters_is_pulled_by_the_formula(dtype: torch.dtype, metric: bool, prior: Any) -> None:
+    """The batches of a GPU, with a step count on the device; they also run on a CPU."""
     params = {name: value.to(dtype) for name, value in START.items()}
     squares = {name: GRADIENTS[0][name].pow(2).to(dtype) for name in SHAPES}
     kept = {name: value.to(torch.bfloat16) for name, value in CURVATURE.items()}
@@ -275,18 +249,17 @@ def test_a_batch_of_parameters_is_pulled_by_the_formula(
             BASE[name].to(torch.bfloat16),
             kept[name] if isinstance(prior, dict) else None,
             squares[name] if metric else None,
-            correction if metric else None,
+            correction if metric else 1.0,
         )
         for name in SHAPES
     ]
-    prior_adamw._pull_batch(batch, rate, "curvature" if isinstance(prior, dict) else prior, 1e-8)
+    prior_adamw._pull_batch(batch, 0.3, "curvature" if isinstance(prior, dict) else prior, 1e-8)
     for name, piece in zip(SHAPES, batch, strict=True):
-        h = float(rate) * (kept[name].double() if isinstance(prior, dict) else prior)
+        h = 0.3 * (kept[name].double() if isinstance(prior, dict) else prior)
         d = squares[name].double().sqrt() * correction + 1e-8 if metric else 1.0
         theta, anchor = params[name].double(), BASE[name].to(torch.bfloat16).double()
         want = ((d * theta + h * anchor) / (d + h)).to(dtype)
         torch.testing.assert_close(piece.values, want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
-        assert float(rate) != 0 or torch.equal(piece.values, params[name])
 
 
 def test_a_learning_rate_may_be_a_tensor() -> None:
@@ -323,21 +296,12 @@ def distance_from_the_closed_form(
     return float((theta.detach() - want).norm() / want.norm())
 
 
-def test_in_adams_metric_training_ends_at_the_minimiser_of_loss_and_penalty() -> None:
+def test_in_adams_metric_training_ends_at_the_minimizer_of_loss_and_penalty() -> None:
     assert distance_from_the_closed_form(1500, lambda t: 0.05 * 0.99**t, coupling="adam", betas=(0.9, 0.99)) < 1e-4
 
 
-def test_decoupled_training_ends_at_the_minimiser_where_adam_is_gradient_descent() -> None:
+def test_decoupled_training_ends_at_the_minimizer_where_adam_is_gradient_descent() -> None:
     """With a huge ε, Adam's step is lr·g/ε, and a strength of 2/ε is the penalty of 2H."""
     eps = 1e8
     distance = distance_from_the_closed_form(1500, lambda _: 0.01 * eps, 2 / eps, eps=eps, betas=(0.0, 0.999))
     assert distance < 1e-5
-
-
-def test_copies_go_on_by_themselves() -> None:
-    params = parameters()
-    optimizer = gm.PriorAdamW(list(params.items()), prior=CURVATURE, anchor=BASE, lr=0.1)
-    take_steps(optimizer, params, GRADIENTS[:2])
-    others, other = copy.deepcopy((params, optimizer))
-    assert_equal(take_steps(other, others, GRADIENTS[2:]), take_steps(optimizer, params, GRADIENTS[2:]))
-    assert_close({n: p.detach() for n, p in params.items()}, slowly(CURVATURE.__getitem__, lr=0.1))

@@ -1,4 +1,4 @@
-"""Where PriorAdamW finds prior and anchor of a parameter, and what it says when it does not."""
+"""How PriorAdamW finds the prior and anchor of each parameter."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradmerge as gm
+from gradmerge.curvature.checkpoint_names import for_files
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 60,
@@ -30,7 +31,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-def model_of(kind: str, seed: int = 0) -> Any:
+def make(kind: str, seed: int = 0) -> Any:
     t.utils.logging.set_verbosity_error()
     t.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
@@ -38,18 +39,15 @@ def model_of(kind: str, seed: int = 0) -> Any:
 
 
 def curvature_of(model: nn.Module, examples: int = 5) -> gm.Curvature:
-    """Every entry another number, as measured: by names in memory, saved by those of files."""
-    from gradmerge.curvature.checkpoint_names import for_files
-
+    """Return curvature whose entries all differ, with names in memory; it is saved with the names of files."""
     generator = torch.Generator().manual_seed(3)
     sums = {n: torch.rand(p.shape, generator=generator) + 0.5 for n, p in model.named_parameters()}
     return gm.Curvature(sums, examples, stored=for_files(model))
 
 
-def kept(optimizer: gm.PriorAdamW, key: str) -> dict[str, Tensor]:
-    state = optimizer.state_dict()
-    (group,) = state["param_groups"]
-    return {name: state["state"][i][key] for name, i in zip(group["param_names"], group["params"], strict=True)}
+def stored(optimizer: gm.PriorAdamW, key: str) -> dict[str, Tensor]:
+    (group,), (values,) = optimizer.param_groups, optimizer.state_dict()["state"][key]
+    return dict(zip(group["param_names"], values, strict=True))
 
 
 def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -59,185 +57,119 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_curvature_folder_is_read_by_the_names_of_files(kind: str, tmp_path: Path) -> None:
-    model = model_of(kind)
+def test_curvature_matches_by_the_names_of_files_or_of_memory(kind: str, tmp_path: Path) -> None:
+    model = make(kind)
     curvature = curvature_of(model)
     curvature.save(tmp_path / "c")
-    assert_equal(kept(gm.PriorAdamW(model, prior=tmp_path / "c"), "prior"), curvature.mean())
-    assert_equal(kept(gm.PriorAdamW(model, prior=str(tmp_path / "c"), reduction="sum"), "prior"), curvature.sum())
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_curvature_in_memory_goes_by_either_kind_of_name(kind: str, tmp_path: Path) -> None:
-    model = model_of(kind)
-    curvature = curvature_of(model)
-    curvature.save(tmp_path / "c")
-    for given in (curvature, gm.Curvature.load(tmp_path / "c")):
-        assert_equal(kept(gm.PriorAdamW(model, prior=given), "prior"), curvature.mean())
+    for prior in (tmp_path / "c", curvature, gm.Curvature.load(tmp_path / "c")):
+        assert_equal(stored(gm.PriorAdamW(model, prior=prior), "priors"), curvature.mean())
+    assert_equal(stored(gm.PriorAdamW(model, prior=tmp_path / "c", reduction="sum"), "priors"), curvature.sum())
+    # A plain mapping is not divided; parameters need the model to be matched with files.
     sums = dict(gm.Curvature.load(tmp_path / "c"))
-    assert_equal(
-        kept(gm.PriorAdamW(model, prior=sums, damping=0.5), "prior"), {n: v + 0.5 for n, v in curvature.items()}
-    )
+    by_name = gm.PriorAdamW(model.named_parameters(), model=model, prior=sums, damping=0.5)
+    assert_equal(stored(by_name, "priors"), {n: v + 0.5 for n, v in curvature.items()})
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "plain"])
 def test_a_checkpoint_can_be_the_anchor(kind: str, tmp_path: Path) -> None:
-    base, model = model_of(kind, 1), model_of(kind, 2)
+    base, model = make(kind, 1), make(kind, 2)
     base.save_pretrained(tmp_path / "base")
     want = {name: p.detach() for name, p in base.named_parameters()}
     for anchor in (tmp_path / "base", base.state_dict(), load_file(tmp_path / "base" / "model.safetensors")):
-        assert_equal(kept(gm.PriorAdamW(model, anchor=anchor), "anchor"), want)
+        assert_equal(stored(gm.PriorAdamW(model, anchor=anchor), "anchors"), want)
 
 
-def test_training_a_vit_pulls_every_parameter_by_its_own_curvature(tmp_path: Path) -> None:
-    base, model = model_of("vit", 1), model_of("vit", 2)
-    curvature = curvature_of(base)
-    curvature.save(tmp_path / "c")
-    base.save_pretrained(tmp_path / "base")
-    optimizer = gm.PriorAdamW(model, lr=0.1, strength=2.0, prior=tmp_path / "c", anchor=tmp_path / "base")
-    other = model_of("vit", 2)
-    adamw = torch.optim.AdamW(other.parameters(), lr=0.1, fused=True)
-    pixels = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    for m, o in ((model, optimizer), (other, adamw)):
-        m(pixel_values=pixels, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
-        o.step()
-    theirs, bases = dict(other.named_parameters()), dict(base.named_parameters())
-    for name, p in model.named_parameters():
-        h = 0.2 * curvature.mean()[name].double()
-        want = (theirs[name].double() + h * bases[name].double()) / (1 + h)
-        torch.testing.assert_close(p.double(), want, rtol=1e-5, atol=1e-6)
-
-
-def test_only_parameters_that_need_a_gradient_are_trained_and_need_a_prior() -> None:
-    model = model_of("plain")
+def test_only_trainable_parameters_need_a_prior() -> None:
+    model = make("plain")
     model[0].requires_grad_(False)
     optimizer = gm.PriorAdamW(model, prior={"1.weight": torch.ones(2, 4), "1.bias": torch.ones(2)})
     assert optimizer.param_groups[0]["param_names"] == ["1.weight", "1.bias"]
-    model.requires_grad_(False)
-    with pytest.raises(gm.InputError, match="Sequential"):
-        gm.PriorAdamW(model)
+    with pytest.raises(gm.InputError):
+        gm.PriorAdamW(model.requires_grad_(False))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_wrappers_of_a_model_are_looked_through() -> None:
-    model = model_of("plain")
+def test_wrapped_models() -> None:
+    model = make("plain")
     curvature = curvature_of(model)
     for wrapped in (nn.DataParallel(model), torch.compile(model)):
-        assert_equal(kept(gm.PriorAdamW(wrapped, prior=curvature), "prior"), curvature.mean())
+        assert_equal(stored(gm.PriorAdamW(wrapped, prior=curvature), "priors"), curvature.mean())
 
 
 def test_layers_that_are_unfrozen_later_find_their_curvature_in_the_folder(tmp_path: Path) -> None:
-    model = model_of("vit")
+    model = make("vit")
     curvature = curvature_of(model)
     curvature.save(tmp_path / "c")
     model.vit.requires_grad_(False)
     optimizer = gm.PriorAdamW(model, prior=tmp_path / "c")
-    model.vit.requires_grad_(True)
-    late = [(n, p) for n, p in model.named_parameters() if n.startswith("vit.")]
+    late = [(n, p.requires_grad_(True)) for n, p in model.named_parameters() if n.startswith("vit.")]
     optimizer.add_param_group({"params": late})
-    state = optimizer.state_dict()
-    first = state["param_groups"][1]["params"][0]
-    assert torch.equal(state["state"][first]["prior"], curvature.mean()[late[0][0]])
+    assert torch.equal(optimizer.state_dict()["state"]["priors"][1][0], curvature.mean()[late[0][0]])
 
 
-def test_a_new_head_goes_into_a_group_without_strength() -> None:
-    model = model_of("plain")
+def test_a_new_head_is_an_error_or_has_no_penalty() -> None:
+    model = make("plain")
     prior = {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}
-    body, head = list(model.named_parameters())[:2], list(model.named_parameters())[2:]
-    with pytest.raises(gm.InputError, match=r"1\.weight\n  1\.bias\n.*\"strength\": 0"):
+    with pytest.raises(gm.InputError, match=r"1\.weight\n  1\.bias"):
         gm.PriorAdamW(model, prior=prior)
-    optimizer = gm.PriorAdamW([{"params": body}, {"params": head, "strength": 0.0}], prior=prior)
+    with pytest.raises(gm.InputError, match=r"0\.weight"):  # none matches
+        gm.PriorAdamW(model, prior={"other": torch.ones(2)}, missing="zero")
+    assert stored(gm.PriorAdamW(model, prior=prior, missing="zero"), "priors")["1.bias"] is None
+    named = list(model.named_parameters())
+    optimizer = gm.PriorAdamW([{"params": named[:2]}, {"params": named[2:], "strength": 0.0}], prior=prior)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     optimizer.param_groups[1]["strength"] = 1.0
-    with pytest.raises(gm.InputError, match=r"1\.weight\n  1\.bias"):
+    with pytest.raises(gm.InputError):
         optimizer.step()
-    assert float(optimizer.state[head[0][1]]["step"]) == 1
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    model = model_of("plain")
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    model = make("plain")
     whole = {n: torch.ones_like(p) for n, p in model.named_parameters()}
-    for given, named in (
-        (whole | {"0.bias": torch.ones(5)}, r"0\.bias: \(5,\)"),
-        (whole | {"0.bias": torch.full((4,), -1.0)}, r"0\.bias"),
-        (whole | {"0.bias": torch.full((4,), float("nan"))}, r"0\.bias"),
-        (whole | {"0.bias": 3}, r"0\.bias"),
-        (tmp_path / "none", "none"),
-        ([1], "prior"),
-        (-1.0, r"prior=-1\.0"),
-    ):
-        with pytest.raises(gm.InputError, match=named):
-            gm.PriorAdamW(model, prior=given)
-    for anchor, named in (
-        ({n: v for n, v in model.state_dict().items() if n != "1.bias"}, r"anchor: .*\n  1\.bias"),
-        (str(tmp_path / "none"), "none"),
-    ):
-        with pytest.raises(gm.InputError, match=named):
-            gm.PriorAdamW(model, anchor=anchor)
+    for value in (torch.ones(5), torch.full((4,), -1.0), torch.full((4,), float("nan")), 3):
+        with pytest.raises(gm.InputError, match=r"0\.bias"):
+            gm.PriorAdamW(model, prior=whole | {"0.bias": value})
+    for value in (torch.ones(5), torch.full((4,), float("inf"))):
+        with pytest.raises(gm.InputError, match=r"0\.bias"):
+            gm.PriorAdamW(model, anchor=whole | {"0.bias": value})
+    large = {n: torch.full_like(p, 3.4e38) for n, p in whole.items()}
+    gm.PriorAdamW(model, prior=large)
+    with pytest.raises(gm.InputError, match=r"0\.weight"):  # bfloat16 overflows
+        gm.PriorAdamW(model, prior=large, keep_dtype=torch.bfloat16)
+    with pytest.raises(gm.InputError, match=r"0\.weight"):  # damping must not hide negative values
+        gm.PriorAdamW(model, prior={n: -v for n, v in whole.items()}, damping=2.0)
     for options in ({"prior": whole}, {"anchor": model.state_dict()}):
-        with pytest.raises(gm.InputError, match="4 parameters without names"):
+        with pytest.raises(gm.InputError, match="without names"):
             gm.PriorAdamW(model.parameters(), **options)
-
-
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-def test_an_anchor_that_is_not_finite_is_refused_by_name(wrong: float, tmp_path: Path) -> None:
-    model = model_of("plain")
-    odd = {n: p.detach().clone() for n, p in model.named_parameters()}
-    odd["1.bias"][-1] = wrong
-    with pytest.raises(gm.InputError, match=r"anchor: 1\.bias"):
-        gm.PriorAdamW(model, anchor=odd)
-    save_file(odd, tmp_path / "model.safetensors")
-    with pytest.raises(gm.InputError, match=r"1\.bias"):
-        gm.PriorAdamW(model, anchor=tmp_path / "model.safetensors")
-    state = gm.PriorAdamW(model).state_dict()
-    state["state"][3]["anchor"] = odd["1.bias"]
-    with pytest.raises(gm.InputError, match="parameter 3"):
-        gm.PriorAdamW(model).load_state_dict(state)
-    model.load_state_dict(odd)
+    with torch.no_grad():
+        model[1].bias.fill_(float("nan"))
     with pytest.raises(gm.InputError, match=r"1\.bias"):
         gm.PriorAdamW(model)
-    with pytest.raises(gm.InputError, match="parameter 3"):
-        gm.PriorAdamW(model.parameters())
     gm.PriorAdamW(model, strength=0.0)
 
 
-def test_a_prior_that_overflows_what_it_is_kept_in_is_refused_by_name() -> None:
-    model = model_of("plain")
-    large = {n: torch.full_like(p, 3.4e38) for n, p in model.named_parameters()}
-    gm.PriorAdamW(model, prior=large)
-    with pytest.raises(gm.InputError, match=r"prior: 0\.weight"):
-        gm.PriorAdamW(model, prior=large, keep_dtype=torch.bfloat16)
-    with pytest.raises(gm.InputError, match=r"prior: 0\.weight"):
-        gm.PriorAdamW(model, prior={n: -torch.ones_like(p) for n, p in large.items()}, damping=2.0)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strength": -1.0},
+        {"strength": float("inf")},
+        {"damping": -1e-3},
+        {"coupling": "loose"},
+        {"reduction": "none"},
+        {"missing": "zeros"},
+        {"keep_dtype": torch.float16},
+        {"anchor": "no/such/folder"},
+        {"prior": [1]},
+        {"prior": -1.0},
+        {"prior": "no/such/folder"},
+    ],
+)
+def test_invalid_options(options: Any) -> None:
+    with pytest.raises(gm.InputError):
+        gm.PriorAdamW(nn.Linear(2, 2), **options)
 
 
 def test_complex_parameters_are_refused() -> None:
-    with pytest.raises(gm.InputError, match="complex"):
+    with pytest.raises(gm.InputError):
         gm.PriorAdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"strength": -1.0}, "strength=-1.0"),
-        ({"strength": float("inf")}, "strength=inf"),
-        ({"strength": "1"}, "strength=1"),
-        ({"damping": -1e-3}, "damping=-0.001"),
-        ({"coupling": "loose"}, "coupling='loose'"),
-        ({"reduction": "none"}, "reduction='none'"),
-        ({"keep_dtype": torch.float16}, "keep_dtype"),
-        ({"keep_on": "nowhere"}, "keep_on='nowhere'"),
-        ({"anchor": 3}, "anchor"),
-        ({"prior": torch.ones(2)}, "prior"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: Any, named: str) -> None:
-    with pytest.raises(gm.InputError, match=named):
-        gm.PriorAdamW([nn.Parameter(torch.zeros(2))], **options)
-
-
-@pytest.mark.parametrize("params", ["model", None])
-def test_what_is_neither_a_model_nor_parameters_is_refused(params: Any) -> None:
-    with pytest.raises(gm.InputError, match=r"^params"):
-        gm.PriorAdamW(params)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..checkpoints import Buffers, open_checkpoint
 from ..curvature import Curvature, open_curvature
-from ..curvature.checkpoint_names import _reverted, _untied, names_of_parameters
+from ..curvature.checkpoint_names import _reverted, _untied, adapter_names, is_adapted, names_of_parameters
 from ..errors import InputError
 from ..text import listed
 
@@ -91,15 +91,13 @@ def match_parameters(
     parts: dict[str, _Parts] = {name: [(name, None)] for name, _ in named if name in source.shapes}
     if model is not None and len(parts) < len(named):
         parts = _stored_parts(model, source.shapes.keys()) | parts
+    found = [(name, parameter) for name, parameter in named if name in parts]
     missing = [name for name, _ in named if name not in parts]
-    if missing and not optional:
-        hint = " If these are names of files, which may differ from those in memory, pass the model itself."
+    if missing and not (optional and found):
         raise InputError(
             f"{source.label}: no tensor for {len(missing)} of {len(named)} parameters:\n{listed(missing)}\n"
-            f"It has {len(source.shapes)} tensors.{'' if model is not None else hint} Put parameters that the base "
-            'does not have, such as a new head, into a group with "strength": 0; with PriorTrainer, use missing="zero".'
+            f'Pass missing="zero" if the base does not have them, as a new head. {_hint(model)}'
         )
-    found = [(name, parameter) for name, parameter in named if name in parts]
     wrong = [
         f"{name}{'' if stored == name else f' ({stored})'}: {source.shapes[stored]}, but the parameter needs {expected}"
         for name, parameter in found
@@ -109,6 +107,14 @@ def match_parameters(
     if wrong:
         raise InputError(f"{source.label}: shapes differ from those of the parameters:\n{listed(wrong)}")
     return ((name, _assembled(parameter, parts[name], source)) for name, parameter in found)
+
+
+def _hint(model: nn.Module | None) -> str:
+    if model is None:
+        return "If these names differ from those in the model's files, pass model=…"
+    if is_adapted(model):
+        return "Curvature of the base's weights W does not apply to an adapter's factors A and B."
+    return ""
 
 
 def _assembled(parameter: Tensor, parts: _Parts, source: NamedTensors) -> Tensor:
@@ -131,6 +137,8 @@ def _stored_parts(model: nn.Module, known: Collection[str]) -> dict[str, _Parts]
 
     Elements are numbered, and the numbers renamed and rearranged as transformers does when it saves the model.
     """
+    if is_adapted(model):
+        return {name: [(stored, None)] for name, stored in adapter_names(model).items() if stored in known}
     names_of = names_of_parameters(model)
     numbers = {names[0]: torch.empty(parameter.shape, device="meta") for parameter, names in names_of.items()}
     by_id = {id(numbers[names[0]]): names[0] for names in names_of.values()}

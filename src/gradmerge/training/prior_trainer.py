@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +13,11 @@ from transformers import Trainer, TrainingArguments
 from ..curvature.checkpoint_names import is_adapted
 from ..curvature.losses import loss_of
 from ..errors import GradmergeError, InputError
-from ..text import listed, nearest
 from .curvature_callback import CurvatureCallback
 from .curvature_sources import loss_scale
-from .curvature_targets import CurvatureTargets, sharding
-from .named_tensors import (
-    AnchorTensors,
-    NamedTensors,
-    Reduction,
-    match_parameters,
-    open_anchor,
-    open_prior,
-    trainable,
-)
-from .prior_adamw import CURVATURE, Coupling, Prior, PriorAdamW, check_options, prior_kind
+from .curvature_targets import sharding
+from .named_tensors import AnchorTensors, Reduction
+from .prior_adamw import Coupling, Missing, Prior, PriorAdamW
 
 _log = logging.getLogger(__name__)
 #: Values of ``optim`` in the TrainingArguments that work with a penalty.
@@ -65,8 +55,7 @@ class PriorTrainer(Trainer):
         reduction: `mean` or `sum`: how to read a curvature file or a `Curvature`. The default fits the Trainer's
             losses, which are means over examples; the default of a recipe is `sum`. See `PriorAdamW`.
         damping: Added to H_0.
-        missing: If the prior lacks a parameter: `error`, or `zero` for H_0 = 0, as for a new head. With `zero`, a
-            parameter that ``anchor`` lacks is anchored at its initial value.
+        missing: If prior or anchor lack a parameter: `error`, or `zero`, as in `PriorAdamW`.
         keep_on: Device of anchor and H_0, as in `PriorAdamW`.
         keep_dtype: Their type.
         curvature: Also write the trained model's curvature: a `CurvatureCallback`, or its ``source`` (`adam`,
@@ -91,24 +80,24 @@ class PriorTrainer(Trainer):
         coupling: Coupling = "decoupled",
         reduction: Reduction = "mean",
         damping: float = 0.0,
-        missing: Literal["error", "zero"] = "error",
+        missing: Missing = "error",
         keep_on: str | torch.device | None = None,
         keep_dtype: torch.dtype | None = None,
         curvature: CurvatureCallback | str | None = None,
         **trainer_kwargs: Any,
     ) -> None:
-        if importlib.util.find_spec("accelerate") is None:
-            raise InputError("PriorTrainer: the Trainer needs accelerate. Install it: pip install 'gradmerge[train]'")
-        if missing not in ("error", "zero"):
-            raise InputError(f"missing {missing!r}: must be error or zero{nearest(str(missing), ('error', 'zero'))}")
-        check_options(anchor, reduction, coupling, keep_on, keep_dtype)
-        self._uses_tensors = prior_kind(prior, damping) == CURVATURE
+        self._penalty: dict[str, Any] = {
+            "prior": prior,
+            "strength": strength,
+            "anchor": anchor,
+            "coupling": coupling,
+            "reduction": reduction,
+            "damping": damping,
+            "missing": missing,
+            "keep_on": keep_on,
+            "keep_dtype": keep_dtype,
+        }
         callback = CurvatureCallback(curvature) if isinstance(curvature, str) else curvature
-        if not isinstance(callback, CurvatureCallback | None):
-            raise InputError(f"curvature: must be a CurvatureCallback or its source, not {type(callback).__name__}")
-        self._prior, self._anchor, self._missing, self._reduction = prior, anchor, missing, reduction
-        self._options: dict[str, Any] = {"strength": strength, "coupling": coupling, "damping": damping}
-        self._options |= {"reduction": reduction, "keep_on": keep_on, "keep_dtype": keep_dtype}
         # What the training loss is a mean of: examples of this process, terms of their losses, and their scale.
         self._examples_seen, self._terms_seen, self._loss_scale = 0, 0, cast(int | None, None)
         super().__init__(model, args, *trainer_args, **trainer_kwargs)
@@ -135,16 +124,8 @@ class PriorTrainer(Trainer):
                 for group in adamw.param_groups
                 if group["params"]
             ]
-            prior, anchor = self._prior, self._anchor
-            if self._uses_tensors:
-                zeros = {n: torch.zeros(()).expand(p.shape) for n, p in trainable(model)}
-                with open_prior(cast(Any, prior), self._reduction) as tensors:
-                    prior = zeros | self._match(model, tensors)
-            if anchor is not None:
-                with open_anchor(anchor) as tensors:
-                    anchor = {n: p.detach() for n, p in trainable(model)} | self._match(model, tensors)
             settings = {key: adamw.defaults[key] for key in ("lr", "betas", "eps", "weight_decay", "foreach", "fused")}
-            self.optimizer = PriorAdamW(groups, prior=prior, anchor=anchor, **settings, **self._options)
+            self.optimizer = PriorAdamW(groups, model=model, **settings, **self._penalty)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
 
@@ -182,7 +163,7 @@ class PriorTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load as the Trainer does. Refuse a checkpoint without state, whose weights would become the anchor."""
-        if checkpoint is not None and self._anchor is None and self._options["strength"] != 0:
+        if checkpoint is not None and self._penalty["anchor"] is None and self._penalty["strength"] != 0:
             missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (Path(checkpoint) / name).is_file()]
             if missing:
                 raise InputError(
@@ -190,29 +171,3 @@ class PriorTrainer(Trainer):
                     "Pass anchor=…, or resume from a complete checkpoint."
                 )
         super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _match(self, model: nn.Module, tensors: NamedTensors) -> dict[str, Tensor]:
-        """Return tensors by the names in memory. With ``missing="zero"``, some may be missing."""
-        if is_adapted(model):
-            return _match_adapter(model, tensors)
-        parameters = trainable(model)
-        found = dict(match_parameters(tensors, parameters, model, optional=self._missing == "zero"))
-        if not found:
-            names = listed(name for name, _ in parameters)
-            raise InputError(f"{tensors.label}: no tensor for any of the {len(parameters)} parameters:\n{names}")
-        return found
-
-
-def _match_adapter(model: nn.Module, tensors: NamedTensors) -> dict[str, Tensor]:
-    """Return tensors for the parameters of an adapter, by their names in memory or those of the adapter's file."""
-    targets = CurvatureTargets(model)
-    in_file = {id(p): name for name, p in targets.to_stored(dict(targets.parameters)).items()}
-    stored = {n: n if n in tensors.shapes else in_file.get(id(p), n) for n, p in trainable(model)}
-    missing = [name for name, other in stored.items() if other not in tensors.shapes]
-    if missing:
-        raise InputError(
-            f"{tensors.label}: no tensor for {len(missing)} of {len(stored)} parameters of the adapter:\n"
-            f"{listed(missing, 4)}\nCurvature of the base's weights W does not apply to an adapter's factors A and B. "
-            "Use prior='identity' or a number."
-        )
-    return {name: tensors.read(other) for name, other in stored.items()}
