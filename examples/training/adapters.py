@@ -67,9 +67,8 @@ for task, step in STEPS.items():
     # The curvature of the full weights, which the merge needs.
     full = adapted.merge_and_unload().requires_grad_(True)
     texts = torch.tensor([row["input_ids"] for row in rows(step)])
-    curvature = gm.estimate_curvature(
-        full, [{"input_ids": texts, "labels": texts}]
-    )
+    batch = {"input_ids": texts, "labels": texts}
+    curvature = gm.estimate_curvature(full, [batch])
     curvature.save(out / task / "curvature", force=True)
 
 recipe = {
