@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from gradmerge.rules import METHODS
+
 torch.set_num_threads(1)
 
 # All that collecting tests imports stays: nothing of it is garbage.
@@ -46,3 +48,10 @@ def _as_if_alone() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _methods_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that a test adds to METHODS is removed after the test."""
+    monkeypatch.setattr(METHODS, "_rules", dict(METHODS._rules))
+    monkeypatch.setattr(METHODS, "_sorted", [])

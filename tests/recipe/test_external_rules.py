@@ -26,12 +26,6 @@ RETURN = "return base + scale * deltas.median(dim=0).values"
 STATES = {"base": random_state(0)} | {name: near(random_state(0), i) for i, name in enumerate("abc", 1)}
 
 
-@pytest.fixture(autouse=True)
-def methods_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(METHODS, "_rules", dict(METHODS._rules))
-    monkeypatch.setattr(METHODS, "_sorted", [])
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     for name, state in STATES.items():
