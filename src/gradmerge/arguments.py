@@ -6,11 +6,12 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
 from .errors import InputError
 from .text import nearest
@@ -29,22 +30,43 @@ def checked(*unchecked: str) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
-        @functools.cache
-        def signature() -> tuple[inspect.Signature, dict[str, Any]]:
-            return inspect.signature(function), get_type_hints(function)
-
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             with contextlib.suppress(TypeError):  # missing and unknown arguments: the call below raises
-                parameters, hints = signature()
-                for name, value in parameters.bind(*args, **kwargs).arguments.items():
-                    if name in hints and name not in ("loading", *unchecked):
-                        check(name, value, hints[name])
+                for name, value in inspect.signature(function).bind(*args, **kwargs).arguments.items():
+                    if name not in ("loading", *unchecked):
+                        check(name, value, annotation(function, name))
             return function(*map(_redacted, args), **{name: _redacted(value) for name, value in kwargs.items()})
 
         return cast(Function, call)
 
     return decorate
+
+
+@functools.cache
+def annotation(function: Callable[..., Any], name: str) -> Any:
+    """Return the type of a parameter; Any if it has none."""
+    function = inspect.unwrap(function)
+    return eval(str(function.__annotations__.get(name, "Any")), function.__globals__ | {"Any": Any}, _PublicNames())
+
+
+class _PublicNames(dict[str, Any]):
+    """The public names of gradmerge, which some modules import only for type checkers, because they need PyTorch."""
+
+    def __missing__(self, name: str) -> Any:
+        import gradmerge
+
+        if name not in gradmerge.__all__:
+            raise KeyError(name)
+        return getattr(gradmerge, name)
+
+
+@functools.cache
+def argument_help(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the description of each parameter in the `Args` of a function's docstring, without markup."""
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(function) or "", re.S | re.M)
+    items = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", section[1] if section else "", re.S | re.M)
+    return {name: re.sub(r"\s+", " ", text).replace("`", "").strip() for name, text in items}
 
 
 def check(name: str, value: Any, hint: Any) -> None:

@@ -50,8 +50,8 @@ def test_the_bytes_are_those_that_the_merge_reads_and_writes(
     recipe: dict[str, Any], method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {"method": method, **recipe}
-    facts, job = dry_run_merge(as_recipe(given), tmp_path / "out")
-    assert not (tmp_path / "out").exists() and facts["merged_tensors"] == 6
+    job = dry_run_merge(as_recipe(given), tmp_path / "out")
+    assert not (tmp_path / "out").exists() and job.facts["merged_tensors"] == 6
     read, original = 0, PositionalFile.read_into
 
     def counted(file: PositionalFile, buffer: memoryview, offset: int) -> None:
@@ -73,7 +73,7 @@ def test_the_peak_memory_of_a_merge_is_near_the_reported_one(tmp_path: Path) -> 
     folders = [write_model(tmp_path / f"m{i}", s) for i, s in enumerate((base, near(base, 1), near(base, 2)))]
     recipe = {"method": "ties", "base": str(folders[0]), "models": [str(folder) for folder in folders[1:]]}
     path = write_recipe(tmp_path / "r.json", recipe)
-    _, job = dry_run_merge(as_recipe(recipe), None, threads=2)
+    job = dry_run_merge(as_recipe(recipe), None, threads=2)
     words = ["merge", str(path), "-o", str(tmp_path / "out"), "--threads", "2", "--quiet"]
     watched = (
         "from gradmerge.cli.app import main\ntry:\n    main()\nfinally:\n    print(open('/proc/self/status').read())"
@@ -124,8 +124,8 @@ def test_an_estimate_writes_as_many_bytes_as_reported(make: Any, data: Path, kin
 def test_the_precision_decides_how_much_is_written(data: Path, precision: str, tmp_path: Path) -> None:
     model = tiny_bert_checkpoint(tmp_path / "model")
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text, "label": 0} for text in sentences(4)])
-    facts, job = dry_run_estimate(str(model), str(rows), None, precision=precision, device="cpu")
-    assert job.bytes_written == facts["parameters"] * {"float32": 4, "bfloat16": 2, "log8": 1}[precision]
+    job = dry_run_estimate(str(model), str(rows), None, precision=precision, device="cpu")
+    assert job.bytes_written == job.facts["parameters"] * {"float32": 4, "bfloat16": 2, "log8": 1}[precision]
 
 
 MAKERS: dict[str, Any] = {"gpt2": tiny_gpt2_checkpoint, "llama": tiny_llama_checkpoint, "bert": tiny_bert_checkpoint}
@@ -160,15 +160,15 @@ def test_images_are_counted_by_patches(tmp_path: Path) -> None:
         path = tmp_path / "images" / str(number % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (16, 16), (number, 0, 0)).save(path)
-    _, job = dry_run_estimate(str(model), str(tmp_path / "images"), None, device="cpu", batch_size=2)
-    _, twice = dry_run_estimate(str(model), str(tmp_path / "images"), None, device="cpu", batch_size=4)
+    job = dry_run_estimate(str(model), str(tmp_path / "images"), None, device="cpu", batch_size=2)
+    twice = dry_run_estimate(str(model), str(tmp_path / "images"), None, device="cpu", batch_size=4)
     assert 0 < 2 * job.memory_parts["activations"] == twice.memory_parts["activations"]
 
 
 def test_an_estimate_on_the_disk_or_the_cpu_counts_its_sums_there(data: Path, tmp_path: Path) -> None:
     model = str(tiny_llama_checkpoint(tmp_path / "model"))
     sizes = {
-        where: dry_run_estimate(model, str(data), None, accumulate_on=where, device="cpu")[1]
+        where: dry_run_estimate(model, str(data), None, accumulate_on=where, device="cpu")
         for where in ("device", "cpu", "disk")
     }
     written = sizes["device"].bytes_written

@@ -10,8 +10,8 @@ import typer
 
 import gradmerge as gm
 from gradmerge.cli.app import app
-from gradmerge.cli.merge import MergeOptions
-from gradmerge.cli.options import LoadingOptions
+from gradmerge.cli.options import LoadingOptions, api_options
+from gradmerge.cli.output import with_options
 from gradmerge.tasks.loading import DEFAULTS
 
 COMMANDS = (["evaluate"], ["diagnose"], ["preview"], ["curvature", "estimate"])
@@ -27,9 +27,25 @@ def test_options_of_loading_are_those_of_python_with_the_same_defaults() -> None
 
 def test_options_of_merge_are_those_of_python_with_the_same_defaults() -> None:
     parameters = inspect.signature(gm.merge).parameters
-    others = {"recipe", "out", "device", "allow_code", "progress", "block"}
-    defaults = {name: parameter.default for name, parameter in parameters.items() if name not in others}
-    assert MergeOptions().as_keywords() == defaults
+    for name, option in api_options(gm.merge, ()).items():
+        default = parameters[name].default
+        assert option.default == (list(default) if isinstance(default, tuple) else default)
+    assert parameters.keys() - api_options(gm.merge, ()).keys() == {"recipe", "out", "progress", "block"}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("x: exists already. Pass force=True to replace it", "x: exists already. Pass --force to replace it"),
+        ("allow_code: is needed", "--allow-code: is needed"),
+        ("rank=8 is too large", "--rank 8 is too large"),
+        ("out of memory", "out of memory"),
+        ("threads 0: must be 1", "--threads 0: must be 1"),
+        ("./allow_code.yml: threads are many", "./allow_code.yml: threads are many"),
+    ],
+)
+def test_messages_of_the_library_name_options(message: str, expected: str) -> None:
+    assert with_options(message, ["force", "allow_code", "rank", "threads", "out"]) == expected
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

@@ -168,7 +168,7 @@ def test_a_language_model_forgets_text(tmp_path: Path) -> None:
         (["--resume"], "--resume"),
         (["--method", "negation"], "--forget"),
         (["--method", "ties"], "--method ties"),
-        (["--retain-size", "10"], "retain_size"),
+        (["--retain-size", "10"], "--retain-size"),
         (["--max-kronecker-dim", "-1"], "--max-kronecker-dim"),
         (["--dtype", "bfloat16"], "float32"),
         (["--task", "causal-lm"], ""),

@@ -62,6 +62,9 @@ class JobSize:
     """None if the output folder is unknown, or a URL."""
     memory_parts: dict[str, int] = field(default_factory=dict)
     """What the memory is used for, where that is known."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the job would do: numbers, texts, and tables as lists of mappings."""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -72,6 +75,7 @@ class JobSize:
     def to_dict(self) -> dict[str, Any]:
         """Return what `--dry-run --json` prints."""
         return {
+            **self.facts,
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
             "memory": self.memory,
@@ -79,6 +83,7 @@ class JobSize:
             "free_memory": self.free_memory,
             "free_disk": self.free_disk,
             "fits": self.fits,
+            "notes": self.notes,
         }
 
     def lines(self) -> list[str]:
@@ -86,10 +91,10 @@ class JobSize:
         written = "unknown" if self.bytes_written is None else size(self.bytes_written)
         parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in self.memory_parts.items() if nbytes)
         return [
-            f"reads:   {size(self.bytes_read)}",
-            f"writes:  {written}{_of(self.free_disk)}",
-            f"memory:  about {size(self.memory)}{_of(self.free_memory)}{f': {parts}' if parts else ''}",
-            f"fits:    {'yes' if self.fits else 'no, more is needed than is free'}",
+            f"reads: {size(self.bytes_read)}",
+            f"writes: {written}{_of(self.free_disk)}",
+            f"memory: about {size(self.memory)}{_of(self.free_memory)}{f': {parts}' if parts else ''}",
+            f"fits: {'yes' if self.fits else 'no, it needs more than is free'}",
         ]
 
 
@@ -120,47 +125,44 @@ def free_memory(device: torch.device) -> int | None:
         return None
 
 
-def dry_run_merge(
-    recipe: Recipe, out: Path | None, *, threads: int | None = None, **allowed: Any
-) -> tuple[dict[str, Any], JobSize]:
-    """Return the plan of a merge, and its size. ``allowed`` is as of :func:`planned`."""
+def dry_run_merge(recipe: Recipe, out: Path | None, *, threads: int | None = None, **reading: Any) -> JobSize:
+    """Return what a merge would do, and its size. ``reading`` is as of :func:`planned`."""
     threads, adapter = threads or default_threads(), recipe.output.format == "adapter"
-    with planned(recipe, **allowed) as plan:
-        # Finding the damping is part of finding notes, and nothing is left to read for it afterwards.
+    with planned(recipe, **reading) as plan:
+        # The checks below read what they need for the damping and the notes, so this comes first.
         bytes_read = plan.total_read + plan.statistics_read + plan.damping_read
         reduce = LocalExecutor(threads).reduce
         plan.note(check_step_size(plan, reduce))
         plan.note(coefficient_notes(recipe, plan, reduce))
         plan.note(license_notes(read_all_metadata(plan.inputs.checkpoints), recipe.output.license))
-        job = JobSize(
-            bytes_read=bytes_read,
-            bytes_written=None if adapter else plan.total_written,
-            memory=plan.memory(threads),
-            free_memory=free_memory(torch.device("cpu")),
-            free_disk=free_disk(out),
-        )
-        inputs = plan.inputs
         outputs = [plan.tensors, *([plan.precision_tensors] if plan.write_precision else [])]
-        sources: list[dict[str, Any]] = [
+        inputs: list[dict[str, Any]] = [
             {"source": c.label, "kind": c.kind, "bytes": c.nbytes, "parameters": c.parameters}
-            for c in inputs.checkpoints
+            for c in plan.inputs.checkpoints
         ]
-        for c in inputs.curvatures:
+        for c in plan.inputs.curvatures:
             nbytes = sum(c.nbytes(name) for name in plan.merged_tensors)
-            sources.append({"source": c.label, "kind": "curvature", "bytes": nbytes})
+            inputs.append({"source": c.label, "kind": "curvature", "bytes": nbytes})
         facts = {
             "method": recipe.method,
-            "options": {name: plain(value) for name, value in inputs.options.items()},
-            "inputs": sources,
+            "options": {name: plain(value) for name, value in plan.inputs.options.items()},
+            "inputs": inputs,
             "merged_tensors": len(plan.merged_tensors),
             "copied_tensors": plan.copied_tensors,
             **used(recipe, plan),
             "output": str(out) if out else None,
             "output_files": 1 if adapter else sum(len(split_into_shards(t, recipe.output.shard_size)) for t in outputs),
             "threads": threads,
-            "notes": plan.notes,
         }
-    return facts, job
+        return JobSize(
+            bytes_read=bytes_read,
+            bytes_written=None if adapter else plan.total_written,
+            memory=plan.memory(threads),
+            free_memory=free_memory(torch.device("cpu")),
+            free_disk=free_disk(out),
+            facts=facts,
+            notes=list(plan.notes),
+        )
 
 
 def dry_run_estimate(
@@ -175,8 +177,8 @@ def dry_run_estimate(
     max_kronecker_dim: int = MAX_KRONECKER_DIM,
     accumulate_on: str | None = None,
     **loading: Unpack[LoadOptions],
-) -> tuple[dict[str, Any], JobSize]:
-    """Return what is estimated, and the size of the estimate. Reads the config, the headers and some of the rows."""
+) -> JobSize:
+    """Return what would be estimated, and its size. Reads the config, the headers and some of the rows."""
     options = complete(loading, dry_run_estimate, None)
     args = ModelArgs.parse(options["model_args"])
     check_estimate_options(likelihood, kind, precision, at_delta, max_kronecker_dim, accumulate_on, args)
@@ -206,15 +208,6 @@ def dry_run_estimate(
     free = free_memory(device)
     if args.device_map is not None and device.type != "cpu":  # what does not fit the GPU is on the CPU
         free = sum(filter(None, (free, free_memory(torch.device("cpu")))))
-    entries = summed // 4
-    job = JobSize(
-        bytes_read=read + adapter,
-        bytes_written=entries * ENTRY_SIZE[precision] + (summed if accumulate_on == "disk" else 0),
-        memory=sum(parts.values()),
-        free_memory=free,
-        free_disk=free_disk(out),
-        memory_parts=parts,
-    )
     notes = list(loaded.notes)
     if kind != "gram" and not parts["activations"]:
         notes.append("the activations of a batch are not counted for this model")
@@ -228,9 +221,17 @@ def dry_run_estimate(
         "device": str(device),
         "dtype": str(next(empty.parameters()).dtype).removeprefix("torch."),
         "parameters": sum(parameter.numel() for parameter in empty.parameters()),
-        "notes": notes,
     }
-    return facts, job
+    return JobSize(
+        bytes_read=read + adapter,
+        bytes_written=summed // 4 * ENTRY_SIZE[precision] + (summed if accumulate_on == "disk" else 0),
+        memory=sum(parts.values()),
+        free_memory=free,
+        free_disk=free_disk(out),
+        memory_parts=parts,
+        facts=facts,
+        notes=notes,
+    )
 
 
 def stored_size(folder: Path, stem: str) -> tuple[int, int]:

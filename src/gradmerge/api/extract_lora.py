@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..arguments import checked
-from ..engine.run import MergeResult
 from ..progress import Progress
 from .merge import merge
+
+if TYPE_CHECKING:
+    from ..engine.run import MergeResult
 
 
 @checked()
@@ -40,16 +42,16 @@ def extract_lora(
         out: A new folder for the adapter.
         base: The base model; its folder must have a config.json.
         rank: The largest rank of a matrix.
-        include: Glob patterns over names of tensors that the adapter may change.
-        exclude: Glob patterns over names of tensors that stay as in the base.
-        dtype: Type of the factors: float32 by default, or float64, bfloat16, float16.
-        threads: By default one per core, at most 4.
-        force: Replace ``out`` if gradmerge wrote it, or it is empty.
-        resume: Continue after an earlier run was killed.
-        allow_pickle: Also read .bin and .pt checkpoints (tensors only).
-        allow_config: Keys in which the configs may differ although they change the function of the weights.
-        dequantize: Dequantize fp8 and bitsandbytes weights.
-        progress: Show a progress bar; or an object that is told the progress in bytes.
+        include: Names or glob patterns of tensors that the adapter may change; by default all.
+        exclude: Names or glob patterns of tensors that stay as in the base, such as ``'*norm*'``.
+        dtype: Type of the factors: float32 (auto), float64, bfloat16 or float16.
+        threads: Threads; by default one per core, at most 4.
+        force: Replace the output if gradmerge wrote it, or if it is empty.
+        resume: Resume a run that was killed.
+        allow_pickle: Also read .bin and .pt files (tensors only, no code).
+        allow_config: Accept that the models' configs differ in this key, as the error names it.
+        dequantize: Dequantize the weights of fp8 and bitsandbytes models on load.
+        progress: Show a progress bar; or an object that gets the progress in bytes.
 
     Returns:
         The result. ``lost`` is the share of each matrix's change that the rank cannot represent, as squared Frobenius

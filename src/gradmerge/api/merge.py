@@ -1,4 +1,7 @@
-"""Merge checkpoints from disk to disk."""
+"""Merge checkpoints from disk to disk.
+
+Heavy modules are imported in the functions: the command line reads the signature of :func:`merge` without PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..arguments import check_known, checked
-from ..engine.build_plan import open_plan
-from ..engine.input_state import recipe_paths
-from ..engine.plan import BLOCK, Plan
-from ..engine.run import MergeResult, merge_to_folder
-from ..engine.thread_pool import allow_many_files
 from ..errors import InputError
-from ..io.atomic_dir import AtomicDir
-from ..io.reader import local_path
 from ..notes import Note
 from ..progress import Progress, shown
-from ..recipe import Recipe, load_recipe, make_recipe
 from ..urls import output_path
 
 if TYPE_CHECKING:
     from ..engine.on_ray import RayCluster
+    from ..engine.plan import Plan
+    from ..engine.run import MergeResult
+    from ..recipe import Recipe
 
-RecipeLike = str | Path | Recipe | Mapping[str, Any]
-"""A recipe file, a mapping with the keys of a recipe, or a :class:`Recipe`."""
+    RecipeLike = str | Path | Recipe | Mapping[str, Any]
+    """A recipe file, a mapping with the keys of a recipe, or a :class:`Recipe`."""
 
 
 @checked()
@@ -52,7 +48,7 @@ def merge(
     workers: int | None = None,
     ray_address: str | None = None,
     progress: bool | Progress = True,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> MergeResult:
     """Merge the checkpoints of a recipe and write the result to the folder ``out``.
 
@@ -63,25 +59,24 @@ def merge(
         recipe: A recipe file (of gradmerge or mergekit), a mapping with its keys, or a :class:`Recipe`.
         out: A new folder, or an fsspec URL such as s3://bucket/name. The folder appears when it is complete; until then
             files are in ``OUT.gradmerge-partial``. A result at a URL is complete when its gradmerge.json exists.
-        threads: Threads, by default one per core and at most 4. With Ray, threads per worker.
+        threads: Threads; by default one per core, at most 4. With Ray, threads per worker.
         device: Device of the arithmetic: cpu, cuda, cuda:1, …
-        force: Replace ``out`` if gradmerge wrote it, or if it is empty.
-        resume: Resume a merge that was killed.
-        allow_pickle: Also read .bin and .pt checkpoints (tensors only).
-        allow_config: Config keys that may differ between models although they change the function of the weights.
-        dequantize: Dequantize weights on load (fp8 with scales, bitsandbytes).
+        force: Replace the output if gradmerge wrote it, or if it is empty.
+        resume: Resume a merge that was killed; the result has the same bytes.
+        allow_pickle: Also read .bin and .pt files (tensors only, no code).
+        allow_config: Accept that the models' configs differ in this key, as the error names it.
+        dequantize: Dequantize the weights of fp8 and bitsandbytes models on load.
         allow_code: Run the Python file that the recipe names as its method (``method: ./my_rule.py``).
         allow_nonfinite: Continue if weights are NaN or infinite.
         accept_untrusted: Write a removal even if its step is too long to be trusted.
         engine: Execution backend: ``local``, or ``ray`` for the workers of a Ray cluster, with the same bytes. All
-            machines of the cluster must have the inputs and ``out`` under the same paths.
+            machines of the cluster must have the inputs and the output under the same paths.
         workers: With Ray, the number of workers; by default as many as the cluster has room for.
-        ray_address: HOST:PORT of a Ray cluster, or ``auto`` for the one on this machine. Default: the environment
-            variable RAY_ADDRESS, else a cluster that is started here and stopped after the merge. A cluster that this
-            process is connected to is used as it is.
+        ray_address: HOST:PORT of a Ray cluster, or ``auto`` for the one on this machine. Default: RAY_ADDRESS in the
+            environment, else a new cluster on this machine.
         progress: Show a progress bar on a terminal or in a notebook; False for none; or an object with
             ``begin(what, total, done)`` and ``advance(amount)``, which gets the progress in bytes.
-        block: Elements per call of the rule; the weights do not depend on it.
+        block: Elements per call of the rule. The weights do not depend on it.
 
     Returns:
         Counts, sizes and times of the merge, and its notes.
@@ -89,6 +84,9 @@ def merge(
     >>> merge({"method": "ties", "base": "./base", "models": ["./a", "./b"]}, "./merged").merged  # doctest: +SKIP
     148
     """
+    from ..engine.run import merge_to_folder
+    from ..engine.thread_pool import allow_many_files
+
     recipe = as_recipe(recipe, allow_code)
     out = output_path(out)
     if out.suffix == ".safetensors":
@@ -111,7 +109,7 @@ def merge(
 
         def run(recipe: Recipe, out: Path, force: bool = False) -> MergeResult:
             with planned(recipe, **reading) as plan:
-                plan.block = block
+                plan.block = block or plan.block
                 return merge_to_folder(recipe, plan, out, force=force, **settings)
 
         ready = stack.enter_context(_with_named_merges(recipe, out, run, resume=resume))
@@ -120,6 +118,8 @@ def merge(
 
 def as_recipe(recipe: RecipeLike, allow_code: bool = False) -> Recipe:
     """Return the recipe of a file or a mapping, or the recipe itself."""
+    from ..recipe import Recipe, load_recipe, make_recipe
+
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, Mapping):
@@ -141,6 +141,8 @@ def planned(recipe: RecipeLike, **reading: Any) -> Iterator[Plan]:
 
     ``reading`` are the keywords of :func:`gradmerge.engine.build_plan.open_plan`.
     """
+    from ..engine.build_plan import open_plan
+
     plan = open_plan(_with_placeholders(as_recipe(recipe)), **reading)
     with contextlib.closing(plan.inputs):
         yield plan
@@ -168,6 +170,9 @@ def _with_named_merges(
     if not recipe.merges or recipe.made:
         yield recipe
         return
+    from ..engine.input_state import recipe_paths
+    from ..io.atomic_dir import AtomicDir
+
     with contextlib.ExitStack() as stack:
         if out is None:
             out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradmerge-"))) / "out"
@@ -186,6 +191,8 @@ def _with_named_merges(
 
 def _with_placeholders(recipe: Recipe) -> Recipe:
     """A recipe that can be planned before its named recipes are merged: each is replaced by its first model."""
+    from ..io.reader import local_path
+
     if not recipe.merges or recipe.made:
         return recipe
     placeholders: dict[str, Path] = {}
@@ -212,13 +219,14 @@ def _cluster(
 ) -> RayCluster | None:
     """The cluster of a merge, not started yet; None for the local engine."""
     check_known(f"engine {engine!r}", engine, ("local", "ray"))
+    for name, number in (("workers", workers), ("threads", threads)):
+        if number is not None and not 1 <= number <= 256:
+            raise InputError(f"{name} {number}: must be from 1 to 256")
     if engine == "local":
         for name, value in (("workers", workers), ("ray_address", address)):
             if value is not None:
                 raise InputError(f"{name}: applies only with engine 'ray'")
         return None
-    if workers is not None and workers < 1:
-        raise InputError(f"workers {workers}: must be at least 1")
     if device != "cpu":
         raise InputError(f"device {device!r}: Ray workers compute on the cpu; use engine 'local' for a GPU")
     if "adapter" in {each.output.format for each in (recipe, *recipe.merges.values())}:
@@ -230,6 +238,8 @@ def _cluster(
 
 def check_device(device: str) -> None:
     """Raise InputError unless a merge can run on this device."""
+    import torch
+
     try:
         kind, index = torch.device(device).type, torch.device(device).index or 0
     except RuntimeError:

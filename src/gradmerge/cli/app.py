@@ -1,4 +1,4 @@
-"""The commands, and how every one of them fails."""
+"""All commands of `gradmerge`, and the script that runs them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
+from typer.core import TyperGroup
 
 from .._version import __version__
 from ..distributed import launched
@@ -21,9 +23,11 @@ from ..text import printable, to_json
 from . import (
     calibrate,
     curvature,
+    curvature_import,
     demo,
     diagnose,
     distill,
+    estimate,
     evaluate,
     extract_lora,
     inspect,
@@ -34,39 +38,45 @@ from . import (
     remove,
     studio,
 )
-from .help import Commands, GroupWithHelp
 from .output import OUT_OF_MEMORY
-from .stdio import hush, prepare_streams, say, settle
+from .stdio import discard, echo, prepare_streams, silence
 
+typer.core.HAS_RICH = False  # typer would print a backslash before the brackets of its help
 #: Depending on its version, typer brings its own click or uses the installed one.
 UsageError: Any = typer.BadParameter.__base__
 
 
-class EveryCommand(GroupWithHelp):
-    """All commands. Whatever ends one of them becomes a message and an exit status here."""
+class Gradmerge(TyperGroup):
+    """All commands. Every error becomes a message and an exit status."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> NoReturn:
         words = list(sys.argv[1:] if args is None else args)
-        other = _is_other()
-        if other:
-            hush()
+        if _is_other():
+            silence()
         try:
             ended = super().main(words, *rest, **more | {"standalone_mode": False})
             status = ended if isinstance(ended, int) else 0
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except UsageError as error:
-            shown = io.StringIO()
-            error.show(file=shown)
-            say(shown.getvalue().rstrip("\n"), err=True)
+            text = io.StringIO()
+            error.show(file=text)
+            echo(text.getvalue().rstrip("\n"), err=True)
             status = error.exit_code
             if "--json" in words:
-                say(to_json({"error": error.format_message(), "status": status}, indent=None))
+                echo(to_json({"error": error.format_message(), "status": status}, indent=None))
         except typer.Abort:
             status = 1
-            say("error: interrupted", err=True)
+            echo("error: interrupted", err=True)
         except MemoryError:  # too little is left even to make the message
             status = 1
-            say(f"error: {OUT_OF_MEMORY}", err=True)
-        sys.exit(settle(status))
+            echo(f"error: {OUT_OF_MEMORY}", err=True)
+        except OSError as error:
+            status = 1
+            discard(sys.stdout)
+            if not isinstance(error, BrokenPipeError):  # the reader, such as `head`, has ended
+                echo(f"error: standard output cannot be written: {error.strerror}", err=True)
+        sys.exit(status)
 
 
 def _is_other() -> bool:
@@ -78,11 +88,12 @@ def _is_other() -> bool:
     return launch is not None and launch.rank > 0
 
 
-app = Commands(
+app = typer.Typer(
     name="gradmerge",
-    cls=EveryCommand,
+    cls=Gradmerge,
     help="Merge fine-tuned models, and remove what a model has learned, by matching gradients with curvature.",
-    epilog="Start with: gradmerge demo   ·   gradmerge studio demo   ·   gradmerge merge --help",
+    epilog="Start with: gradmerge demo",
+    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -91,7 +102,7 @@ app = Commands(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        say(f"gradmerge {__version__}")
+        echo(f"gradmerge {__version__}")
         raise typer.Exit
 
 
@@ -107,7 +118,7 @@ def _main(
             file_okay=False,
             writable=True,
             envvar="GRADMERGE_CACHE",
-            help="Folder for what is fetched from the Hub or a URL. Default: that of the Hub, ~/.cache/gradmerge.",
+            help="Folder for downloads from the Hub or a URL. Default: the Hub's cache, and ~/.cache/gradmerge.",
         ),
     ] = None,
 ) -> None:
@@ -117,44 +128,51 @@ def _main(
         os.environ["HF_DATASETS_CACHE"] = str(cache.absolute() / "datasets")
 
 
-app.command("merge", short_help="Merge models, as a recipe or options say.", epilog=merge.MERGE_EXAMPLE)(merge.merge)
-app.command("calibrate", short_help="Improve a merge on unlabeled rows.", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
-app.command("distill", short_help="Train a merge with the fine-tuned models as teachers.", epilog=distill.EXAMPLE)(
-    distill.distill
-)
-app.command("remove", short_help="Take data out of a model again.", epilog=remove.EXAMPLE)(remove.remove)
-app.command("extract-lora", short_help="Make a LoRA adapter of a fine-tuned model.", epilog=extract_lora.EXAMPLE)(
-    extract_lora.extract_lora
-)
-app.command("inspect", short_help="Look at models, and whether they can merge.", epilog=inspect.EXAMPLE)(
-    inspect.inspect
-)
-app.command("evaluate", short_help="Measure a model on labelled data.", epilog=evaluate.EXAMPLE)(evaluate.evaluate)
-app.command("methods", short_help="List the merge methods, or explain one.", epilog=methods.EXAMPLE)(methods.methods)
-app.command("diagnose", short_help="Report what a merge costs each task.", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
-app.command("preview", short_help="Compare weights and methods before merging.", epilog=preview.EXAMPLE)(
-    preview.preview
-)
-app.command("studio", short_help="Try weights and methods on a local page.", epilog=studio.EXAMPLE)(studio.studio)
-app.command("push", short_help="Upload a result to the Hub, with its card.", epilog=push.EXAMPLE)(push.push)
-app.command("demo", short_help="See the whole job on small models.", epilog=demo.EXAMPLE)(demo.demo)
-app.add_typer(curvature.app, name="curvature", short_help="Estimate, import and look at curvature.")
+def examples(text: str) -> str:
+    """Return the examples of a command, `Examples: one   ·   another`, as lines that typer does not wrap."""
+    title, _, commands = text.partition(": ")
+    return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in commands.split("   ·   "))])
+
+
+for _name, _run, _help, _examples in (
+    ("merge", merge.merge, "Merge models.", merge.EXAMPLE),
+    ("calibrate", calibrate.calibrate, "Improve a merge on unlabeled rows, layer by layer.", calibrate.EXAMPLE),
+    ("distill", distill.distill, "Train a merge with the fine-tuned models as teachers.", distill.EXAMPLE),
+    ("remove", remove.remove, "Remove what a model has learned from data.", remove.EXAMPLE),
+    ("extract-lora", extract_lora.extract_lora, "Write a fine-tuned model as a LoRA adapter.", extract_lora.EXAMPLE),
+    ("inspect", inspect.inspect, "Show models, and whether they can be merged.", inspect.EXAMPLE),
+    ("evaluate", evaluate.evaluate, "Evaluate a model on labeled data.", evaluate.EXAMPLE),
+    ("methods", methods.methods, "List the merge methods, or explain one.", methods.EXAMPLE),
+    ("diagnose", diagnose.diagnose, "Report what a merge costs each task.", diagnose.EXAMPLE),
+    ("preview", preview.preview, "Compare weights and methods before merging.", preview.EXAMPLE),
+    ("studio", studio.studio, "Try weights and methods on a local web page.", studio.EXAMPLE),
+    ("push", push.push, "Upload a result to the Hub, with its card.", push.EXAMPLE),
+    ("demo", demo.demo, "Run the whole workflow on small models.", demo.EXAMPLE),
+):
+    app.command(_name, short_help=_help, epilog=examples(_examples))(_run)
+_curvature = typer.Typer(help="Estimate curvature, import it from an optimizer's state, and show curvature files.")
+for _name, _run, _help, _examples in (
+    ("estimate", estimate.estimate, "Estimate it on data.", estimate.EXAMPLE),
+    ("import", curvature_import.import_, "Import it from a training checkpoint.", curvature_import.EXAMPLE),
+    ("show", curvature.show, "Show what a curvature file contains.", curvature.EXAMPLE),
+):
+    _curvature.command(_name, short_help=_help, epilog=examples(_examples))(_run)
+app.add_typer(_curvature, name="curvature", short_help="Estimate, import and show curvature.", no_args_is_help=True)
 
 
 def script() -> NoReturn:
-    """The `gradmerge` script, as a process of its own."""
+    """The `gradmerge` script."""
     status: Any = 0
-    if named := [one for one in app.registered_commands if [one.name] == sys.argv[1:2]]:
-        # Before it runs one command, typer would make all of them.
-        app.registered_commands, app.registered_groups = named, []
+    if chosen := [command for command in app.registered_commands if [command.name] == sys.argv[1:2]]:
+        # Otherwise typer builds all commands before it runs one.
+        app.registered_commands, app.registered_groups = chosen, []
     try:
         main()
     except SystemExit as ended:
         status = ended.code or 0
     if isinstance(status, int) and threading.active_count() == 1:
-        # Python takes a quarter of a second to clear away PyTorch, object by object, which the system does at once.
+        # Python takes a quarter of a second to free PyTorch, object by object.
         atexit._run_exitfuncs()
-        settle(status)
         os._exit(status)
     sys.exit(status)
 
@@ -162,6 +180,6 @@ def script() -> NoReturn:
 def main() -> None:
     """Run the command that the arguments of the process name; it ends with SystemExit."""
     prepare_streams()
-    plain = warnings.formatwarning
-    warnings.formatwarning = lambda *args, **more: printable(plain(*args, **more))
+    original = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **more: printable(original(*args, **more))
     app(prog_name="gradmerge")

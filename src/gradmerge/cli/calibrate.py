@@ -10,7 +10,7 @@ import typer
 
 from .options import DryRun, Force, LoadingOptions, Printing, command, named
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
-from .stdio import say
+from .stdio import echo
 
 EXAMPLE = (
     "Examples: gradmerge calibrate ./merged --data yelp=yelp.jsonl --data imdb=imdb.jsonl -o ./calibrated   ·   "
@@ -100,10 +100,12 @@ def calibrate(
         from ..api.calibrate import calibrate as calibrate_model, dry_run_calibrate
 
     if dry_run:
+        from .dry_run import print_dry_run
+
         job = dry_run_calibrate(
             merged, sources, teachers=teachers, out=out, cache_memory=cache_memory, check=check, **loading.as_keywords()
         )
-        print_json(job.to_dict()) if printing.json else say("\n".join(job.lines()))
+        print_dry_run(job, printing)
         return
     with progress(printing.silent, "blocks") as shown:
         done = calibrate_model(
@@ -131,5 +133,5 @@ def calibrate(
         return
     columns, rows = done.table()
     print_table(columns, rows, right=range(1, len(columns)))
-    say("\n" + " ".join(done.verdict).replace("**", "").replace("`", ""))
-    say(f"{out}: written in {done.seconds:.1f} s; report.html shows the distance after each block.")
+    echo("\n" + " ".join(done.verdict).replace("**", "").replace("`", ""))
+    echo(f"{out}: written in {done.seconds:.1f} s; report.html shows the distance after each block.")

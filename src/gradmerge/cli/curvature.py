@@ -8,23 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..text import count, one_line
-from . import curvature_import as importing, estimate
-from .help import Commands
 from .options import Printing, command
 from .output import print_json, print_table, progress
-from .stdio import say
+from .stdio import echo
 
 if TYPE_CHECKING:
     from ..curvature.spectra import LayerSpectra, Spectrum
 
-app = Commands(help="Estimate curvature, take it from an optimizer's state, and look at curvature files.")
-app.command("estimate", short_help="Estimate it on data.", epilog=estimate.EXAMPLE)(estimate.estimate)
-app.command("import", short_help="Take it from a training checkpoint.", epilog=importing.EXAMPLE)(importing.import_)
+EXAMPLE = "Example: gradmerge curvature show ./yelp-curvature"
 
 
-@app.command(
-    "show", short_help="Show what a file of it holds.", epilog="Example: gradmerge curvature show ./yelp-curvature"
-)
 @command
 def show(
     *,
@@ -83,7 +76,7 @@ def show(
         "gram": "Gram matrices XᵀX of linear layers' inputs",
         "kronecker": f"Kronecker factors of {len(layers)} layers and {diagonals} diagonals, likelihood {likelihood}",
     }[file.kind]
-    say(
+    echo(
         f"{one_line(path)}: {what}, sum over {file.examples} examples, "
         f"estimated for {one_line(facts['model']) or 'a model that is not named'}, stored as {file.precision}"
     )
@@ -93,16 +86,16 @@ def show(
         rows.append([g.name, count(g.entries), f"{g.total:.4g}", f"{g.per_entry:.3g}", zeros, f"{g.largest:.3g}"])
     print_table(["group", "entries", "sum", "mean per entry", "zeros", "max"], rows, right=(1, 2, 3, 4, 5))
     if layers:
-        say("")
+        echo("")
         columns = ["layer", "tokens T"]
         for factor in ("A/T", "G"):
             columns += [factor, "trace", "largest", "median", "rank"]
         table = [[one.name, f"{one.tokens:,}", *_cells(one.inputs), *_cells(one.outputs)] for one in layers]
         print_table(columns, table, right=range(1, len(columns)))
     if not printing.quiet:
-        say("Sums over examples; divide by the number of examples for `reduction: mean`.")
+        echo("Sums over examples; divide by the number of examples for `reduction: mean`.")
         if layers:
-            say("Groups: diagonal of G ⊗ A / T. A/T: mean over tokens. G: sum over examples. Rank: (Σλ)²/Σλ².")
+            echo("Groups: diagonal of G ⊗ A / T. A/T: mean over tokens. G: sum over examples. Rank: (Σλ)²/Σλ².")
 
 
 def _cells(factor: Spectrum) -> list[str]:

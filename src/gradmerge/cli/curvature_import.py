@@ -9,7 +9,7 @@ import typer
 from ..text import count
 from .options import CurvatureOut, Force, Precision, Printing, command
 from .output import heavy_imports, print_json, print_notes
-from .stdio import say
+from .stdio import echo
 
 EXAMPLE = (
     "Example: gradmerge curvature import ./yelp/checkpoint-500 --dataset-size 25000 --batch-size 32 -o ./yelp-curvature"
@@ -75,7 +75,7 @@ def import_(
         return
     print_notes(result.notes, printing.quiet)
     if not printing.quiet:
-        say(
+        echo(
             f"{out}: {curvature.likelihood} curvature of {len(curvature)} tensors, {count(parameters)} entries, "
             f"sum over {curvature.examples} examples, stored as {precision}"
         )

@@ -13,7 +13,7 @@ import typer
 
 from .options import Printing, command
 from .output import heavy_imports, print_json, print_table, progress
-from .stdio import say
+from .stdio import echo
 
 if TYPE_CHECKING:
     from ..demo import DemoResult
@@ -44,7 +44,7 @@ def demo(
 
     def tell(text: str) -> None:
         if not printing.silent:  # a progress bar replaces sys.stderr, to put these lines above itself
-            say(text, err=True, needed=False)
+            echo(text, err=True)
 
     with progress(printing.silent, "steps") as shown:
         outcome = run_demo(out, settings=Settings(seed=seed), force=force, progress=shown, say=tell)
@@ -69,7 +69,7 @@ def _print_tables(outcome: DemoResult) -> None:
         (accuracy, merge_table(outcome.merging)),
         (removing, removal_table(outcome.removal)),
     ):
-        say(title)
+        echo(title)
         print_table(columns, rows, right=range(1, len(columns)))
 
 
@@ -78,12 +78,12 @@ def _print_rest(outcome: DemoResult, seconds: float) -> None:
     from ..demo.tables import flatness
 
     folder = outcome.folder
-    say("\nOver one weight for all tasks, mean accuracy on validation images:")
-    say("\n".join(flatness(outcome.results)))
-    say(f"\nDone in {seconds:.0f} s. {folder / 'results.md'} explains the tables.")
-    say(f"Reports: {folder / 'preview' / 'report.html'}, {folder / 'diagnose' / 'report.html'}")
-    say(f"\nTo repeat the steps (all of them are in {folder / 'commands.sh'}):\n")
+    echo("\nOver one weight for all tasks, mean accuracy on validation images:")
+    echo("\n".join(flatness(outcome.results)))
+    echo(f"\nDone in {seconds:.0f} s. {folder / 'results.md'} explains the tables.")
+    echo(f"Reports: {folder / 'preview' / 'report.html'}, {folder / 'diagnose' / 'report.html'}")
+    echo(f"\nTo repeat the steps (all of them are in {folder / 'commands.sh'}):\n")
     if shutil.which("gradmerge") is None:
-        say(finding())
-    say(f"cd {shlex.quote(os.fspath(folder))}")
-    say("\n".join(map(shlex.join, highlights(outcome.commands))))
+        echo(finding())
+    echo(f"cd {shlex.quote(os.fspath(folder))}")
+    echo("\n".join(map(shlex.join, highlights(outcome.commands))))

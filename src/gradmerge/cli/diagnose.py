@@ -10,7 +10,7 @@ import typer
 from ..text import one_line
 from .options import LoadingOptions, Printing, RecipeOptions, Settings, SweepOption, command, named
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
-from .stdio import say
+from .stdio import echo
 
 EXAMPLE = (
     "Examples: gradmerge diagnose recipe.yml -o report   ·   gradmerge diagnose recipe.yml --data yelp=yelp.jsonl "
@@ -82,9 +82,9 @@ def diagnose(
     table = prediction_table(found)
     print_table(table.columns, table.rows, right=range(1, len(table.columns)), digits=3)
     if found.measured is not None:
-        say("")
+        echo("")
         table = measured_table(found, losses=False)
         print_table(table.columns, table.rows, right=range(1, len(table.columns)))
     if not printing.quiet:
-        say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
-        say(f"\n{out / 'report.html'} has the rest. Predictions rank; they are no losses in nats.")
+        echo("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
+        echo(f"\n{out / 'report.html'} has the rest. Predictions rank; they are no losses in nats.")

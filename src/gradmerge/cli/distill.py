@@ -11,7 +11,7 @@ import typer
 from .calibrate import NamedRows, NamedTeacher, RowOptions
 from .options import Force, Printing, command, named
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
-from .stdio import say
+from .stdio import echo
 
 EXAMPLE = (
     "Examples: gradmerge distill ./calibrated --data yelp=yelp.jsonl --data imdb=imdb.jsonl -o ./distilled   ·   "
@@ -89,5 +89,5 @@ def distill(
         return
     columns, rows = done.table()
     print_table(columns, rows, right=range(1, len(columns)))
-    say("\n" + " ".join(done.verdict).replace("**", "").replace("`", ""))
-    say(f"{out}: written in {done.seconds:.1f} s; report.html shows the loss over the steps.")
+    echo("\n" + " ".join(done.verdict).replace("**", "").replace("`", ""))
+    echo(f"{out}: written in {done.seconds:.1f} s; report.html shows the loss over the steps.")

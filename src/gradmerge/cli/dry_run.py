@@ -1,53 +1,28 @@
-"""Printing the result of `--dry-run`."""
+"""Print the result of `--dry-run`."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..api.dry_run import JobSize
 from ..recipe import in_words
-from ..text import count, size
-from .output import continued, print_json, print_table
-from .stdio import say
+from .options import Printing
+from .output import indented, print_json, print_table
+from .stdio import echo
 
 
-def print_merge(facts: dict[str, Any], job: JobSize, as_json: bool) -> None:
-    """Print the plan of a merge, and its size."""
-    if as_json:
-        print_json(facts | job.to_dict())
+def print_dry_run(job: JobSize, printing: Printing) -> None:
+    """Print what a job would do, and its size."""
+    if printing.json:
+        print_json(job.to_dict())
         return
-    options = "".join(f", {name}={in_words(value)}" for name, value in facts["options"].items())
-    say(f"method:  {facts['method']}{options}")
-    rows = [
-        [one["source"], one["kind"], count(one["parameters"]) if "parameters" in one else "", size(one["bytes"])]
-        for one in facts["inputs"]
-    ]
-    print_table(["input", "kind", "parameters", "size"], rows, right=(2, 3))
-    say(f"tensors: {facts['merged_tensors']} merged, {facts['copied_tensors']} copied")
-    if "damping" in facts:
-        say(f"damping: {facts['damping']:g}")
-    if "damping_of_layers" in facts:
-        say(f"         {facts['damping_of_layers']}, where it has Kronecker curvature")
-    for one in facts.get("penalty", ()):
-        say(f"penalty: {one['penalty']} for {one['model']} ({one['from']})")
-    number = facts["output_files"]
-    files = "one LoRA adapter" if job.bytes_written is None else f"{number} file{'s' if number > 1 else ''}"
-    say(f"output:  {files}" + (f" in {facts['output']}" if facts["output"] else ""))
-    _print_size(facts, job)
-
-
-def print_estimate(facts: dict[str, Any], job: JobSize, as_json: bool) -> None:
-    """Print what an estimate of curvature reads, and its size."""
-    if as_json:
-        print_json(facts | job.to_dict())
-        return
-    say(f"model:   {count(facts['parameters'])} parameters in {facts['dtype']}, on {facts['device']}")
-    say(f"data:    {facts['examples']:,} examples, task {facts['task']}")
-    _print_size(facts, job)
-
-
-def _print_size(facts: dict[str, Any], job: JobSize) -> None:
+    for name, value in job.facts.items():
+        if isinstance(value, list) and value:
+            columns = list(dict.fromkeys(key for row in value for key in row))
+            print_table(columns, [[row.get(column) for column in columns] for row in value])
+        elif isinstance(value, dict):
+            echo(f"{name}: " + ", ".join(f"{key}={in_words(item)}" for key, item in value.items()))
+        elif value is not None:
+            echo(f"{name.replace('_', ' ')}: {in_words(value)}")
     for line in job.lines():
-        say(line)
-    for text in facts["notes"]:
-        say(f"note: {continued(text)}")
+        echo(line)
+    for text in job.notes:
+        echo(f"note: {indented(text)}")

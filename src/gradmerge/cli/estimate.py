@@ -20,10 +20,10 @@ from .options import (
     Model,
     Precision,
     Printing,
-    on_processes,
+    command_with,
 )
 from .output import Notes, heavy_imports, memory_of, print_json, print_notes, progress
-from .stdio import say
+from .stdio import echo
 
 EXAMPLE = (
     "Examples: gradmerge curvature estimate ./yelp --data reviews.jsonl -o ./yelp/curvature   ·   "
@@ -78,7 +78,7 @@ class EstimateOptions:
     force: Force = False
 
 
-@on_processes
+@command_with(processes=True)
 def estimate(
     *,
     model: Model,
@@ -97,14 +97,14 @@ def estimate(
     if dry_run:
         with heavy_imports():
             from ..api.dry_run import dry_run_estimate
-            from .dry_run import print_estimate
+            from .dry_run import print_dry_run
 
         for name in ("seed", "resume", "force"):
             del given[name]
-        print_estimate(*dry_run_estimate(model, data, out, **given), printing.json)
+        print_dry_run(dry_run_estimate(model, data, out, **given), printing)
         return
     if out is None:
-        raise InputError("say where to write the result: -o OUT")
+        raise InputError("give a folder for the result: -o OUT")
     with heavy_imports():
         from ..api.estimate import estimate_to_disk
 
@@ -118,7 +118,7 @@ def estimate(
     print_notes(result.notes, printing.quiet)
     if not printing.quiet:
         kinds = {"gram": "Gram matrices", "kronecker": f"{options.likelihood} Kronecker factors"}
-        say(
+        echo(
             f"{out}: {kinds.get(options.kind) or f'{options.likelihood} curvature'} of {result.tensors} tensors, "
             f"{count(result.entries)} entries, sum over {result.examples} examples ({result.task}), "
             f"stored as {options.precision}; {result.seconds:.1f} s on {result.device}"

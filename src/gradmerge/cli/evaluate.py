@@ -16,10 +16,10 @@ from .options import (
     LoadingOptions,
     Model,
     Printing,
-    on_processes,
+    command_with,
 )
 from .output import heavy_imports, print_json, print_notes, print_table, progress
-from .stdio import say
+from .stdio import echo
 
 if TYPE_CHECKING:
     from ..tasks import LoadedTask
@@ -33,7 +33,7 @@ EXAMPLE = (
 )
 
 
-@on_processes
+@command_with(processes=True)
 def evaluate(
     *,
     model: Model,
@@ -84,7 +84,7 @@ def _print_numbers(what: str, loaded: LoadedTask, numbers: dict[str, Any], quiet
 
     if not quiet:
         read = ", ".join(f"{role} from {' + '.join(names)}" for role, names in loaded.columns.items())
-        say(one_line(f"{what}: {loaded.task}, {read}"))
+        echo(one_line(f"{what}: {loaded.task}, {read}"))
     told = {name: value for name, value in numbers.items() if name in tasks.MEANINGS}
     errors = numbers["standard_errors"]
     shown_as = {name: Measured(value, errors[name]) if name in errors else value for name, value in told.items()}

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..text import count, one_line, size
-from .options import Printing, command
-from .output import AllowConfig, AllowPickle, Dequantize, continued, print_json, print_table
-from .stdio import say
+from .options import AllowConfig, AllowPickle, Dequantize, Printing, command
+from .output import indented, print_json, print_table
+from .stdio import echo
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +62,7 @@ def inspect(
         print_json(result)
     elif printing.quiet:
         for problem in problems:
-            say(f"error: {continued(problem)}", err=True)
+            echo(f"error: {indented(problem)}", err=True)
     else:
         for item in facts:
             _print_model(item)
@@ -139,15 +139,17 @@ def _range(layers: list[int]) -> str:
 
 
 def _print_model(facts: dict[str, Any]) -> None:
-    say(one_line(f"{facts['model']} ({facts['architecture'] or facts['kind']})"))
+    echo(one_line(f"{facts['model']} ({facts['architecture'] or facts['kind']})"))
     if "base" in facts:
-        say(f"  LoRA adapter with {count(facts['adapter_parameters'])} parameters, on top of {one_line(facts['base'])}")
+        echo(
+            f"  LoRA adapter with {count(facts['adapter_parameters'])} parameters, on top of {one_line(facts['base'])}"
+        )
     types = ", ".join(f"{dtype} {count(numel)}" for dtype, numel in facts["types"].items())
-    say(f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({types})")
+    echo(f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({types})")
     for line in facts["layers"]:
-        say(one_line(f"  layers {line}"))
+        echo(one_line(f"  layers {line}"))
     if facts["quantized"]:
-        say(f"  {one_line(facts['quantized'])}")
+        echo(f"  {one_line(facts['quantized'])}")
     details = [f"vocabulary {facts['vocabulary']}"] if facts["vocabulary"] else []
     if facts["tied_embeddings"] is not None and re.search("LM|Generation", str(facts["architecture"])):
         details.append("tied embeddings" if facts["tied_embeddings"] else "untied embeddings")
@@ -155,7 +157,7 @@ def _print_model(facts: dict[str, Any]) -> None:
         details.append(f"{len(facts['buffers'])} buffers")
     details.append("with curvature" if facts["curvature"] else "no curvature/ folder")
     files = ", ".join(facts["files"][:3]) + (" …" if len(facts["files"]) > 3 else "")
-    say(one_line(f"  {', '.join(details)}; files: {files}"))
+    echo(one_line(f"  {', '.join(details)}; files: {files}"))
     if "tensor_list" in facts:
         items = facts["tensor_list"].items()
         rows = [[f"  {name}", info["dtype"], str(info["shape"]), size(info["bytes"])] for name, info in items]
@@ -164,11 +166,11 @@ def _print_model(facts: dict[str, Any]) -> None:
 
 def _print_comparison(result: dict[str, Any]) -> None:
     for note in result["notes"]:
-        say(f"note: {continued(note)}")
+        echo(f"note: {indented(note)}")
     if result["problems"]:
-        say("These cannot be merged:")
+        echo("These cannot be merged:")
         for problem in result["problems"]:
-            say(f"• {continued(problem)}")
+            echo(f"• {indented(problem)}")
     else:
         merged, copied = result["merged_tensors"], result["copied_tensors"]
-        say(f"These can be merged: {merged} tensors merged, {copied} copied.")
+        echo(f"These can be merged: {merged} tensors merged, {copied} copied.")

@@ -12,7 +12,7 @@ from ..text import nearest
 from .completion import method_names
 from .options import Printing, command
 from .output import print_json, print_table
-from .stdio import say
+from .stdio import echo
 
 EXAMPLE = "Examples: gradmerge methods   ·   gradmerge methods ties"
 
@@ -43,19 +43,19 @@ def methods(
     if name is None:
         print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.matching_form] for r in METHODS.values()])
         if not printing.quiet:
-            say("\nEach is a special case of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
-            say("gradmerge methods NAME explains one, with its options.")
+            echo("\nEach is a special case of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
+            echo("gradmerge methods NAME explains one, with its options.")
         return
     rule = METHODS[name]
-    say(f"{rule.name}\n")
-    say(rule.explanation)
-    say(f"\nform:       α_t = {rule.matching_form[0]};  H_0 = {rule.matching_form[1]};  H_t = {rule.matching_form[2]}")
-    say(f"reference:  {rule.reference}")
-    say(f"needs:      {rule.needs_in_words}")
+    echo(f"{rule.name}\n")
+    echo(rule.explanation)
+    echo(f"\nform:       α_t = {rule.matching_form[0]};  H_0 = {rule.matching_form[1]};  H_t = {rule.matching_form[2]}")
+    echo(f"reference:  {rule.reference}")
+    echo(f"needs:      {rule.needs_in_words}")
     if rule.memory_in_words:
-        say(f"memory:     {rule.memory_in_words}")
+        echo(f"memory:     {rule.memory_in_words}")
     if rule.options:
-        say("\noptions:")
+        echo("\noptions:")
         rows = [
             [f"  {o.name}", o.kind, "required" if o.required else _shown(o.default), o.meaning] for o in rule.options
         ]

@@ -1,4 +1,8 @@
-"""Options that commands share, in groups, and how a command gets them."""
+"""Options that several commands share, and :func:`command`, which makes commands of functions.
+
+An option is declared once. A command that runs a function of `api/` gets its options from the function's signature,
+and their help from its docstring: ``@command_with(api=merge)``. Other groups of options are dataclasses.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,48 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from ..arguments import annotation, argument_help
 from ..distributed import launched, stop_on_sigterm
 from ..errors import InputError
 from ..urls import as_url, output_path
-from .completion import words_of
-from .output import (
-    AllowCode,
-    AllowConfig,
-    AllowPickle,
-    Debug,
-    Dequantize,
-    Json,
-    Quiet,
-    fetching_noted,
-    guarded,
-)
+from .completion import WORDS, words_of
+from .output import handle_errors, note_downloads
 
 if TYPE_CHECKING:
     from ..tasks import Generation, LoadOptions
+
+Run = Callable[..., None]
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Also read .bin and .pt files (tensors only, no code).")
+]
+Dequantize = Annotated[
+    bool, typer.Option("--dequantize", help="Dequantize the weights of fp8 and bitsandbytes models on load.")
+]
+AllowCode = Annotated[
+    bool,
+    typer.Option("--allow-code", help="Run the Python file that a recipe names as its method (method: ./my_rule.py)."),
+]
+AllowConfig = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-config",
+        metavar="KEY",
+        help="Accept that the models' configs differ in KEY, as the error names it. Repeatable.",
+        show_default=False,
+    ),
+]
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Model folder, Hub id (org/name@revision) or PEFT adapter folder.")
@@ -42,13 +63,17 @@ Data = Annotated[
         "--data",
         "-d",
         metavar="SRC",
-        help="A .jsonl, .csv or .parquet file; .txt, each line an example of causal-lm, empty lines skipped; "
-        "each also .gz; a folder of images by class; an .npz with x and y (or x_test and y_test: FILE.npz:test); "
-        "or org/name:split of the Hub. A file may be a URL.",
+        help="A .jsonl, .csv or .parquet file, also .gz; a .txt file with one example of causal-lm per line; a folder "
+        "of images by class; an .npz with x and y (or x_test and y_test: FILE.npz:test); or org/name:split of the "
+        "Hub. A file may be a URL.",
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the sizes of input, output and memory, and whether they fit, and stop.")
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print the bytes read and written, the memory, and whether they fit on this machine. Write nothing.",
+    ),
 ]
 CurvatureOut = Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")]
 Precision = Annotated[
@@ -60,9 +85,11 @@ Precision = Annotated[
         autocompletion=words_of("precision"),
     ),
 ]
-#: Options whose default may stand in the environment.
+#: Options whose default can be set in the environment.
 VARIABLES = {"device": "GRADMERGE_DEVICE", "threads": "GRADMERGE_THREADS"}
-Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or it is empty.")]
+#: What help shows for the value of an option, if it is neither N nor the name.
+METAVARS = {"base": "MODEL", "include": "GLOB", "exclude": "GLOB", "allow_config": "KEY", "ray_address": "HOST:PORT"}
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or if it is empty.")]
 
 Settings = Annotated[
     list[str] | None,
@@ -81,7 +108,7 @@ SweepOption = Annotated[
 
 @dataclass(frozen=True)
 class Printing:
-    """What a command prints."""
+    """The options of every command."""
 
     json: Json = False
     quiet: Quiet = False
@@ -202,8 +229,8 @@ class HarnessOptions:
 
 
 @dataclass(frozen=True)
-class ReadOptions:
-    """How models are read."""
+class RecipeOptions:
+    """How a recipe and its models are read."""
 
     threads: Annotated[
         int | None,
@@ -218,63 +245,111 @@ class ReadOptions:
     allow_pickle: AllowPickle = False
     allow_config: AllowConfig = None
     dequantize: Dequantize = False
+    allow_code: AllowCode = False
 
     def as_keywords(self) -> dict[str, Any]:
         """As keywords of the Python functions."""
         return {**asdict(self), "allow_config": self.allow_config or ()}
 
 
-@dataclass(frozen=True)
-class RecipeOptions(ReadOptions):
-    """How a recipe and its models are read."""
-
-    allow_code: AllowCode = False
+def command(function: Run) -> Run:
+    """Make a typer command of a function, as :func:`command_with` does."""
+    return command_with()(function)
 
 
-def command(function: Callable[..., None], *, processes: bool = False) -> Callable[..., None]:
-    """Make a typer command of a function that takes groups of options.
+def command_with(
+    *, api: Callable[..., Any] | None = None, without: Sequence[str] = (), processes: bool = False
+) -> Callable[[Run], Run]:
+    """Return a decorator that makes a typer command of a function.
 
-    typer sees the options one by one; the function gets each group as one object. Every command takes
-    `Printing`, which says how errors end. ``processes``: it may be run by several processes, as torchrun starts them.
+    A parameter that is a dataclass stands for its fields. Every command has one of the type `Printing`.
+
+    Args:
+        api: A function of `api/`. The parameter `options` stands for its keywords that the command does not declare
+            itself, and gets them as a mapping.
+        without: Keywords of this function that the command does not have.
+        processes: Whether several processes may run the command, as torchrun starts them.
     """
-    shown: dict[str, inspect.Parameter] = {}
-    groups: dict[str, Any] = {}
-    for name, parameter in _parameters(function).items():
-        if is_dataclass(parameter.annotation):
-            groups[name] = parameter.annotation
-            shown |= _parameters(groups[name])
-        else:
-            shown[name] = parameter
 
-    @functools.wraps(function)
-    def run(**given: Any) -> None:
-        device, quiet = str(given.get("device")), given["quiet"] or given["json"]
-        with guarded(given["debug"], given["json"]), _variable_named(device), fetching_noted(quiet):
-            _check_processes(function.__name__, processes)
-            given = {name: _shown(value) for name, value in given.items()}
-            made = {
-                name: group(**{option: given.pop(option) for option in group.__dataclass_fields__})
-                for name, group in groups.items()
-            }
-            function(**given, **made)
+    def decorate(function: Run) -> Run:
+        declared = _parameters(function)
+        groups: dict[str, Any] = {name: p.annotation for name, p in declared.items() if is_dataclass(p.annotation)}
+        in_groups = [name for group in groups.values() for name in _parameters(group)]
+        from_api = api_options(api, [*declared, *in_groups, *without]) if api is not None else {}
+        parameters: dict[str, inspect.Parameter] = {}
+        for name, parameter in declared.items():
+            if name in groups:
+                parameters |= _parameters(groups[name])
+            elif name == "options" and api is not None:
+                parameters |= from_api
+            else:
+                parameters[name] = parameter
 
-    run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
-    run.__annotations__ = {name: parameter.annotation for name, parameter in shown.items()}
-    return run
+        @functools.wraps(function)
+        def run(**values: Any) -> None:
+            errors = handle_errors(values["debug"], values["json"], parameters)
+            with errors, _name_variable(dict(values)), note_downloads(values["quiet"] or values["json"]):
+                _check_processes(function.__name__, processes)
+                values = {name: _redacted(value) for name, value in values.items()}
+                if api is not None:
+                    values["options"] = {name: values.pop(name) for name in from_api}
+                for name, group in groups.items():
+                    values[name] = group(**{option: values.pop(option) for option in group.__dataclass_fields__})
+                function(**values)
+
+        run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+        run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+        return run
+
+    return decorate
 
 
-def _shown(value: Any) -> Any:
-    """What was given, with URLs as they are shown, and paths as places that may be URLs."""
+def api_options(function: Callable[..., Any], without: Sequence[str]) -> dict[str, inspect.Parameter]:
+    """Return the keyword-only parameters of a function of `api/` as options."""
+    options = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY or name in (*without, "progress", "block"):
+            continue
+        kind, text = annotation(function, name), argument_help(function)[name]
+        several = get_origin(kind) is Sequence
+        kinds = [option for option in get_args(kind) if option not in (Path, NoneType)]
+        settings: dict[str, Any] = {"help": f"{text} Repeatable." if several else text}
+        if name in VARIABLES:
+            settings["envvar"] = VARIABLES[name]
+        if name in WORDS:
+            settings["autocompletion"] = words_of(name)
+        default = parameter.default
+        if several:
+            kind, default, settings["show_default"] = list[str], list(default), False
+        elif kinds:
+            kind = kinds[0] if default is not None else kinds[0] | None
+        settings["metavar"] = (
+            None if kind is bool else METAVARS.get(name, "N" if kind in (int, int | None) else name.upper())
+        )
+        option = typer.Option("--" + name.replace("_", "-"), **settings)
+        options[name] = parameter.replace(annotation=Annotated[kind, option], default=default)
+    return options
+
+
+def given_options(options: dict[str, Any], function: Callable[..., Any]) -> list[str]:
+    """Return the options from ``api_options`` that are neither defaults nor values from the environment."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    return [
+        "--" + name.replace("_", "-")
+        for name, value in options.items()
+        if (tuple(value) if isinstance(value, list) else value) != defaults[name] and not from_environment(name, value)
+    ]
+
+
+def _redacted(value: Any) -> Any:
+    """Return a value with URLs redacted, and a path that is a URL as one."""
     if isinstance(value, Path):
         return output_path(value)
     return (as_url(value) or value) if isinstance(value, str) else value
 
 
-on_processes = functools.partial(command, processes=True)
-
-
 def _check_processes(name: str, processes: bool) -> None:
-    """Refuse to be one of several processes of torchrun or `accelerate launch`, unless the command supports them."""
+    """Raise if several processes run a command that does not support it."""
     launch = launched()
     if launch is None:
         return
@@ -289,24 +364,25 @@ def _check_processes(name: str, processes: bool) -> None:
 
 
 def from_environment(option: str, value: Any) -> bool:
-    """Whether the value of an option is what the environment says."""
+    """Return whether an option has the value that the environment sets."""
     return option in VARIABLES and os.environ.get(VARIABLES[option]) == str(value)
 
 
 @contextlib.contextmanager
-def _variable_named(device: str) -> Iterator[None]:
-    """Say where a device comes from that is not there: those who set a variable once have not typed it now."""
+def _name_variable(values: dict[str, Any]) -> Iterator[None]:
+    """Add to an error about an option that its value comes from the environment."""
     try:
         yield
     except InputError as error:
-        if from_environment("device", device) and re.search(r"\bdevice\b", str(error)):
-            error.args = (f"{error}\n  It comes from the environment: {VARIABLES['device']}={device}",)
+        for option, variable in VARIABLES.items():
+            if from_environment(option, values.get(option)) and re.search(rf"\b{option}\b", str(error)):
+                error.args = (f"{error}\n  It comes from the environment: {variable}={values[option]}",)
         raise
 
 
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function or dataclass, by keyword, with their types."""
+    """Return the parameters of a function or dataclass as keywords with evaluated types."""
     types = get_type_hints(function, include_extras=True)
     return {
         name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name])
@@ -315,15 +391,14 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def named(pairs: list[str], option: str = "data") -> dict[str, str]:
-    """`NAME=VALUE` options as a mapping."""
-    values = {"teacher": "a model that knows it, as --teacher yelp=./yelp-model"}
-    value = values.get(option, f"its data, as --{option} yelp=reviews.jsonl")
+    """Return `NAME=VALUE` options as a mapping."""
+    example = "yelp=./yelp-model" if option == "teacher" else "yelp=reviews.jsonl"
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name or not text:
-            raise InputError(f"--{option} {pair}: give the task's name and {value}")
+            raise InputError(f"--{option} {pair}: write NAME=VALUE, such as --{option} {example}")
         if name in found:
-            raise InputError(f"--{option} {pair}: {name} has one already")
+            raise InputError(f"--{option} {pair}: {name} is repeated")
         found[name] = as_url(text) or text
     return found

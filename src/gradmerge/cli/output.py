@@ -1,4 +1,4 @@
-"""What the commands share: options, messages, tables, progress, and how errors end."""
+"""Print results, tables, notes and progress, and end errors with one message and an exit status."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import typer
 
@@ -22,98 +22,90 @@ from ..errors import GradmergeError, MachineError
 from ..progress import BarProgress, NoProgress, Progress, on_terminal
 from ..text import one_line, size, to_json
 from ..urls import redact
-from .stdio import say, speak_up, write
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Also read .bin and .pt files (weights_only: tensors, no code).")
-]
-Dequantize = Annotated[
-    bool, typer.Option("--dequantize", help="Dequantize the weights of fp8 and bitsandbytes models on load.")
-]
-AllowCode = Annotated[
-    bool,
-    typer.Option("--allow-code", help="Run the Python file that a recipe names as its method (method: ./my_rule.py)."),
-]
-AllowConfig = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-config",
-        metavar="KEY",
-        help="Accept that the models' configs differ in KEY, as the error names it. Repeatable.",
-        show_default=False,
-    ),
-]
+from .stdio import echo, unsilence, write
 
 
 @contextlib.contextmanager
-def guarded(debug: bool, as_json: bool = False) -> Iterator[None]:
-    """End an error with one message and its exit status: 2 for a wrong request, 1 for a failure; never a traceback."""
+def handle_errors(debug: bool, as_json: bool = False, parameters: Collection[str] = ()) -> Iterator[None]:
+    """End an error with one message and its exit status: 2 for an invalid request, 1 for a failure. No traceback.
+
+    Messages of the library name ``parameters``; the printed message names the options of the command instead.
+    """
     try:
         yield
     except (typer.Exit, typer.Abort):
         raise
-    except BrokenPipeError:  # whoever reads the output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         raise typer.Exit(1) from None
     except BaseException as error:
         message, status = explain(error)
         prints = reports(error, status)
         if debug or prints:
-            speak_up()
+            unsilence()
         if debug:
-            say(traceback.format_exc().rstrip(), err=True)
+            echo(traceback.format_exc().rstrip(), err=True)
         if prints:
-            fail(message, status, as_json)
+            fail(with_options(message, parameters), status, as_json)
         raise typer.Exit(status) from None
 
 
+def with_options(message: str, parameters: Collection[str]) -> str:
+    """Replace `resume=True` by `--resume`, `rank=8` by `--rank 8`, and a name at the start by its option."""
+    for name in parameters:
+        option = "--" + name.strip("_").replace("_", "-")
+        message = re.sub(rf"(?<![\w./-]){name}=True\b", option, message)
+        message = re.sub(rf"(?<![\w./-]){name}=(?=['\w])", f"{option} ", message)
+        message = re.sub(rf"^{name}(?=:| \S+:)", option, message)
+        if "_" in name:
+            message = re.sub(rf"(?<![\w./-]){name}(?![\w./=])", option, message)
+    return message
+
+
 def fail(message: str, status: int, as_json: bool) -> None:
-    """Say what went wrong, to people and, where they asked for it, to machines."""
-    say(f"error: {continued(message)}", err=True)
+    """Print an error, and with ``as_json`` also a JSON object."""
+    echo(f"error: {indented(message)}", err=True)
     if as_json:
-        say(to_json({"error": message, "status": status}, indent=None))
+        echo(to_json({"error": message, "status": status}, indent=None))
 
 
-def continued(message: str) -> str:
-    """A message whose lines after the first are indented: a line feed in a name must not make it two messages."""
+def indented(message: str) -> str:
+    """Indent the lines after the first, so that a line feed in a name does not start another message."""
     return _NEXT_LINE.sub("\n  ", message)
 
 
-# Made beforehand: there may be no memory left to make them when they are needed.
+# Compiled here because there may be no memory left later.
 _NEXT_LINE = re.compile(r"\n(?=[^\s•])")
 _NO_MEMORY = re.compile(
     "DefaultCPUAllocator|std::bad_alloc|can't start new thread|[Cc]annot allocate memory|failed to map segment"
     "|not enough memory"
 )
 OUT_OF_MEMORY = "out of memory. Try fewer --threads, a smaller --batch-size, or a higher limit (ulimit -v)."
-#: Failures of the machine, which may hide behind an error that takes them for the input's.
-_OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+#: Failures of the machine, also if they led to an InputError.
+_MACHINE_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 
 def explain(error: BaseException) -> tuple[str, int]:
-    """What to say of an error, and the exit status."""
+    """Return the message of an error, and the exit status."""
     for reason in _chain(error):
         if isinstance(reason, OSError) and reason.errno in (errno.EMFILE, errno.ENFILE):
             return _too_many_files(error, reason), 1
         if _is_memory(reason) and not isinstance(error, MachineError):
             return OUT_OF_MEMORY, 1
     if isinstance(error, GradmergeError):
-        machine = any(isinstance(r, OSError) and r.errno in _OF_THE_MACHINE for r in _chain(error))
+        machine = any(isinstance(r, OSError) and r.errno in _MACHINE_FAILURES for r in _chain(error))
         return str(error), 1 if machine else error.status
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted. Nothing was written under its final name; where the command has --resume, that goes on.", 1
-    # torch's own, of a GPU; importing torch for the name would take a second
+        return "interrupted. No result was written. If the command has --resume, it continues there.", 1
+    # Of a GPU. Importing torch for the class would take a second.
     if type(error).__name__ == "OutOfMemoryError":
         return "out of memory on the device. Try a smaller --batch-size, or a smaller --max-length for texts.", 1
     if isinstance(error, OSError):
-        return f"{error.filename or 'file'}: {error.strerror or error}", 1
+        return f"{error.filename or 'standard output'}: {error.strerror or error}", 1
     return f"internal error: {type(error).__name__}: {error}. Please report it with the output of --debug.", 1
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that led to it."""
+    """Yield an error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -140,7 +132,7 @@ def _too_many_files(error: BaseException, reason: OSError) -> str:
 
 @contextlib.contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Import torch and what stands on it without garbage collection: a fifth of the time, and it finds nothing."""
+    """Import PyTorch without garbage collection, which would take a fifth of the time and find nothing."""
     gc.disable()
     try:
         yield
@@ -150,7 +142,7 @@ def heavy_imports() -> Iterator[None]:
 
 
 def memory_of(processes: Sequence[Mapping[str, int]]) -> str:
-    """How much memory every process has held at most, for the end of a line."""
+    """Return the peak memory of every process, for the end of a line."""
     held = [
         " and ".join([size(one["peak_rss_bytes"]), *(f"{size(v)} on GPUs" for k, v in one.items() if "cuda" in k)])
         for one in processes
@@ -159,13 +151,13 @@ def memory_of(processes: Sequence[Mapping[str, int]]) -> str:
 
 
 def print_json(value: Any) -> None:
-    say(to_json(value))
+    echo(to_json(value))
 
 
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = (), digits: int = 4
 ) -> None:
-    """A plain table; the columns in ``right`` are aligned to the right, floats have so many significant digits."""
+    """Print a table. The columns in ``right`` are aligned to the right; floats have ``digits`` significant digits."""
     from rich.console import Console
     from rich.table import Table
 
@@ -185,8 +177,9 @@ def print_table(
 
 
 def note(text: str, quiet: bool) -> None:
-    if not quiet:
-        say(f"note: {continued(text)}", err=True)
+    """Print a note on standard error. ``quiet`` hides it, unless it is a warning."""
+    if not quiet or getattr(text, "is_warning", False):
+        echo(f"note: {indented(text)}", err=True)
 
 
 def print_notes(texts: Iterable[str], quiet: bool) -> None:
@@ -195,20 +188,20 @@ def print_notes(texts: Iterable[str], quiet: bool) -> None:
 
 
 def typed() -> str:
-    """The command as it was typed, for reports that say how to repeat it."""
+    """Return the command line, for reports that tell how to repeat the command."""
     return redact(shlex.join(["gradmerge", *sys.argv[1:]]))
 
 
 class Notes(logging.Handler):
-    """What a room has to say while it works, as a note."""
+    """Prints log records as notes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         note(record.getMessage(), quiet=False)
 
 
 @contextlib.contextmanager
-def fetching_noted(quiet: bool) -> Iterator[None]:
-    """Say it as a note when a model or data are fetched: that may take a while."""
+def note_downloads(quiet: bool) -> Iterator[None]:
+    """Print a note when a model or data are downloaded, which may take a while."""
     log = logging.getLogger("gradmerge.io.remote")
     handler = Notes(logging.CRITICAL if quiet else logging.WARNING)
     log.addHandler(handler)
@@ -221,7 +214,7 @@ def fetching_noted(quiet: bool) -> Iterator[None]:
 
 
 class PlainProgress:
-    """A line every few seconds, for logs."""
+    """Prints a line every few seconds, for logs."""
 
     every = 5.0
 
@@ -238,7 +231,7 @@ class PlainProgress:
     def advance(self, amount: int) -> None:
         with self._lock:
             self._done += amount
-            self._total = max(self._total, self._done)  # which may have been a guess
+            self._total = max(self._total, self._done)  # it may be an estimate
             now = time.monotonic()
             if now - self._last >= self.every:
                 self._last = now
@@ -246,7 +239,7 @@ class PlainProgress:
                 left = (self._total - self._done) / rate if rate else 0
                 share = 100 * self._done / max(1, self._total)
                 text = f"{self._what}: {share:.0f} % ({self._amounts(rate)}/s, {left:.0f} s left)"
-                say(text, err=True, needed=False)
+                echo(text, err=True)
 
     def _amounts(self, rate: float) -> str:
         if self._unit == "bytes":
@@ -256,9 +249,9 @@ class PlainProgress:
 
 @contextlib.contextmanager
 def progress(quiet: bool, unit: str = "bytes") -> Iterator[Progress]:
-    """What shows how far a long command is: a bar on a terminal, lines elsewhere, nothing with --quiet.
+    """Show the progress of a command: a bar on a terminal, lines elsewhere, nothing with ``quiet``.
 
-    ``unit`` is what is counted, such as "examples".
+    ``unit`` is the unit of the amounts, such as "examples".
     """
     if quiet:
         yield NoProgress()

@@ -23,7 +23,7 @@ from .options import (
     named,
 )
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
-from .stdio import say
+from .stdio import echo
 
 EXAMPLE = (
     "Examples: "
@@ -156,10 +156,10 @@ def preview(
     print_table(table.columns, table.rows, right=range(2, len(table.columns) - 1))
     if printing.quiet:
         return
-    say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
-    say(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
+    echo("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
+    echo(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
     if save_best is not None:
-        say(f"{save_best} holds the setting that was taken; {out / 'recipe.yml'} is its recipe.")
+        echo(f"{save_best} holds the setting that was taken; {out / 'recipe.yml'} is its recipe.")
 
 
 def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ import typer
 from ..text import one_line, size, some
 from .options import Printing, command
 from .output import heavy_imports, note, print_json, print_notes, print_table, progress
-from .stdio import say
+from .stdio import echo
 
 EXAMPLE = (
     "Examples: gradmerge push ./merged your-name/merged --dry-run   ·   "
@@ -64,16 +64,16 @@ def push(
     if dry_run:
         print_table(["file", "size"], [[name, size(nbytes)] for name, nbytes in done.files.items()], right=(1,))
         where = f"{one_line(done.repo)}, branch {done.revision}{', private if it is new' if private else ''}"
-        say(f"{len(done.files)} files, {size(done.nbytes)} → {where}")
-        say(f"not sent: {one_line(some(done.left_out, 12)) or 'nothing'}")
+        echo(f"{len(done.files)} files, {size(done.nbytes)} → {where}")
+        echo(f"not sent: {one_line(some(done.left_out, 12)) or 'nothing'}")
     for key, why in done.lacks.items():
         note(f"the card has no {key}: {why}", printing.quiet)
     print_notes(done.notes, printing.quiet)
     if dry_run or printing.quiet:
         return
     if done.url is None:
-        say(f"{done.repo} has all of it already")
+        echo(f"{done.repo} has all of it already")
         return
     kept = f", {len(done.unchanged)} were there already" if done.unchanged else ""
     gone = f", {len(done.removed)} of earlier ones removed" if done.removed else ""
-    say(f"{len(done.sent)} files sent{kept}{gone} → {one_line(done.url)}")
+    echo(f"{len(done.sent)} files sent{kept}{gone} → {one_line(done.url)}")

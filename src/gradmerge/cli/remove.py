@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..api.merge import merge
 from ..errors import InputError
-from .merge import CurvatureOption, MergeOptions, Out, run_recipe
-from .options import DryRun, LoadingOptions, Printing, Settings, command, from_environment
+from .merge import CurvatureOption, Out, run_recipe
+from .options import DryRun, LoadingOptions, Printing, Settings, command_with, from_environment, given_options
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
-from .stdio import say
+from .stdio import echo
 
 EXAMPLE = (
     "Examples: gradmerge remove --base ./gpt2 --forget toxic.jsonl --retain other.jsonl -o gpt2-clean   ·   "
@@ -23,7 +23,7 @@ METHODS = {"removal": "removal", "negation": "task-arithmetic", "task-arithmetic
 SOURCE = "data, as --data of `gradmerge evaluate` takes it"
 
 
-@command
+@command_with(api=merge, without=("allow_code",))
 def remove(
     *,
     base: Annotated[str, typer.Option(metavar="MODEL", help="The model to remove from.")],
@@ -91,7 +91,7 @@ def remove(
     set_: Settings = None,
     loading: LoadingOptions,
     dry_run: DryRun = False,
-    options: MergeOptions,
+    options: dict[str, Any],
     printing: Printing,
 ) -> None:
     """Remove what a model has learned from data, without training it again.
@@ -114,7 +114,7 @@ def remove(
     }
     by_models: dict[str, Any] = {"--model": model, "--method": method, "--curvature": curvature, "--set": set_}
     by_models |= {"--strength": strength if strength != 1.0 else None, "--dry-run": dry_run or None}
-    by_models |= _given(options, MergeOptions, ("force",))
+    by_models |= dict.fromkeys(given_options(options | {"force": False}, merge), True)
     if not model and not method:
         if wrong := [name for name, value in by_models.items() if value]:
             raise InputError(f"{wrong[0]} goes with --model, not with --forget and --retain")
@@ -130,7 +130,7 @@ def remove(
     method = method or "removal"
     if method not in METHODS:
         raise InputError(f"--method {method}: use removal or negation")
-    by_influence |= _given(loading, LoadingOptions, ("device",))
+    by_influence |= _given(loading)
     if wrong := [name for name, value in by_influence.items() if value is not None]:
         raise InputError(f"{wrong[0]} goes with --forget and --retain, not with --model")
     if not model:
@@ -142,29 +142,27 @@ def remove(
     given = from_options(rule, base, model, curvature or [] if rule == "removal" else [])
     for entry in given["models"]:
         entry["weight"] *= strength if rule == "removal" else -strength
-    run_recipe(build_recipe(given, set_ or []), out, loading.device, options, dry_run, printing)
+    run_recipe(build_recipe(given, set_ or []), out, options | {"device": loading.device}, dry_run, printing)
 
 
-def _given(group: Any, kind: Any, but: tuple[str, ...]) -> dict[str, Any]:
-    """The options of a group that were given: not the defaults and not values from the environment."""
+def _given(loading: LoadingOptions) -> dict[str, Any]:
+    """Return the options for loading that were given, except --device."""
     return {
-        "--" + one.name.replace("_", "-"): True
-        for one in fields(kind)
-        if one.name not in but
-        and (value := getattr(group, one.name)) != one.default
-        and not from_environment(one.name, value)
+        "--" + name.replace("_", "-"): True
+        for name, value in vars(loading).items()
+        if name != "device" and value != getattr(LoadingOptions, name) and not from_environment(name, value)
     }
 
 
 def _by_influence(
-    base: str, out: Path, given: dict[str, Any], loading: LoadingOptions, options: MergeOptions, printing: Printing
+    base: str, out: Path, given: dict[str, Any], loading: LoadingOptions, options: dict[str, Any], printing: Printing
 ) -> None:
     with heavy_imports():
         from ..api.remove import remove as remove_on_disk
 
     with progress(printing.silent, "batches") as shown:
         keywords = loading.as_keywords()
-        result = remove_on_disk(base, out, **given, force=options.force, progress=shown, command=typed(), **keywords)
+        result = remove_on_disk(base, out, **given, force=options["force"], progress=shown, command=typed(), **keywords)
     if printing.json:
         print_json({"output": str(out), **result.facts(), "seconds": round(result.seconds, 3), "notes": result.notes})
         return
@@ -174,4 +172,4 @@ def _by_influence(
     print_table(["mean loss of an example", "before", "after", "increase"], result.losses(), right=(1, 2, 3))
     count = f"{len(result.steps)} influence steps" if len(result.steps) > 1 else "one influence step"
     budget = f"loss on the retain set {result.used_text}, budget {100 * result.budget:.4g} %"
-    say(f"{count}, s {result.s:.3g}; {budget} → {out} ({result.seconds:.1f} s)")
+    echo(f"{count}, s {result.s:.3g}; {budget} → {out} ({result.seconds:.1f} s)")

@@ -10,7 +10,7 @@ import typer
 from ..errors import InputError
 from .options import LoadingOptions, Printing, RecipeOptions, command, named
 from .output import heavy_imports, note, print_json
-from .stdio import say
+from .stdio import echo
 
 EXAMPLE = (
     "Examples: gradmerge studio demo   ·   "
@@ -71,7 +71,7 @@ def studio(
             if printing.json:
                 print_json({"address": address})
             else:
-                say(address if printing.quiet else f"gradmerge studio: {address} (Ctrl-C ends it)")
+                echo(address if printing.quiet else f"gradmerge studio: {address} (Ctrl-C ends it)")
 
         options = {**reading.as_keywords(), **loading.as_keywords()}
         if (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,6 +59,21 @@ class MergeResult(Displayed):
     def _line(self) -> list[str]:
         done = "complete already" if self.already_done else f"{size(self.bytes_written)} in {self.seconds:.1f} s"
         return [str(self.output), f"{self.merged} tensors merged", f"{self.copied} copied", done]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        lost = {} if self.lost_share is None else {"lost_share": self.lost_share, "lost": self.lost}
+        return {
+            "output": str(self.output),
+            "merged_tensors": self.merged,
+            "copied_tensors": self.copied,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "seconds": round(self.seconds, 3),
+            "already_done": self.already_done,
+            **lost,
+            "notes": self.notes,
+        }
 
 
 def merge_to_folder(
