@@ -27,6 +27,16 @@ def _convnext():
     return t.ConvNextForImageClassification(config)
 
 
+def _mixtral():
+    return t.MixtralForCausalLM(t.MixtralConfig(**TEXT, num_key_value_heads=1, num_local_experts=4, **TOKENS))
+
+
+def _gpt_oss():
+    sizes = {"num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return t.GptOssForCausalLM(t.GptOssConfig(**TEXT, **sizes, **TOKENS))
+
+
+EXPERTS = {"mixtral": _mixtral, "gpt-oss": _gpt_oss}
 FAMILIES = {
     "bert": lambda: t.BertForSequenceClassification(t.BertConfig(**TEXT)),
     "mpnet": lambda: t.MPNetForSequenceClassification(t.MPNetConfig(**TEXT)),
@@ -37,6 +47,7 @@ FAMILIES = {
         t.ViTConfig(**{k: v for k, v in TEXT.items() if k != "vocab_size"}, image_size=8, patch_size=4)
     ),
     "convnext": _convnext,
+    **EXPERTS,
 }
 
 

@@ -10,11 +10,19 @@ from torch import nn
 
 
 def linear_layers(model, batch):
-    """Groups of layers that read the same tensor, in forward order; layers that run twice or are tied are left out."""
+    """Groups of layers that read the same tensor, in forward order; layers that run twice or are tied are left out.
+
+    The two projections of experts are groups of their own.
+    """
     calls, handles = [], []
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)) or type(module).__name__ == "Conv1D":
             hook = lambda m, args, name=name: calls.append((name, args[0], m.bias is not None))  # noqa: E731
+            handles.append(module.register_forward_pre_hook(hook))
+        if type(module).__name__.endswith("Experts"):
+            hook = lambda m, args, name=name: calls.extend(  # noqa: E731
+                (f"{name}.{part}", None, part) for part in ("gate_up_proj", "down_proj")
+            )
             handles.append(module.register_forward_pre_hook(hook))
     with torch.no_grad():
         run(model, batch)
@@ -24,6 +32,9 @@ def linear_layers(model, batch):
     owners = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
     groups = []
     for name, values, bias in calls:
+        if values is None:
+            groups.append([(name, values, bias)])
+            continue
         layer = model.get_submodule(name)
         if names.count(name) > 1 or owners.count(id(layer.weight)) > 1:
             continue
@@ -70,6 +81,77 @@ def inputs_of(model, name, batch):
     return torch.cat(found, 1)
 
 
+def expert_inputs(model, name, batch, routing=None):
+    """For every expert the inputs of a projection, row by row without padding; and the routing that was used.
+
+    ``routing``: for every row, the experts of its tokens, in place of the model's own.
+    """
+    path, _, part = name.rpartition(".")
+    experts, used = model.get_submodule(path), []
+    found = [[] for _ in range(experts.num_experts)]
+    for row in range(len(batch["input_ids"])):
+        length = int(batch["attention_mask"][row].sum())
+        seen = []
+        handle = experts.register_forward_pre_hook(lambda m, args, seen=seen: seen.append(args))
+        with torch.no_grad():
+            run(model, {key: value[row : row + 1, :length] for key, value in batch.items()})
+        handle.remove()
+        hidden, index = seen[0][:2]
+        used.append(index if routing is None else routing[row])
+        for token, chosen in zip(hidden, used[-1].tolist(), strict=True):
+            for expert in chosen:
+                x = token if part == "gate_up_proj" else between(experts, expert, token)
+                found[expert].append(torch.cat([x, x.new_ones(1)]) if hasattr(experts, f"{part}_bias") else x)
+    size = experts.gate_up_proj.shape[1:].numel()  # any width, for experts without tokens
+    return [torch.stack(rows) if rows else torch.zeros(0, size).double() for rows in found], used
+
+
+def between(experts, expert, token):
+    """What the second projection of an expert reads for a token, as the papers of Mixtral and gpt-oss define it."""
+    if hasattr(experts, "gate_up_proj_bias"):
+        both = experts.gate_up_proj[expert].T @ token + experts.gate_up_proj_bias[expert]
+        gate, up = both[::2].clamp(max=7.0), both[1::2].clamp(-7.0, 7.0)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    gate, up = (experts.gate_up_proj[expert] @ token).chunk(2)
+    return F.silu(gate) * up
+
+
+def expert_matrix(experts, part, expert):
+    weight = getattr(experts, part)[expert].detach()
+    if not hasattr(experts, f"{part}_bias"):
+        return weight.clone()
+    return torch.cat([weight.T, getattr(experts, f"{part}_bias")[expert].detach()[:, None]], 1)
+
+
+def calibrate_experts(result, teachers, rows, name, alpha, ridge):
+    """Solve for one projection of all experts; those without tokens stay as they are."""
+    path, _, part = name.rpartition(".")
+    experts, solved = result.get_submodule(path), {}
+    inputs = {}
+    for task, teacher in teachers.items():
+        x, routing = expert_inputs(result, name, rows[task])
+        inputs[task] = x, expert_inputs(teacher, name, rows[task], routing)[0]
+    for expert in range(experts.num_experts):
+        a, c, weights = [], [], []
+        for task, teacher in teachers.items():
+            x, x_t = (found[expert] for found in inputs[task])
+            if len(x):
+                a_t, c_t = x.T @ x, (alpha * x_t + (1 - alpha) * x).T @ x
+                a.append(a_t / a_t.norm())
+                c.append(c_t / a_t.norm())
+                weights.append(expert_matrix(teacher.get_submodule(path), part, expert))
+        if a:
+            anchor = expert_matrix(experts, part, expert)
+            eyes = [torch.eye(len(anchor)).double() for _ in a]
+            solved[expert] = solve(a, c, weights, anchor, ridge, eyes, 0.0)
+    with torch.no_grad():
+        for expert, value in solved.items():
+            if hasattr(experts, f"{part}_bias"):
+                getattr(experts, f"{part}_bias")[expert] = value[:, -1]
+                value = value[:, :-1].T
+            getattr(experts, part)[expert] = value
+
+
 def matrix(layer):
     weight = layer.weight.detach().T if type(layer).__name__ == "Conv1D" else layer.weight.detach()
     groups = layer.groups if isinstance(layer, nn.Conv2d) else 1
@@ -106,8 +188,13 @@ def calibrate_slowly(merged, teachers, rows, alpha=0.25, ridge=0.3, factors=None
     """A calibrated copy of a model. ``factors``: task → layer → G."""
     result = copy.deepcopy(merged).double().eval()
     teachers = {task: copy.deepcopy(model).double().eval() for task, model in teachers.items()}
+    for model in (result, *teachers.values()):
+        model.config._experts_implementation = "eager"  # the others are for float32 only
     rows = {t: {k: v.double() if v.is_floating_point() else v for k, v in b.items()} for t, b in rows.items()}
     for group in linear_layers(result, next(iter(rows.values()))):
+        if "experts." in group[0]:
+            calibrate_experts(result, teachers, rows, group[0], alpha, ridge)
+            continue
         solved = {}
         for name in group:
             layer = result.get_submodule(name)

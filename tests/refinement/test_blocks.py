@@ -11,8 +11,10 @@ import transformers as t
 from torch import nn
 
 from gradmerge import InputError
-from gradmerge.refinement.blocks import WHOLE, BlockModel, HiddenCache, RowStream, examine, run_whole
+from gradmerge.refinement.blocks import WHOLE, BlockModel, RowStream, forward, tensors_in
 from gradmerge.refinement.calibrate import Settings, calibrate_layers
+from gradmerge.refinement.hidden_cache import HiddenCache
+from gradmerge.refinement.structure import examine
 
 from .calibration_families import FAMILIES, make, rows, split
 
@@ -38,7 +40,7 @@ def test_block_by_block_gives_the_outputs_of_the_whole_model(name, limit, tmp_pa
     with torch.no_grad():
         found = go_through(BlockModel(model, structure), batches, cache)
         for batch, outputs in zip(batches, found, strict=True):
-            whole = [leaf for leaf in run_whole(model, batch) if leaf.is_floating_point()]
+            whole = [leaf for leaf in tensors_in(forward(model, batch)) if leaf.is_floating_point()]
             for one, other in zip(outputs, whole, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert (cache.spilled > 0) is (limit == 0)

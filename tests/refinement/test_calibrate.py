@@ -10,7 +10,8 @@ from torch import nn
 
 import gradmerge as gm
 from gradmerge import InputError
-from gradmerge.refinement.blocks import BlockModel, HiddenCache, examine
+from gradmerge.refinement import layers
+from gradmerge.refinement.blocks import BlockModel
 from gradmerge.refinement.calibrate import (
     MERGE,
     InputProducts,
@@ -18,10 +19,12 @@ from gradmerge.refinement.calibrate import (
     calibrate_layers,
     solve,
 )
+from gradmerge.refinement.hidden_cache import HiddenCache
 from gradmerge.refinement.output_factors import output_factors
 from gradmerge.refinement.rows import cut_batch
+from gradmerge.refinement.structure import examine
 
-from .calibration_families import FAMILIES, make, rows, split
+from .calibration_families import EXPERTS, FAMILIES, make, rows, split
 from .slow_calibration import calibrate_slowly, inputs_of
 
 
@@ -55,12 +58,17 @@ def test_it_solves_the_equation_of_every_layer_in_forward_order(name, size):
     assert len(report.layers) > 4 and not report.ridges
 
 
+def layers_with_factors(structure):
+    names = [name for groups in structure.groups.values() for group in groups for name in group]
+    return [name for name in names if name != "lm_head" and "experts" not in name]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_output_factors_too(name):
     merged, teachers = make(name)
     data = rows(name)
     structure = examine(merged, data["task0"])
-    layers = [n for groups in structure.groups.values() for group in groups for n in group if n != "lm_head"]
+    layers = layers_with_factors(structure)
     factors = {task: output_factors(merged, split(batch, 5), layers) for task, batch in data.items()}
     scaled = {
         task: {n: g / g.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] for n, g in found.items()}
@@ -80,7 +88,7 @@ def test_output_factors_are_sums_over_rows_of_plain_gradients(name):
     model, _ = make(name)
     batch = rows(name, count=4)["task0"]
     structure = examine(model, batch)
-    names = [n for groups in structure.groups.values() for group in groups for n in group if n != "lm_head"]
+    names = layers_with_factors(structure)
     found = output_factors(model, [batch], names)
     drawn = []
     for row in range(4):
@@ -246,3 +254,39 @@ def test_wrong_requests_are_refused():
     assert "task0" in refused(data={task: split(batch, 1)[:1] for task, (batch,) in data.items()})
     other, _ = make("mpnet")
     assert "task0" in refused(teachers=teachers | {"task0": other})
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_without_tokens_keep_the_weights_of_the_merge(name):
+    merged, teachers = make(name)
+    for model in (merged, *teachers.values()):
+        for path, module in model.named_modules():
+            if path.endswith(("layers.0.mlp.gate", "layers.0.mlp.router")):
+                module.forward = _never_expert_1(module.forward)
+    data = {task: [batch] for task, batch in rows(name).items()}
+    found, report = calibrated(merged, teachers, data, Settings(ridge=0.0))
+    assert report.idle_experts == {"model.layers.0.mlp.experts": {1}}
+    before, after = (model.get_submodule("model.layers.0.mlp.experts") for model in (merged, found))
+    for one, other in zip(before.parameters(), after.parameters(), strict=True):
+        assert torch.equal(one[1], other[1]) and not torch.equal(one[0], other[0])
+    assert not found.state_dict()["model.layers.0.mlp.experts.down_proj"].isnan().any()
+
+
+def _never_expert_1(forward):
+    def run(*args, **kwargs):
+        logits, scores, experts = forward(*args, **kwargs)
+        return logits, scores, torch.where(experts == 1, 3, experts)
+
+    return run
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_that_are_solved_in_parts_are_the_same(name, monkeypatch):
+    merged, teachers = make(name)
+    data = {task: [batch] for task, batch in rows(name).items()}
+    at_once, _ = calibrated(merged, teachers, data)
+    monkeypatch.setattr(layers, "EXPERT_BYTES", 3 * 16 * 16**2)
+    in_parts, report = calibrated(merged, teachers, data)
+    assert "model.layers.1.mlp.experts.gate_up_proj[3:4]" in report.layers
+    for one, other in zip(at_once.parameters(), in_parts.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

@@ -15,13 +15,16 @@ from ..arguments import check_known, checked
 from ..curvature.batches import batch_rows, examples_in
 from ..errors import InputError
 from ..progress import Progress, shown
-from ..refinement.blocks import Batch, BlockModel, HiddenCache, block_lists, examine, is_linear
+from ..refinement.blocks import Batch, BlockModel, weights_by_block
 from ..refinement.calibrate import ALPHA, CANDIDATES, MERGE, RIDGE, Calibration, Settings, calibrate_model
 from ..refinement.distances import Distances
+from ..refinement.hidden_cache import HiddenCache
 from ..refinement.inputs import MergeInputs, find_teachers, opened_inputs
-from ..refinement.output_factors import layers_with_factors, output_factors, sizes_of
+from ..refinement.layers import Layer, find_layers
+from ..refinement.output_factors import layers_with_factors, output_factors
 from ..refinement.rows import TaskRows
 from ..refinement.streaming import WeightMemory, load_model_whole, load_whole
+from ..refinement.structure import block_lists, examine
 from ..report.calibration_page import calibration_page, calibration_verdict
 from ..report.page import Page
 from ..tasks import LoadOptions, complete
@@ -227,7 +230,7 @@ def _calibrate_module(
         rows,
         options,
         device=next(model.parameters()).device,
-        keep=lambda layer: not shared and not layer.startswith(prefix),
+        keep=lambda layer: not shared and not layer.path.startswith(prefix),
         with_head=lambda task: model if shared else _with_head(model, copies[task], prefix),
         shared_head=shared,
     )
@@ -275,10 +278,9 @@ def _calibrate_files(inputs: MergeInputs, folder: Path, options: _Options) -> tu
     )
     result.notes = [*notes, *result.notes]
     if done.model.source is not None:
-        return result, {files.names[name]: value for name, value in done.model.changed.items()}
-    names = [f"{layer}.{part}" for layer in done.report.layers for part in ("weight", "bias")]
-    values = dict(done.model.module.named_parameters())
-    return result, {files.names[name]: values[name] for name in names if name in values}
+        return result, files.stored_values(done.model.changed)
+    names = {name for layer in done.report.layers for name in done.model.layers[layer].parameters}
+    return result, files.stored_values({name: done.model.module.get_parameter(name) for name in names})
 
 
 def _calibrate(
@@ -288,7 +290,7 @@ def _calibrate(
     options: _Options,
     *,
     device: torch.device,
-    keep: Callable[[str], bool],
+    keep: Callable[[Layer], bool],
     with_head: Callable[[str], nn.Module] | None,
     shared_head: bool,
     folder: Path | None = None,
@@ -298,14 +300,14 @@ def _calibrate(
     ``with_head`` returns the whole merge with the head of a task; None if the model has no answers.
     """
     structure, notes, find_factors = merged.structure, list(merged.structure.notes), None
-    if all(keep(name) for groups in structure.groups.values() for group in groups for name in group):
+    if all(keep(merged.layers[name]) for groups in structure.groups.values() for group in groups for name in group):
         raise InputError("the merge has no linear layer that calibration can solve")
     free = free_memory(device)
     if options.curvature != "none" and with_head is None:
         notes.append("an embedding model has no answers to sample: curvature none is used")
     elif options.curvature != "none":
         limit = None if free is None else int(FACTOR_SHARE * free)
-        layers, more = layers_with_factors(merged.module, structure, keep, options.max_kronecker_dim, len(rows), limit)
+        layers, more = layers_with_factors(merged, keep, options.max_kronecker_dim, len(rows), limit)
         notes += more
         if layers:
 
@@ -365,6 +367,9 @@ def _notes_on_layers(done: Calibration) -> list[str]:
     for why, layers in kept.items():
         if layers:
             notes.append(f"{count(len(layers))} layers {why} and keep the merge's weights: {layers[0]}, …")
+    if report.idle_experts:
+        number = sum(map(len, report.idle_experts.values()))
+        notes.append(f"{count(number)} experts got no token of the rows and keep the merge's weights")
     if report.ridges:
         name, ridge = max(report.ridges.items(), key=lambda item: item[1])
         notes.append(f"{len(report.ridges)} layers needed a larger ridge, at most {ridge:.1g} in {name}")
@@ -397,29 +402,22 @@ def dry_run_calibrate(
         module, checkpoint = inputs.merged.module, inputs.merged.checkpoint
         sizes = {name: 4 * p.numel() for name, p in module.named_parameters()}
         blocks = [name for names in block_lists(module) for name in names]
-        largest = max(
-            [sum(n for k, n in sizes.items() if k.startswith(f"{b}.")) for b in blocks] or [sum(sizes.values())]
-        )
-        outside = sum(n for k, n in sizes.items() if not any(k.startswith(f"{b}.") for b in blocks))
-        widest = max(sizes_of(layer)[1] + 1 for layer in module.modules() if is_linear(layer))
-        width = int(getattr(module.config.get_text_config(), "hidden_size", widest))  # type: ignore[operator, union-attr]
+        weights = [sum(sizes.get(n, 0) for n in names) for names in weights_by_block(module, blocks).values()]
+        shapes = [(layer.path, *layer.weights().shape) for layer in find_layers(module).values()]
+        layers = {path: inputs + 1 for path, _, _, inputs in shapes}
+        widest, products = max(layers.values()), max(groups * (inputs + 1) ** 2 for _, groups, _, inputs in shapes)
+        width = int(getattr(module.config.get_text_config(), "hidden_size", widest))  # type: ignore[arg-type, operator, union-attr]
         positions = sum(_positions(batch) for one in inputs.rows.values() for batch in (*one.fit, *one.held_out))
         # In two models the block's inputs, and in the fine-tuned model those of all its layers.
-        captured = max(
-            sum(
-                sizes_of(layer)[1]
-                for name, layer in module.named_modules()
-                if name.startswith(block) and is_linear(layer)
-            )
-            for block in ([f"{name}." for name in blocks] or [""])
-        )
+        starts = [f"{name}." for name in blocks] or [""]
+        captured = max(sum(n for path, n in layers.items() if path.startswith(start)) for start in starts)
         hidden = 4 * (2 * width + captured) * positions
         limit = (int(CACHE_SHARE * free) if free else hidden) if cache_memory is None else _bytes(cache_memory)
         passes = 2 if check else 1
         parts = {
             "process": PROCESS,
-            "two blocks": 2 * max(largest, outside),
-            "sums of a group": (4 + 8) * 3 * widest**2,
+            "two blocks": 2 * max(weights),
+            "sums of a group": (4 + 8) * 3 * products,
             "hidden states": min(hidden, limit),
         }
         return JobSize(

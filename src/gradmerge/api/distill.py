@@ -171,6 +171,8 @@ def distill(
         result = train(model, loaders, inputs.rows, task, inputs.shared_head, device)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and result.improved}
         result.model = None
+        if names is None:
+            return result, inputs.merged.stored_values(trained)
         return result, {names[name]: parameter for name, parameter in trained.items()}
 
     return refine_folder(
@@ -236,8 +238,8 @@ def _task_of(module: nn.Module) -> str:
     return "classify" if name.endswith("Classification") else "other"
 
 
-def _student(inputs: MergeInputs) -> tuple[nn.Module, dict[str, str]]:
-    """The merge in memory, and the names of its parameters in the files.
+def _student(inputs: MergeInputs) -> tuple[nn.Module, dict[str, str] | None]:
+    """The merge in memory, and of an adapter the names of its parameters in the files.
 
     A head that tasks do not share is frozen. Of an adapter only the adapter is trained.
     """
@@ -250,4 +252,4 @@ def _student(inputs: MergeInputs) -> tuple[nn.Module, dict[str, str]]:
     prefix = "" if inputs.shared_head else encoder_prefix(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(prefix))
-    return model, merged.names
+    return model, None

@@ -17,16 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
 from ..progress import NoProgress, Progress
-from .blocks import CONVOLUTIONS, Batch, BlockModel, HiddenCache, RowStream, Stage
+from .blocks import Batch, BlockModel, RowStream, Stage
 from .distances import Distances, measure
+from .hidden_cache import HiddenCache
+from .layers import ExpertLayer, Layer, LayerInput
 from .rows import TaskRows, count_rows
 
 #: The equation's μ, λ and the tolerance of conjugate gradients.
@@ -37,14 +38,6 @@ SMALLEST_RIDGE = 1e-8
 
 Factors = Mapping[str, Tensor]
 """Layer → G, of shape (groups, outputs, outputs)."""
-
-
-@dataclass
-class InputProducts:
-    """A_t and C_t of a group of layers, of shape (groups, inputs, inputs)."""
-
-    inputs: Tensor
-    mixed: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,6 +68,8 @@ class PassReport:
     """Steps of conjugate gradients for the layer that took most."""
     residuals: dict[str, float] = field(default_factory=dict)
     """Layer → relative residual, where conjugate gradients did not reach the tolerance."""
+    idle_experts: dict[str, set[int]] = field(default_factory=dict)
+    """Module of experts → the experts that no token was routed to. They keep the merge's weights."""
 
 
 @dataclass
@@ -93,75 +88,39 @@ class Calibration:
 # --- one layer
 
 
-def layer_matrix(layer: Any) -> Tensor:
-    """Weight and bias of a layer as [W b], of shape (groups, outputs, inputs)."""
-    weight: Tensor = layer.weight.detach()
-    weight = weight.T if type(layer).__name__ == "Conv1D" else weight
-    groups = layer.groups if isinstance(layer, CONVOLUTIONS) else 1
-    matrix = weight.reshape(groups, len(weight) // groups, -1)
-    return matrix if layer.bias is None else torch.cat([matrix, layer.bias.detach().reshape(groups, -1, 1)], -1)
+class InputProducts(NamedTuple):
+    """A_t and C_t of a group of layers, of shape (groups, inputs, inputs)."""
 
-
-@torch.no_grad()
-def set_layer_matrix(layer: Any, matrix: Tensor) -> None:
-    """Write [W b] back into a layer."""
-    if layer.bias is not None:
-        layer.bias.copy_(matrix[..., -1].reshape(layer.bias.shape))
-        matrix = matrix[..., :-1]
-    layer.weight.copy_(matrix[0].T if type(layer).__name__ == "Conv1D" else matrix.reshape(layer.weight.shape))
-
-
-def layer_rows(layer: Any, values: Tensor, counted: Tensor | None) -> Tensor:
-    """What a layer multiplies its weight with: (groups, rows, inputs), with a 1 for the bias and without padding."""
-    if isinstance(layer, CONVOLUTIONS):
-        rows = _patches(layer, values)
-    else:
-        rows = values[counted] if counted is not None else values.reshape(-1, values.shape[-1])
-        rows = rows.unsqueeze(0)
-    if layer.bias is not None:
-        rows = torch.cat([rows, rows.new_ones(*rows.shape[:2], 1)], -1)
-    return rows
-
-
-def _patches(layer: Any, values: Tensor) -> Tensor:
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    values = F.pad(values, layer._reversed_padding_repeated_twice, mode=mode)
-    dimensions = len(layer.kernel_size)
-    for axis, (size, step, dilation) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)):
-        values = values.unfold(2 + axis, dilation * (size - 1) + 1, step)[..., ::dilation]
-    batch, channels = values.shape[:2]
-    # (batch, channels, positions…, kernel…) → (groups, batch · positions, channels / groups · kernel)
-    values = values.reshape(batch, layer.groups, channels // layer.groups, -1, *values.shape[-dimensions:])
-    values = values.movedim(3, 2).movedim(1, 0)
-    rows: Tensor = values.reshape(layer.groups, -1, values[0, 0, 0].numel())
-    return rows
+    inputs: Tensor
+    mixed: Tensor
 
 
 def input_products(
-    layer: Any,
-    inputs: Iterable[tuple[Tensor, Tensor | None]],
-    teacher_inputs: Iterable[tuple[Tensor, Tensor | None]],
+    layer: Layer,
+    inputs: Iterable[LayerInput],
+    teacher_layer: Layer,
+    teacher_inputs: Iterable[LayerInput],
     alpha: float,
     *,
     scaled: bool = True,
 ) -> InputProducts:
-    """A_t and C_t from a layer's inputs in the model calibrated so far, and in the fine-tuned model."""
-    products: InputProducts | None = None
-    for (values, counted), (teacher_values, _) in zip(inputs, teacher_inputs, strict=True):
-        rows = layer_rows(layer, values, counted)
-        if products is None:
-            size = rows.shape[-1]
-            zeros = torch.zeros(len(rows), size, size, dtype=rows.dtype, device=rows.device)
-            products = InputProducts(zeros, zeros.clone())
-        products.inputs.baddbmm_(rows.mT, rows)
-        products.mixed.baddbmm_(layer_rows(layer, teacher_values, counted).mT, rows)
-    assert products is not None
-    products.mixed.lerp_(products.inputs, 1 - alpha)
+    """A_t and C_t from a layer's inputs in the model calibrated so far, and in the fine-tuned model.
+
+    Padding and the routing to experts are those of the model calibrated so far, so that both have the same tokens.
+    """
+    shape = layer.matrix().shape
+    total, mixed = torch.zeros(2, shape[0], shape[2], shape[2], dtype=layer.weight.dtype, device=layer.weight.device)
+    for own, other in zip(inputs, teacher_inputs, strict=True):
+        teacher_rows = teacher_layer.rows(own._replace(values=other.values))
+        for (groups, rows), (_, wanted) in zip(layer.rows(own), teacher_rows, strict=True):
+            total[groups].baddbmm_(rows.mT, rows)
+            mixed[groups].baddbmm_(wanted.mT, rows)
+    mixed.lerp_(total, 1 - alpha)
     if scaled:
-        norm = products.inputs.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)[:, None, None]
-        products.inputs /= norm
-        products.mixed /= norm
-    return products
+        norm = total.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)[:, None, None]
+        total /= norm
+        mixed /= norm
+    return InputProducts(total, mixed)
 
 
 @dataclass
@@ -171,6 +130,8 @@ class Solution:
     matrix: Tensor
     ridge: float
     """λ, larger than asked for if the system was singular."""
+    idle: list[int]
+    """The groups that had no input. They keep B."""
     steps: int = 0
     """Steps of conjugate gradients."""
     residual: float = 0.0
@@ -185,7 +146,7 @@ def solve(
 ) -> Solution:
     """Solve the equation for one layer in float64; without ``factors`` G_t is the identity and ε is 0.
 
-    All matrices have a leading dimension for the groups of a convolution, which are solved independently.
+    All matrices have a leading dimension for the groups of a layer, which are solved independently.
 
     Args:
         terms: For every task A_t and C_t, and W_t. Without ``factors``, those of one task are needed at a time.
@@ -201,8 +162,9 @@ def solve(
         right += weight @ products.mixed  # as precise as the products are
     assert total is not None
     diagonal = total.diagonal(dim1=1, dim2=2)
-    mean = diagonal.mean(1)
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))[:, None]
+    mean = diagonal.mean(1)[:, None]
+    idle = mean[:, 0] == 0
+    mean[idle], diagonal[idle] = 1.0, 1.0
     ridge, added = settings.ridge, 0.0
     while True:
         diagonal += (ridge - added) * mean
@@ -214,11 +176,13 @@ def solve(
     damping = (ridge * mean)[:, :, None]
     del total, diagonal
     matrix = torch.cholesky_solve(right.add_(damping * anchor).mT, root).mT
-    if factors is None:
-        return Solution(matrix, ridge)
-    every, teachers = [p for p, _ in terms], [w for _, w in terms]
-    matrix, steps, residual = _conjugate_gradients(matrix, every, teachers, anchor, damping, factors, settings)
-    return Solution(matrix, ridge, steps, residual)
+    matrix[idle] = anchor[idle]
+    solution = Solution(matrix, ridge, idle.nonzero()[:, 0].tolist())
+    if factors is not None:
+        every, teachers = [p for p, _ in terms], [w for _, w in terms]
+        found = _conjugate_gradients(matrix, every, teachers, anchor, damping, factors, settings)
+        solution.matrix, solution.steps, solution.residual = found
+    return solution
 
 
 def _conjugate_gradients(
@@ -276,6 +240,31 @@ def sum_of(tensors: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
 # --- all layers
 
 
+class TaskStreams(NamedTuple):
+    """The rows of a task on their way through the merge and through the task's fine-tuned model."""
+
+    task: str
+    merged: RowStream
+    teacher: RowStream
+    factors: Factors
+
+    def run_teacher(self, stage: Stage, capture: Sequence[str] = ()) -> None:
+        """Run the rows through a stage of the fine-tuned model, and capture the inputs of some modules."""
+        with self.teacher.model.loaded(stage):
+            self.teacher.go_through(stage, capture)
+
+    def products(self, stage: Stage, layers: Sequence[Layer], settings: Settings) -> tuple[InputProducts, list[Tensor]]:
+        """A_t and C_t of layers that read the same input, and W_t of each of them."""
+        first, model = layers[0], self.teacher.model
+        teachers = [model.layers[layer.name] for layer in layers]
+        with model.loaded(stage, teachers if stage.is_block else None):
+            inputs = (self.merged.layer_inputs(stage, first.path), self.teacher.layer_inputs(stage, first.path))
+            found = input_products(first, inputs[0], teachers[0], inputs[1], settings.alpha, scaled=settings.scaled)
+            if not all(bool(one.isfinite().all()) for one in found):
+                raise InputError(f"{stage.name}: the inputs of {first.name} are not finite on the rows of {self.task}")
+            return found, [layer.matrix().clone() for layer in teachers]
+
+
 def calibrate_layers(
     merged: BlockModel,
     teachers: Mapping[str, BlockModel],
@@ -284,7 +273,7 @@ def calibrate_layers(
     settings: Settings,
     *,
     factors: Mapping[str, Factors] | None = None,
-    keep: Callable[[str], bool] = lambda layer: False,
+    keep: Callable[[Layer], bool] = lambda layer: False,
     advance: Callable[[int], None] = lambda amount: None,
 ) -> PassReport:
     """Solve the layers of ``merged`` in place, in forward order.
@@ -300,88 +289,79 @@ def calibrate_layers(
         advance: Called with 1 after every stage.
     """
     report = PassReport()
-    students = {task: RowStream(merged, batches, cache) for task, batches in rows.items()}
-    guides = {task: RowStream(teachers[task], batches, cache) for task, batches in rows.items()}
+    streams = [
+        TaskStreams(
+            task,
+            RowStream(merged, batches, cache),
+            RowStream(teachers[task], batches, cache),
+            {} if factors is None else factors[task],
+        )
+        for task, batches in rows.items()
+    ]
     try:
         for stage in merged.structure.stages:
-            solved = [[n for n in group if not keep(n)] for group in merged.structure.groups.get(stage.name, [])]
-            groups = [group for group in solved if group]
+            groups = [[merged.layers[name] for name in group] for group in merged.structure.groups.get(stage.name, [])]
+            groups = [solved for group in groups if (solved := [layer for layer in group if not keep(layer)])]
             if stage.is_block:  # a fine-tuned model does not change, so that one pass is enough for all groups
-                _run_teachers(teachers, guides, stage, [group[0] for group in groups])
+                for stream in streams:
+                    stream.run_teacher(stage, list(dict.fromkeys(layers[0].path for layers in groups)))
             with merged.loaded(stage):
-                for layers in groups:
-                    _solve_group(merged, teachers, students, guides, stage, layers, settings, factors, report)
+                for layers in groups:  # the next group sees the calibrated layers
+                    _solve_group(streams, stage, layers, settings, report)
                 merged.store(stage, report.layers)
-                for student in students.values():
-                    student.go_through(stage)
+                for stream in streams:
+                    stream.merged.go_through(stage)
             if not stage.is_block:
-                _run_teachers(teachers, guides, stage)
+                for stream in streams:
+                    stream.run_teacher(stage)
             advance(1)
     finally:
-        for stream in (*students.values(), *guides.values()):
-            stream.close()
+        for stream in streams:
+            stream.merged.close()
+            stream.teacher.close()
         cache.free_unused()
     return report
 
 
-def _run_teachers(
-    teachers: Mapping[str, BlockModel], guides: Mapping[str, RowStream], stage: Stage, capture: Sequence[str] = ()
-) -> None:
-    for task, guide in guides.items():
-        with teachers[task].loaded(stage):
-            guide.go_through(stage, capture)
-
-
 def _solve_group(
-    merged: BlockModel,
-    teachers: Mapping[str, BlockModel],
-    students: Mapping[str, RowStream],
-    guides: Mapping[str, RowStream],
-    stage: Stage,
-    layers: Sequence[str],
-    settings: Settings,
-    factors: Mapping[str, Factors] | None,
-    report: PassReport,
+    streams: Sequence[TaskStreams], stage: Stage, layers: Sequence[Layer], settings: Settings, report: PassReport
 ) -> None:
     """Solve layers that read the same input: one set of products, one solve per layer."""
-    scaled = {layer: _scaled_factors([factors[task].get(layer) for task in students]) for layer in layers if factors}
-    plain = [layer for layer in layers if scaled.get(layer) is None]
-    anchors = {layer: layer_matrix(merged.module.get_submodule(layer)) for layer in layers}
-
-    def products_and_weights() -> Iterator[tuple[InputProducts, dict[str, Tensor]]]:
-        first = merged.module.get_submodule(layers[0])
-        for task, student in students.items():
-            with teachers[task].loaded(stage, layers if stage.is_block else None):
-                inputs, targets = student.layer_inputs(stage, layers[0]), guides[task].layer_inputs(stage, layers[0])
-                found = input_products(first, inputs, targets, settings.alpha, scaled=settings.scaled)
-                if not bool(found.inputs.isfinite().all() and found.mixed.isfinite().all()):
-                    raise InputError(f"{stage.name}: the inputs of {layers[0]} are not finite on the rows of {task}")
-                yield found, {layer: layer_matrix(teachers[task].module.get_submodule(layer)) for layer in layers}
-
-    terms: Iterable[tuple[InputProducts, dict[str, Tensor]]] = products_and_weights()
-    solutions: dict[str, Solution] = {}
-    if len(plain) < len(layers):
-        terms = [(found, {name: w.clone() for name, w in weights.items()}) for found, weights in terms]
-    for layer in layers:
-        if layer not in plain:
-            given = [(found, weights[layer]) for found, weights in terms]
-            solutions[layer] = solve(given, anchors[layer], settings, scaled[layer])
-    if plain:  # with G = I the outputs are independent, so that all layers are one solve
-        stacked = ((found, torch.cat([weights[layer] for layer in plain], 1)) for found, weights in terms)
-        solution = solve(stacked, torch.cat([anchors[layer] for layer in plain], 1), settings)
-        parts = solution.matrix.split([anchors[layer].shape[1] for layer in plain], 1)
-        solutions |= {layer: replace(solution, matrix=part) for layer, part in zip(plain, parts, strict=True)}
-    for layer in layers:
-        solution = solutions[layer]
+    anchors = [layer.matrix() for layer in layers]
+    scaled = [_scaled_factors([stream.factors.get(layer.name) for stream in streams]) for layer in layers]
+    terms: Iterable[tuple[InputProducts, list[Tensor]]]
+    terms = (stream.products(stage, layers, settings) for stream in streams)
+    if any(scaled):
+        terms = list(terms)
+    solutions: dict[int, Solution] = {}
+    for index, factors in enumerate(scaled):
+        if factors is not None:
+            own = [(products, weights[index]) for products, weights in terms]
+            solutions[index] = solve(own, anchors[index], settings, factors)
+    if plain := [index for index, factors in enumerate(scaled) if factors is None]:
+        # With G = I the outputs are independent, so that all layers are one solve.
+        stacked = ((products, _joined([weights[index] for index in plain])) for products, weights in terms)
+        solution = solve(stacked, _joined([anchors[index] for index in plain]), settings)
+        parts = solution.matrix.split([anchors[index].shape[1] for index in plain], 1)
+        solutions |= {index: replace(solution, matrix=part) for index, part in zip(plain, parts, strict=True)}
+    for index, layer in enumerate(layers):
+        solution = solutions[index]
         if not bool(solution.matrix.isfinite().all()):
-            raise InputError(f"{layer}: the calibrated weight is not finite. Try a larger ridge.")
-        set_layer_matrix(merged.module.get_submodule(layer), solution.matrix)
-        report.layers.append(layer)
+            raise InputError(f"{layer.name}: the calibrated weight is not finite. Try a larger ridge.")
+        layer.set_matrix(solution.matrix)
+        report.layers.append(layer.name)
         report.most_steps = max(report.most_steps, solution.steps)
         if solution.ridge > settings.ridge:
-            report.ridges[layer] = solution.ridge
+            report.ridges[layer.name] = solution.ridge
         if solution.residual > settings.tolerance:
-            report.residuals[layer] = solution.residual
+            report.residuals[layer.name] = solution.residual
+        if isinstance(layer, ExpertLayer) and solution.idle:
+            idle = report.idle_experts.setdefault(layer.path, set())
+            idle.update(layer.experts[group] for group in solution.idle)
+
+
+def _joined(matrices: Sequence[Tensor]) -> Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), 1)
 
 
 def _scaled_factors(factors: Sequence[Tensor | None]) -> list[Tensor] | None:
@@ -420,7 +400,7 @@ def calibrate_model(
     *,
     curvature: str = "auto",
     find_factors: Callable[[str, Sequence[Batch], int], Factors] | None = None,
-    keep: Callable[[str], bool] = lambda layer: False,
+    keep: Callable[[Layer], bool] = lambda layer: False,
     shared_head: bool = True,
     check: bool = True,
     progress: Progress | None = None,

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from ..curvature.losses import unwrapped
 from ..tasks.encoder import representation_modules
-from .blocks import Batch, BlockModel, HiddenCache, RowStream, counted_positions, forward, input_of
+from .blocks import Batch, BlockModel, RowStream, counted_positions, forward, input_of
+from .hidden_cache import HiddenCache
 
 
 @dataclass

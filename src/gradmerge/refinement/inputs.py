@@ -27,6 +27,7 @@ from ..tasks.models import device_of
 from ..tasks.resolve_model import folder_of
 from ..tasks.unlabeled import read_unlabeled
 from ..text import listed, nearest
+from .layers import Layer
 from .rows import TaskRows, cut_batch, hold_out
 from .streaming import ModelFiles, open_model_files
 
@@ -51,12 +52,12 @@ class MergeInputs:
     on_exit: contextlib.ExitStack
     """Closes what was opened."""
 
-    def keeps(self, layer: str) -> bool:
+    def keeps(self, layer: Layer) -> bool:
         """Whether a layer keeps the merge's weights: a head that tasks do not share, or one the recipe excludes."""
-        if not self.shared_head and not layer.startswith(encoder_prefix(self.merged.module)):
+        if not self.shared_head and not layer.path.startswith(encoder_prefix(self.merged.module)):
             return True
-        weight = self.merged.names.get(f"{layer}.weight", f"{layer}.weight")
-        return any(fnmatch.fnmatchcase(weight, pattern) for pattern in self.excluded)
+        weights = self.merged.tensors_of(layer.parameters[0])
+        return any(fnmatch.fnmatchcase(weight, pattern) for weight in weights for pattern in self.excluded)
 
 
 def read_record(folder: Path) -> dict[str, Any]:

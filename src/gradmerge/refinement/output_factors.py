@@ -12,48 +12,38 @@ from torch import Tensor, nn
 from ..curvature.losses import LOSSES, MASKED, ExampleLoss, unwrapped
 from ..tasks.encoder import representation_modules
 from ..text import count
-from .blocks import CONVOLUTIONS, Batch, Structure, forward
+from .blocks import Batch, BlockModel, forward
+from .layers import CONVOLUTIONS, ExpertLayer, Layer
 
 
 def layers_with_factors(
-    module: nn.Module,
-    structure: Structure,
-    keep: Callable[[str], bool],
-    max_dim: int,
-    tasks: int,
-    memory: int | None,
+    merged: BlockModel, keep: Callable[[Layer], bool], max_dim: int, tasks: int, memory: int | None
 ) -> tuple[list[str], list[str]]:
     """Choose the layers that have a G; also return notes on the others.
 
     Args:
-        module: The merge.
-        structure: Its layers.
+        merged: The merge.
         keep: Says which layers are not solved.
         max_dim: Layers with more inputs or outputs have no G.
         tasks: Number of tasks.
         memory: Bytes for the merge, its gradients and all G; without them no layer has one. None: no limit.
     """
-    head, _ = representation_modules(module)
-    solved = [name for groups in structure.groups.values() for group in groups for name in group if not keep(name)]
-    solved = [name for name in solved if module.get_submodule(name) is not head]
-    layers = [name for name in solved if max(sizes_of(module.get_submodule(name))) <= max_dim]
+    head, _ = representation_modules(merged.module)
+    every = [merged.layers[n] for groups in merged.structure.groups.values() for group in groups for n in group]
+    solved = [layer for layer in every if not keep(layer) and layer.module is not head]
+    sizes = {layer.name: layer.weights().shape for layer in solved if not isinstance(layer, ExpertLayer)}
+    layers = [name for name, (_, outputs, inputs) in sizes.items() if max(outputs, inputs) <= max_dim]
     notes = []
-    if wide := [name for name in solved if name not in layers]:
+    if wide := [name for name in sizes if name not in layers]:
         notes.append(f"{count(len(wide))} layers wider than {max_dim} have no output factor: {wide[0]}, …")
-    needed = 2 * tasks * sum(4 * sizes_of(module.get_submodule(name))[0] ** 2 for name in layers)
-    needed += 2 * sum(4 * p.numel() for p in module.parameters())
+    if len(sizes) < len(solved):
+        notes.append("fused experts have no output factors")
+    needed = 2 * tasks * sum(4 * sizes[name][1] ** 2 for name in layers)
+    needed += 2 * sum(4 * p.numel() for p in merged.module.parameters())
     if not layers or (memory is not None and needed > memory):
         notes.append("the output factors do not fit into memory: curvature none is used")
         return [], notes
     return layers, notes
-
-
-def sizes_of(layer: nn.Module) -> tuple[int, int]:
-    """Outputs and inputs of a layer, per group of a convolution."""
-    weight: Any = layer.weight
-    shape = weight.T.shape if type(layer).__name__ == "Conv1D" else weight.shape
-    groups: Any = getattr(layer, "groups", 1)
-    return shape[0] // groups, weight.numel() // shape[0]
 
 
 def output_factors(

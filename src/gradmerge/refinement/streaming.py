@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..checkpoints import Checkpoint
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.quantization import detect_quantization
+from ..checkpoints.transformers_model import BareParameter, Slice, find_slices
 from ..curvature.checkpoint_names import names_of_parameters, stored_sources
 from ..errors import InputError
 from ..quiet import quiet_transformers
@@ -39,11 +40,44 @@ class ModelFiles:
     info: LoadingInfo
     names: dict[str, str]
     """Parameter or buffer of the module → tensor of the checkpoint. Tied parameters have one of their names."""
+    slices: dict[str, dict[str, Slice]]
+    """Parameter of fused experts → tensors of the checkpoint that hold parts of it."""
     missing: list[str]
     """Parameters that the checkpoint does not hold, as those of a head."""
 
     def source(self, device: torch.device, memory: WeightMemory | None = None) -> CheckpointWeights:
         return CheckpointWeights(self, device, memory)
+
+    def tensors_of(self, name: str) -> list[str]:
+        """The tensors of the checkpoint that hold a parameter."""
+        return [self.names[name]] if name in self.names else list(self.slices.get(name, {}))
+
+    def stored_values(self, changed: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensor of the checkpoint → new value, from parameter → new value; both may be read with ``get()`` instead."""
+        found = {self.names[name]: value for name, value in changed.items() if name in self.names}
+        for name, value in changed.items():
+            for stored, part in self.slices.get(name, {}).items():
+                found[stored] = PartOfValue(value, part)
+        return found
+
+
+@dataclass
+class PartOfValue:
+    """A slice of fused experts' new weights, for one tensor of a checkpoint."""
+
+    value: Any
+    part: Slice
+
+    def get(self) -> Tensor:
+        """Return the part."""
+        whole = self.value if isinstance(self.value, Tensor) else self.value.get()
+        return slice_of(whole, self.part).contiguous()
+
+
+def slice_of(weight: Tensor, part: Slice) -> Tensor:
+    """The part of fused experts' weights that a tensor of the checkpoint holds, as a view in that tensor's shape."""
+    view = weight[..., part.rows, :] if part.expert is None else weight[part.expert, part.rows]
+    return view.mT if part.flipped else view
 
 
 def open_model_files(reference: str, task: str = "auto", attn_implementation: str | None = None) -> ModelFiles:
@@ -61,12 +95,12 @@ def open_model_files(reference: str, task: str = "auto", attn_implementation: st
         if adapter is None and (found := detect_quantization(checkpoint)):
             raise InputError(f"{reference}: {found}. Give the unquantized model.")
         module = module_without_weights(reference, info.task, config, attn_implementation)
-        names, missing = _tensor_names(module, checkpoint, prefix)
+        names, slices, missing = _tensor_names(module, checkpoint, prefix)
         _check_shapes(reference, module, checkpoint, names)
     except BaseException:
         checkpoint.close()
         raise
-    return ModelFiles(reference, module, checkpoint, info, names, missing)
+    return ModelFiles(reference, module, checkpoint, info, names, slices, missing)
 
 
 def module_without_weights(reference: str, task: str, config: Any, attn_implementation: str | None = None) -> nn.Module:
@@ -115,16 +149,22 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _tensor_names(module: nn.Module, checkpoint: Checkpoint, prefix: str) -> tuple[dict[str, str], list[str]]:
-    """Weights of the module → tensors of the checkpoint; and the parameters that it lacks."""
+def _tensor_names(
+    module: nn.Module, checkpoint: Checkpoint, prefix: str
+) -> tuple[dict[str, str], dict[str, dict[str, Slice]], list[str]]:
+    """Weights of the module → tensors of the checkpoint, or parts of weights; and the parameters that it lacks."""
     base = getattr(module, "base_model_prefix", "")
     stored = {memory: file for file, memory in stored_sources(module).items()}
     state = module.state_dict(keep_vars=True)
     buffers = {name: name for name, _ in module.named_buffers() if name in state}
     aliases = {name: names for names in names_of_parameters(module).values() for name in names}
     names: dict[str, str] = {}
+    slices: dict[str, dict[str, Slice]] = {}
     missing = []
-    for name in [*dict(module.named_parameters()), *buffers]:
+    for name, value in (*module.named_parameters(), *((name, None) for name in buffers)):
+        if value is not None and value.dim() == 3 and (parts := _slices(module, name, value, checkpoint, prefix)):
+            slices[name] = parts
+            continue
         known = [stored.get(alias, alias) for alias in aliases.get(name, [name])]
         known += [text for one in known for text in (one.removeprefix(f"{base}."), f"{base}.{one}")]
         found = next((prefix + one for one in known if prefix + one in checkpoint.tensors), None)
@@ -132,7 +172,21 @@ def _tensor_names(module: nn.Module, checkpoint: Checkpoint, prefix: str) -> tup
             names[name] = found
         elif name not in buffers:
             missing.append(name)
-    return names, missing
+    return names, slices, missing
+
+
+def _slices(
+    module: nn.Module, name: str, value: Tensor, checkpoint: Checkpoint, prefix: str
+) -> dict[str, Slice] | None:
+    """Tensors of the checkpoint → the parts of fused experts' weights that they hold; None if it stores them whole."""
+    experts, rows, columns = value.shape
+    found = find_slices(module, BareParameter(name, experts, (rows, columns), False))
+    if not found or len(found) == 1:
+        return None
+    parts = {prefix + stored: part for stored, part in found.items()}
+    shapes = {stored: slice_of(value, part).shape for stored, part in parts.items()}
+    fits = all(one in checkpoint.tensors and checkpoint.tensors[one].shape == shape for one, shape in shapes.items())
+    return parts if fits else None
 
 
 def _check_shapes(reference: str, module: nn.Module, checkpoint: Checkpoint, names: dict[str, str]) -> None:
@@ -207,20 +261,26 @@ class CheckpointWeights:
         return -(-size // ALIGNMENT) * ALIGNMENT
 
     def _dtype(self, name: str) -> torch.dtype:
-        if name not in self.files.names:
+        tensors = self.files.tensors_of(name)
+        if not tensors:
             return torch.float32
-        dtype = TORCH_TYPES[self.files.checkpoint.tensors[self.files.names[name]].dtype]
+        dtype = TORCH_TYPES[self.files.checkpoint.tensors[tensors[0]].dtype]
         return torch.float32 if dtype.is_floating_point and dtype != torch.float64 else dtype
 
     def _read(self, name: str, values: Tensor) -> None:
         """Read a weight of the module from the checkpoint; zeros for a head that it lacks, which is not used."""
-        if name not in self.files.names:
+        checkpoint = self.files.checkpoint
+        if name in self.files.names:
+            for start in range(0, len(values), CHUNK):
+                stop = min(start + CHUNK, len(values))
+                values[start:stop] = checkpoint.read(self.files.names[name], start, stop, self._buffers)
+        elif name in self.files.slices:
+            whole = values.reshape(self._without_weights[name].shape)
+            for stored, part in self.files.slices[name].items():
+                info = checkpoint.tensors[stored]
+                slice_of(whole, part).copy_(checkpoint.read(stored, 0, info.numel, self._buffers).reshape(info.shape))
+        else:
             values.zero_()
-            return
-        stored = self.files.names[name]
-        for start in range(0, len(values), CHUNK):
-            stop = min(start + CHUNK, len(values))
-            values[start:stop] = self.files.checkpoint.read(stored, start, stop, self._buffers)
 
     def _set(self, name: str, value: Tensor) -> None:
         module = self.files.module
@@ -237,7 +297,7 @@ class CheckpointWeights:
 def load_whole(files: ModelFiles, device: torch.device) -> nn.Module:
     """Read all weights; the module then stays in memory."""
     source = files.source(device)
-    source.load([*files.names, *files.missing])
+    source.load([*files.names, *files.slices, *files.missing])
     return files.module.to(device)
 
 
