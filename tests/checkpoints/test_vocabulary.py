@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from transformers import (
-    AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
@@ -90,16 +89,6 @@ def test_ids_are_those_that_transformers_loads(kind: str, tmp_path: Path) -> Non
     found = read_vocabulary(tmp_path, "model")
     assert found.ids == vocabulary(tmp_path) == want | {"<new>": len(want)}
     assert found.special["sep_token"] == "<new>" and found.added["<new>"]["special"]
-
-
-def test_older_files_are_converted(tmp_path: Path) -> None:
-    ids = save_tokenizer(tmp_path, "WordPiece", ENGLISH)
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "vocab.txt").write_text("\n".join(sorted(ids, key=ids.__getitem__)))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    found = read_vocabulary(tmp_path, "model").ids
-    assert {token: found[token] for token in ids} == ids
-    assert found == dict(AutoTokenizer.from_pretrained(tmp_path).get_vocab())
 
 
 def test_tokenizers_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

@@ -60,23 +60,25 @@ def _row_count(info: TensorInfo) -> int:
     return 0 if not shape else shape[1] if len(shape) == 2 and shape[0] == 1 else shape[0]
 
 
-def _resized(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """Return the shape of a vocabulary tensor with another number of rows."""
-    return (1, rows) if len(shape) == 2 and shape[0] == 1 else (rows, *shape[1:])
-
-
-def read_rows(read: Callable[[int, int], Tensor], total: int, columns: int, rows: Index) -> Tensor:
-    """Return whole rows of a matrix with ``total`` rows, in the order of ``rows``.
+def read_rows(
+    read: Callable[[int, int], Tensor], total: int, columns: int, rows: Index, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return whole rows of a matrix with ``total`` rows, in the order of ``rows``. A negative number is a row of 0.
 
     ``read`` returns a range of the flattened matrix. Only the rows in question are read, neighbors together.
     """
+    out = torch.zeros(len(rows), columns, dtype=dtype)
+    here = np.flatnonzero(rows >= 0)
     if total * columns <= WHOLE:
-        return read(0, total * columns).view(total, columns).index_select(0, torch.from_numpy(rows))
-    distinct, order = np.unique(rows, return_inverse=True)
-    runs = np.split(distinct, np.flatnonzero(np.diff(distinct) > 1) + 1)
-    # `read` may reuse its buffer, so each part is copied.
-    parts = [read(int(run[0]) * columns, (int(run[-1]) + 1) * columns).clone() for run in runs if run.size]
-    return torch.cat(parts).view(-1, columns).index_select(0, torch.from_numpy(order))
+        found = read(0, total * columns).view(total, columns).index_select(0, torch.from_numpy(rows[here]))
+    else:
+        distinct, order = np.unique(rows[here], return_inverse=True)
+        runs = np.split(distinct, np.flatnonzero(np.diff(distinct) > 1) + 1)
+        # `read` may reuse its buffer, so each part is copied.
+        parts = [read(int(run[0]) * columns, (int(run[-1]) + 1) * columns).clone() for run in runs if run.size]
+        found = torch.cat(parts or [out[:0].view(-1)]).view(-1, columns).index_select(0, torch.from_numpy(order))
+    out[here] = found.to(dtype)
+    return out
 
 
 @dataclass(eq=False)
@@ -96,16 +98,13 @@ class VocabularyRows:
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of such a tensor in the result."""
-        return _resized(shape, len(self.own))
+        return (1, len(self.own)) if len(shape) == 2 and shape[0] == 1 else (len(self.own), *shape[1:])
 
     def gather(self, read: Callable[[int, int], Tensor], columns: int, start: int, stop: int) -> Tensor:
         """Return elements ``start`` to ``stop`` of a reordered tensor in float32, 0 for rows that the model lacks."""
         first, last = start // columns, -(-stop // columns)
-        out = torch.zeros(last - first, columns)
-        here = np.flatnonzero(self.own[first:last] >= 0)
-        if here.size:
-            out[here] = read_rows(read, self.before, columns, self.own[first:last][here]).to(out.dtype)
-        return out.view(-1)[start - first * columns : stop - first * columns]
+        rows = read_rows(read, self.before, columns, self.own[first:last])
+        return rows.view(-1)[start - first * columns : stop - first * columns]
 
 
 class VocabularyCheckpoint(View):
@@ -156,27 +155,18 @@ class VocabularyCheckpoint(View):
     def _read(self, name: str, wanted: Index, buffers: Buffers, slot: str) -> Tensor:
         """Return whole rows of the result."""
         own = self.rows.own[wanted]
-        if (own >= 0).all():
-            return self._read_from(self.inner, self.inner_names[name], own, buffers, slot)
-        out = torch.zeros(len(wanted), self._columns(name), dtype=self._dtype(name))
-        if (here := np.flatnonzero(own >= 0)).size:
-            out[here] = self._read_from(self.inner, self.inner_names[name], own[here], buffers, slot).to(out.dtype)
-        if (missing := np.flatnonzero(own == MISSING)).size:
-            out[missing] = self._mean_of_donors(name, wanted[missing], buffers, slot)
+        out = self._read_from(self.inner, self.inner_names[name], own, name, buffers, slot)
+        missing = np.flatnonzero(own == MISSING)
+        total, count = torch.zeros(len(missing), out.shape[1], dtype=out.dtype), np.zeros(len(missing), np.int64)
+        for donor, rows in self.donors if missing.size else ():
+            given, stored = rows[wanted[missing]], self._names[donor, name]
+            count += given >= 0
+            if stored is not None:
+                total += self._read_from(donor, stored, given, name, buffers, slot)
+        out[missing] = total / torch.from_numpy(count.clip(1)).to(total.dtype)[:, None]
         if (padding := np.flatnonzero(own == PADDING)).size:
             out[padding] = self._mean_of_tokens(name).to(out.dtype)
         return out
-
-    def _mean_of_donors(self, name: str, wanted: Index, buffers: Buffers, slot: str) -> Tensor:
-        total = torch.zeros(len(wanted), self._columns(name), dtype=self._dtype(name))
-        counts = np.zeros(len(wanted), dtype=np.int64)
-        for donor, rows in self.donors:
-            given = rows[wanted]
-            here, stored = np.flatnonzero(given >= 0), self._names[donor, name]
-            counts[here] += 1
-            if here.size and stored is not None:
-                total[here] += self._read_from(donor, stored, given[here], buffers, slot).to(total.dtype)
-        return total / torch.from_numpy(np.maximum(counts, 1)).to(total.dtype)[:, None]
 
     def _mean_of_tokens(self, name: str) -> Tensor:
         """Return the mean of all rows that have a token, in float64."""
@@ -191,15 +181,14 @@ class VocabularyCheckpoint(View):
                 self._padding[name] = total / max(1, len(tokens))
             return self._padding[name]
 
-    def _read_from(self, model: Checkpoint, stored: str, rows: Index, buffers: Buffers, slot: str) -> Tensor:
-        info = model.tensors[stored]
-        total = _row_count(info)
-        return read_rows(
-            lambda start, stop: model.read(stored, start, stop, buffers, f"{slot} rows"),
-            total,
-            max(1, info.numel // max(1, total)),
-            rows,
-        )
+    def _read_from(self, model: Checkpoint, stored: str, rows: Index, name: str, buffers: Buffers, slot: str) -> Tensor:
+        """Return rows of a model's tensor for rows of ``name``."""
+
+        def read(start: int, stop: int) -> Tensor:
+            return model.read(stored, start, stop, buffers, f"{slot} rows")
+
+        total = _row_count(model.tensors[stored])
+        return read_rows(read, total, self._columns(name), rows, self._dtype(name))
 
     def _columns(self, name: str) -> int:
         return max(1, self.tensors[name].numel // max(1, len(self.rows.own)))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import Any
 
 from ..errors import InputError
 from ..io.small_files import read_json
-from ..quiet import quiet_transformers
-from ..text import some, to_json
+from ..text import first_line, some, to_json
 from .chat_template import TEMPLATE_PATTERNS, Templates, write_templates
 from .config_diff import parts
-from .vocabulary import EXTRA, PLAIN, SPECIAL, TOKENIZER_FILES, VOCABULARY_FILES, Vocabulary, reraise_as_input_error
+from .vocabulary import EXTRA, PLAIN, SPECIAL, TOKENIZER_FILES, VOCABULARY_FILES, Vocabulary
 
 WORD = {**PLAIN, "single_word": True, "normalized": True}
 """Settings of added words in a WordPiece tokenizer, so that it does not find them inside other words."""
@@ -67,29 +65,36 @@ def make_tokenizer(
     added: dict[str, dict[str, Any] | None] = {}
     notes: list[str] = []
     for other in others if union else ():
-        for token in other.by_row:
-            if token not in source.ids and token in other.added:
-                added.setdefault(token, other.added[token])
-            elif token not in source.ids:
-                words.append(token)
-        known = {**added, **source.added}
-        differ = [token for token, settings in other.added.items() if known.get(token, settings) != settings]
+        new = [token for token in other.by_row if token not in source.ids]
+        added |= {token: other.added[token] for token in new if token in other.added and token not in added}
+        words += [token for token in new if token not in other.added]
+        differ = [t for t, settings in other.added.items() if {**added, **source.added}.get(t, settings) != settings]
         if differ:
             notes.append(f"{other.label}: some added tokens have other settings in a model before it: {_list(differ)}")
     words = [token for token in dict.fromkeys(words) if token not in added]
     is_wordpiece = source.tokenizer["model"].get("type") == "WordPiece"
     more: dict[str, dict[str, Any] | None] = dict.fromkeys(words, WORD if is_wordpiece else None)
     more |= added
-    for token in named:
-        if token not in source.ids:
-            more.setdefault(token, {**PLAIN, "normalized": True})
-    special, special_notes = _special_tokens(source, others, union)
-    ids = dict(source.ids) | {token: source.size + place for place, token in enumerate(more)}
-    result = OutputTokenizer(source, ids, source.files, notes=[*notes, *special_notes])
+    more |= {token: {**PLAIN, "normalized": True} for token in named if token not in source.ids and token not in more}
+    special: dict[str, str] = {}
+    for other in others:
+        for kind in (kind for kind in SPECIAL if kind in other.special):
+            if union and kind not in source.special:
+                special.setdefault(kind, other.special[kind])
+            kept = (source.special | special).get(kind)
+            if kept != other.special[kind] or kind in special:
+                notes.append(f"{kind}: {other.special[kind]!r} in {other.label}; the result has {kept!r}")
+    ids = dict(source.ids) | {token: source.size + number for number, token in enumerate(more)}
+    result = OutputTokenizer(source, ids, source.files, notes=notes)
     if not more and not special:
         return result
+    if words:
+        notes.append(
+            f"tokenizer: {len(words)} words of other vocabularies than that of {source.label} have rows in the result "
+            f"({_list(words)}), but text that {source.label} can encode is encoded as before. To encode text as another"
+            " model does, name that model as `tokenizer`"
+        )
     result.special = {kind: ids[token] for kind, token in special.items()}
-    result.notes += _notes_on_words(source, words, others)
     result.written = _extended_files(source, ids, more, special)
     patterns = ["special_tokens_map.json", *VOCABULARY_FILES.split()]  # these would repeat or lack tokens
     result.copied = [
@@ -97,40 +102,7 @@ def make_tokenizer(
         for path in source.files
         if path.name not in result.written and not any(fnmatch(path.name, pattern) for pattern in patterns)
     ]
-    _check_loading(result)
     return result
-
-
-def _special_tokens(source: Vocabulary, others: Sequence[Vocabulary], union: bool) -> tuple[dict[str, str], list[str]]:
-    """Return the special tokens that a union takes from other models, and notes on special tokens that differ."""
-    taken: dict[str, str] = {}
-    notes: list[str] = []
-    for other in others:
-        for kind in (kind for kind in SPECIAL if kind in other.special):
-            theirs, ours = other.special[kind], source.special.get(kind) or taken.get(kind)
-            if ours is None and union:
-                taken[kind] = theirs
-                notes.append(f"{kind}: {source.label} has none; the result has that of {other.label}, {theirs!r}")
-            elif ours is None:
-                notes.append(f"{kind}: {theirs!r} in {other.label}, none in {source.label}; the result has none")
-            elif ours != theirs:
-                owner = source.label if kind in source.special else "another model"
-                notes.append(f"{kind}: {ours!r} in {owner}, {theirs!r} in {other.label}; the result has {ours!r}")
-    return taken, notes
-
-
-def _notes_on_words(source: Vocabulary, words: Sequence[str], others: Sequence[Vocabulary]) -> Iterator[str]:
-    if not words:
-        return
-    owner = next(other.label for other in others if any(word in other.ids for word in words))
-    if source.tokenizer["model"].get("type") == "WordPiece" or source.tokenizer["model"].get("ignore_merges"):
-        use = f"the tokenizer uses them for whole words and encodes other text as {source.label} does"
-    else:
-        use = f"the tokenizer encodes text that {source.label} knows without them, as before"
-    yield (
-        f"tokenizer: {len(words)} words of other vocabularies than that of {source.label} have rows in the result "
-        f"({_list(words)}); {use}. To encode text as another model does, name that model: `tokenizer: {owner}`"
-    )
 
 
 def _list(tokens: Sequence[str]) -> str:
@@ -183,30 +155,12 @@ def _loaded_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Return token → id as the tokenizers library reads them."""
     from tokenizers import Tokenizer
 
-    with reraise_as_input_error("the tokenizer cannot be read"):
+    try:
         return dict(Tokenizer.from_str(json.dumps(tokenizer)).get_vocab(with_added_tokens=True))
-
-
-def _check_loading(result: OutputTokenizer) -> None:
-    """Raise an error if transformers loads the tokenizer with ids that differ from the rows of the result."""
-    from transformers import AutoTokenizer
-
-    problem = f"{result.source.label}: its tokenizer, extended by the tokens of other models,"
-    with tempfile.TemporaryDirectory() as folder:
-        for path in result.copied:
-            (Path(folder) / path.name).write_bytes(path.read_bytes())
-        for name, text in result.written.items():
-            (Path(folder) / name).write_text(text, "utf-8")
-        with (
-            reraise_as_input_error(f"{problem} cannot be loaded by transformers. {INSTEAD}"),
-            quiet_transformers(),
-        ):
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            loaded = tokenizer.get_vocab()
-    # Some classes append tokens that no file has, for the source as well, so only our tokens are compared.
-    wrong = [token for token, number in result.ids.items() if loaded.get(token) != number]
-    if wrong:
-        raise InputError(f"{problem} gets other ids when transformers loads it: {_list(wrong)}. {INSTEAD}")
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # also panics of Rust code
+        raise InputError(f"the tokenizers library cannot read the tokenizer: {first_line(error)[:200]}") from error
 
 
 @dataclass

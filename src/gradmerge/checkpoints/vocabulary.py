@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..io.small_files import MAX_CONFIG, MAX_TOKENIZER, lies_within, parse_json_object, read_bounded, read_json
-from ..quiet import quiet_transformers
+from ..io.small_files import MAX_TOKENIZER, lies_within, parse_json_object, read_bounded, read_json
 from ..text import counted, first_line, some
 from .checkpoint import Checkpoint, folders_of
 
@@ -68,16 +66,18 @@ class Vocabulary:
 
 def vocabulary_of(checkpoint: Checkpoint) -> Vocabulary:
     """Read the vocabulary of a model; for an adapter without a tokenizer, that of its base."""
-    folders = folders_of(checkpoint)
-    for folder in folders:
-        if {path.name for path in tokenizer_files(folder)} - {"tokenizer_config.json", "special_tokens_map.json"}:
-            return read_vocabulary(folder, checkpoint.label)
-    where = f" in {folders[0]}" if folders else ": it is a single file"
-    raise InputError(
-        f"{checkpoint.label}: no tokenizer files{where}, so the tokens of its rows are unknown. Copy tokenizer.json "
-        "and tokenizer_config.json there, or remove `tokenizer` from the recipe if all models have the same tokens in "
-        "the same order"
-    )
+    folder = _tokenizer_folder(checkpoint)
+    if folder is None:
+        raise InputError(
+            f"{checkpoint.label}: no tokenizer.json, so the tokens of its rows are unknown. Save the tokenizer there: "
+            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER). If all models have the same tokens in the "
+            "same order, remove `tokenizer` from the recipe"
+        )
+    return read_vocabulary(folder, checkpoint.label)
+
+
+def _tokenizer_folder(checkpoint: Checkpoint) -> Path | None:
+    return next((folder for folder in folders_of(checkpoint) if (folder / "tokenizer.json").is_file()), None)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -92,11 +92,8 @@ def read_vocabulary(folder: Path, label: str) -> Vocabulary:
         folder / name for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
     )
     config = read_json(config_path) if config_path.is_file() else {}
-    if main.is_file():
-        tokenizer = parse_json_object(read_bounded(main, MAX_TOKENIZER), lambda why: InputError(f"{main}: {why}"))
-    else:
-        tokenizer = _convert(folder, label)
-    broken = f"{main if main.is_file() else folder}: not a valid file of the tokenizers library"
+    tokenizer = parse_json_object(read_bounded(main, MAX_TOKENIZER), lambda why: InputError(f"{main}: {why}"))
+    broken = f"{main}: not a valid file of the tokenizers library"
     try:
         vocabulary = Vocabulary(label, folder, _ids_of_model(tokenizer["model"]["vocab"]))
         vocabulary.tokenizer, vocabulary.config, vocabulary.files = tokenizer, config, tokenizer_files(folder)
@@ -111,7 +108,10 @@ def read_vocabulary(folder: Path, label: str) -> Vocabulary:
         raise InputError(f"{broken} ({first_line(error)[:120]}). Save the tokenizer again.") from error
     if not vocabulary.ids:
         raise InputError(f"{broken}: it has no tokens")
-    _refuse_duplicate_ids(vocabulary)
+    if len(set(vocabulary.ids.values())) < len(vocabulary.ids):
+        number, count = Counter(vocabulary.ids.values()).most_common(1)[0]
+        tokens = some([repr(token) for token, other in vocabulary.ids.items() if other == number])
+        raise InputError(f"{main}: {count} tokens have the id {number}: {tokens}. Give them different ids")
     return vocabulary
 
 
@@ -147,47 +147,6 @@ def _add_special(vocabulary: Vocabulary, settings: Mapping[str, Any]) -> None:
             vocabulary.add(token, vocabulary.size, {"special": True})
 
 
-def _refuse_duplicate_ids(vocabulary: Vocabulary) -> None:
-    tokens: dict[int, str] = {}
-    for token, number in vocabulary.ids.items():
-        if number in tokens:
-            raise InputError(
-                f"{vocabulary.label}: two tokens have the id {number}: {tokens[number]!r} and {token!r}. Give them "
-                f"different ids in {vocabulary.folder / 'tokenizer.json'}"
-            )
-        tokens[number] = token
-
-
-@contextlib.contextmanager
-def reraise_as_input_error(problem: str) -> Iterator[None]:
-    """Turn any exception of a tokenizer library, including panics of Rust code, into an :class:`InputError`."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        raise InputError(f"{problem}: {first_line(error)[:200]}") from error
-
-
-def _convert(folder: Path, label: str) -> dict[str, Any]:
-    """Return the tokenizer.json that transformers makes from the older files of a tokenizer."""
-    from transformers import AutoTokenizer
-
-    problem = (
-        f"{label}: its tokenizer has no tokenizer.json, and transformers cannot convert its other files. Install "
-        "sentencepiece or tiktoken if they are missing, and save the tokenizer with "
-        "AutoTokenizer.from_pretrained(MODEL).save_pretrained(MODEL)"
-    )
-    for path in tokenizer_files(folder):
-        read_bounded(path, MAX_CONFIG if path.suffix == ".json" and path.name != "vocab.json" else MAX_TOKENIZER)
-    with reraise_as_input_error(problem), quiet_transformers():
-        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        tokenizer = json.loads(loaded.backend_tokenizer.to_str())
-    if not isinstance(tokenizer, dict) or not tokenizer.get("model", {}).get("vocab"):
-        raise InputError(problem)
-    return tokenizer
-
-
 @dataclass
 class TokenDifference:
     """The tokens in which two vocabularies differ, in the order of their rows."""
@@ -215,10 +174,7 @@ class TokenDifference:
 
 def token_difference(first: Checkpoint, other: Checkpoint) -> TokenDifference | None:
     """Compare the tokens of two models; None if they are equal or cannot be read."""
-    folders = [
-        next((folder for folder in folders_of(model) if (folder / "tokenizer.json").is_file()), None)
-        for model in (first, other)
-    ]
+    folders = [_tokenizer_folder(model) for model in (first, other)]
     if folders[0] is None or folders[1] is None or folders[0] == folders[1]:
         return None
     try:
