@@ -10,8 +10,8 @@ import torch
 
 import gradmerge as gm
 from gradmerge.api.merge import planned
-from gradmerge.engine import coefficients
-from gradmerge.engine.coefficients import coefficient_notes, share_above
+from gradmerge.engine import checks as coefficients
+from gradmerge.engine.checks import coefficient_notes, share_above
 from gradmerge.engine.executor import LocalExecutor
 from gradmerge.notes import Kind, Note
 from gradmerge.recipe import make_recipe
@@ -22,7 +22,7 @@ from .test_penalties import record
 SHAPES = {"layers.0.w": (40, 50), "layers.1.w": (3000,), "layers.1.bias": (7,)}
 WEIGHTS = [1.0, 0.8, 1.1]
 Case = dict[str, Any]
-REDUCE = LocalExecutor().reduce
+REDUCE = LocalExecutor()
 Sums = list[dict[str, torch.Tensor]]
 
 
@@ -72,7 +72,7 @@ def test_the_share_is_that_of_every_entry(made, penalty: float | None) -> None:
     found = set()
     for threads in (1, 3):
         with planned(case) as plan:
-            found.add(share_above(plan, LocalExecutor(threads).reduce))
+            found.add(share_above(plan, LocalExecutor(threads)))
     ((share, looked_at),) = found
     assert looked_at == 2000 + 3000 + 7
     assert 0.05 < share < 0.95

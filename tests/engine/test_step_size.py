@@ -13,16 +13,15 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.api.merge import planned
-from gradmerge.engine import step_size as trust
-from gradmerge.engine.damping import find_damping
+from gradmerge.engine.checks import LONGEST_STEP, check_step_size, step_sizes
 from gradmerge.engine.executor import LocalExecutor
-from gradmerge.engine.step_size import check_step_size, step_sizes
+from gradmerge.engine.statistics import find_damping
 from gradmerge.notes import Kind, Note
 
 from ..making import SHAPES, near, random_curvature, random_state, read_model, three_models, write_model
 
 Case = dict[str, Any]
-REDUCE = LocalExecutor().reduce
+REDUCE = LocalExecutor()
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def test_the_damping_that_the_note_names_is_the_least_power_of_ten_that_is_enoug
     (note,) = notes_of(tame | {"damping": 1e-10})
     named = note.data["damping"]
     assert 1e-10 < named < 10 and f"{named:g}" in note
-    assert note.is_warning and note.data["amplification"] > trust.WHOLE
+    assert note.is_warning and note.data["amplification"] > LONGEST_STEP
     assert notes_of(tame | {"damping": named}) == []
     assert notes_of(tame | {"damping": named / 10})
 
@@ -226,7 +225,7 @@ def test_the_damping_that_is_left_open_is_the_mean_of_the_removed_datas_curvatur
     found = set()
     for threads in (1, 3):
         with planned(tame) as plan:
-            find_damping(plan, LocalExecutor(threads).reduce)
+            find_damping(plan, LocalExecutor(threads))
             found.add(plan.inputs.damping_of(plan.rule))
     assert len(found) == 1 and found.pop() == pytest.approx(mean, rel=1e-12)
     tame["options"] = {}

@@ -89,7 +89,7 @@ def merge(
     result = {name: torch.empty_like(value) for name, value in (base or tuned[0]).items()}
     merge_blocks(
         plan,
-        compute_statistics(plan, LocalExecutor(threads).reduce),
+        compute_statistics(plan, LocalExecutor(threads)),
         lambda done: result[done.job.name].view(-1)[done.start : done.stop].copy_(done.values),
         threads=threads,
     )

@@ -17,10 +17,9 @@ from ..curvature.kernels import HELD_CPU, HELD_CUDA
 from ..curvature.kronecker import MAX_KRONECKER_DIM, factors_for, stored_alone
 from ..curvature.offload import blocks_of
 from ..curvature.per_example_gradients import is_conv1d
-from ..engine.coefficients import coefficient_notes
+from ..engine.checks import check_step_size, coefficient_notes
 from ..engine.executor import LocalExecutor
 from ..engine.penalties import used
-from ..engine.step_size import check_step_size
 from ..errors import InputError
 from ..io.reader import close_files, open_files
 from ..io.writer import split_into_shards
@@ -131,9 +130,9 @@ def dry_run_merge(recipe: Recipe, out: Path | None, *, threads: int | None = Non
     with planned(recipe, **reading) as plan:
         # The checks below read what they need for the damping and the notes, so this comes first.
         bytes_read = plan.total_read + plan.statistics_read + plan.damping_read
-        reduce = LocalExecutor(threads).reduce
-        plan.note(check_step_size(plan, reduce))
-        plan.note(coefficient_notes(recipe, plan, reduce))
+        executor = LocalExecutor(threads)
+        plan.note(check_step_size(plan, executor))
+        plan.note(coefficient_notes(recipe, plan, executor))
         plan.note(license_notes(read_all_metadata(plan.inputs.checkpoints), recipe.output.license))
         outputs = [plan.tensors, *([plan.precision_tensors] if plan.write_precision else [])]
         inputs: list[dict[str, Any]] = [

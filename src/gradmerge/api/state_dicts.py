@@ -14,11 +14,10 @@ from ..checkpoints.checkpoint import STORED_TYPES, Checkpoint
 from ..curvature.curvature import Curvature
 from ..curvature.kronecker import KroneckerCurvature
 from ..engine.build_plan import inputs_of, make_plan
-from ..engine.damping import find_damping
 from ..engine.executor import LocalExecutor, merge_blocks
 from ..engine.inputs import CurvatureInput
 from ..engine.jobs import MergedBlock, MergeOptions, torch_type
-from ..engine.statistics import compute_statistics
+from ..engine.statistics import compute_statistics, find_damping
 from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
 from ..recipe.method import is_rule_file, load_rule
@@ -133,8 +132,8 @@ def merge_state_dicts(
             result[name].view(-1)[merged.start : merged.start + len(values)] = values
 
     executor = LocalExecutor(threads or default_threads())
-    find_damping(plan, executor.reduce)
-    statistics = compute_statistics(plan, executor.reduce)
+    find_damping(plan, executor)
+    statistics = compute_statistics(plan, executor)
     how = MergeOptions(torch.device(device), allow_nonfinite)
     merge_blocks(plan, statistics, put, threads=executor.threads, options=how)
     template = base if base is not None else tuned[0]

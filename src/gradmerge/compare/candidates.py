@@ -12,16 +12,13 @@ from torch import Tensor
 from ..checkpoints.checkpoint import Buffers, Checkpoint
 from ..checkpoints.tied_weights import tied_copies
 from ..engine.build_plan import dry_check_rule, scope_problems
-from ..engine.coefficients import coefficient_notes
-from ..engine.damping import find_damping
-from ..engine.executor import LocalExecutor
+from ..engine.checks import check_step_size, coefficient_notes
+from ..engine.executor import Advance, LocalExecutor
 from ..engine.inputs import CONSTANT_DAMPING
 from ..engine.jobs import Block as PlanBlock, BlockJob, Job, LayerJob, random_inputs, rule_arguments
 from ..engine.match_curvature import Layer, layer_option_problems
 from ..engine.plan import Plan
-from ..engine.reduce import Advance
-from ..engine.statistics import Statistics, compute_statistics
-from ..engine.step_size import check_step_size
+from ..engine.statistics import Statistics, compute_statistics, find_damping
 from ..engine.thread_pool import run_parallel, with_buffers
 from ..errors import InputError
 from ..notes import Note
@@ -180,7 +177,7 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
         inputs.tied_copies = tied_copies(inputs.template)
     own = Plan(rule, inputs, [other for job in plan.jobs for other in jobs_of(job)], needs | {"base"})
     dry_check_rule(own)
-    find_damping(own, LocalExecutor().reduce)
+    find_damping(own, LocalExecutor())
     plan.inputs.mean_curvature = own.inputs.mean_curvature  # found once for all candidates
     return own
 
@@ -190,8 +187,8 @@ def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
     if not recipe.rule.checks or plan.inputs.prior is None:
         return []
     own = plan_of(plan, Candidate(recipe.method, recipe.method, options=recipe.options, own=recipe.own_options))
-    reduce = LocalExecutor(threads).reduce
-    return [*check_step_size(own, reduce), *coefficient_notes(recipe, own, reduce)]
+    executor = LocalExecutor(threads)
+    return [*check_step_size(own, executor), *coefficient_notes(recipe, own, executor)]
 
 
 class _Runner:
@@ -217,7 +214,7 @@ class _Runner:
         told = options if own else {name: options.get(name) for name in ("density", "scope")}
         key = repr((own, rule.ranks is not None, sorted(told.items())))
         if key not in measured:
-            measured[key] = compute_statistics(self._plan, LocalExecutor(threads).reduce)
+            measured[key] = compute_statistics(self._plan, LocalExecutor(threads))
         self._statistics = measured[key]
 
     def layer(self, job: LayerJob, tensors: Mapping[str, Any], buffers: Buffers) -> Tensor:

@@ -27,8 +27,8 @@ from torch import Tensor
 from ..curvature.format import default_curvature
 from ..curvature.summary import group_of
 from ..engine.build_plan import open_plan
+from ..engine.executor import Advance
 from ..engine.plan import Plan
-from ..engine.reduce import Advance
 from ..errors import InputError
 from ..io.reader import local_path
 from ..recipe import Recipe

@@ -1,37 +1,34 @@
 """The output of a merge that is written as one LoRA adapter of its base.
 
-Where the rule is a weighted sum and all models are adapters of the base, the factors are concatenated and no weight of
-the base is read. Every other tensor goes through the rule, and its difference from the base is factorized.
+Where the rule is a weighted sum and all models are adapters of the base, their factors are concatenated, and no weight
+of the base is read. Every other tensor goes through the rule, and its difference from the base is factorized. Factors
+stay in memory until the end. Tensors that are saved whole are then merged once more, into the adapter's file.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint, is_same
+from ..checkpoints.checkpoint import STORED_TYPES, TORCH_TYPES, Buffers, Checkpoint, is_same
 from ..checkpoints.lora import AdapterCheckpoint
-from ..errors import InputError, MachineError
+from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
-from ..io.reader import TensorFile, TensorInfo, bytes_of
+from ..io.reader import TensorInfo, bytes_of
 from ..io.writer import ShardWriter
 from ..recipe import Recipe
 from .executor import merge_blocks
-from .jobs import Block, Job, LayerJob, MergedBlock, MergeOptions
-from .journal import Finished, Journal
-from .linear import linear_weights
+from .jobs import Block, BlockJob, Job, LayerJob, MergedBlock, MergeOptions, all_finite, rule_arguments
+from .journal import Finished
 from .low_rank import LowRank, factorize, truncate
-from .peft_config import AdapterReport, ModuleTree, lay_out
+from .peft_config import AdapterReport, Change, ModuleTree, lay_out
 from .plan import Plan
 from .rounding import rounded
 from .statistics import Statistics
@@ -41,82 +38,41 @@ from .thread_pool import run_parallel
 ROUNDING = 2.0**-22
 #: Elements that are copied at once.
 CHUNK = 1 << 22
-
-
-@dataclass(frozen=True)
-class Change:
-    """What a merge changes of one tensor, in a file: factors A and B, the `whole` tensor, or nothing."""
-
-    path: Path
-    infos: Mapping[str, TensorInfo]
-    norm: float
-    """The squared Frobenius norm of the change."""
-    lost: float
-    """The same of what the factors lack."""
-
-    @property
-    def rank(self) -> int:
-        return self.infos["A"].shape[0]
-
-
-def save_change(path: Path, tensors: Mapping[str, Tensor], norm: float = 0.0, lost: float = 0.0) -> Change:
-    """Save a change; a killed process leaves no incomplete file."""
-    unfinished = path.with_suffix(".unfinished")
-    try:
-        facts = json.dumps({"norm": norm, "lost": lost})
-        save_file({key: value.contiguous() for key, value in tensors.items()}, unfinished, {"facts": facts})
-        unfinished.rename(path)
-    except (OSError, SafetensorError) as error:
-        raise MachineError(f"{path}: writing failed: {error}") from error
-    return load_change(path)
-
-
-def load_change(path: Path) -> Change:
-    file = TensorFile(path)
-    file.close()
-    return Change(path, dict(file.entries), **json.loads(file.metadata["facts"]))
+#: The inputs that a rule may read for its weights to be recognized.
+LINEAR_INPUTS = {"base", "tuned", "weights", "base_weight"}
 
 
 @dataclass
-class PendingTensor:
-    """A tensor whose blocks are being merged: its difference from the base, or the ``whole`` of it."""
+class Difference:
+    """The difference of one tensor from the base, while its blocks are merged."""
 
     values: Tensor
-    whole: bool
+    """Without elements if the tensor is saved whole."""
     missing: int
     """Elements that have not been merged yet."""
-    changed: bool = False
     norms: list[float] = field(default_factory=list)
 
 
 class AdapterOutput:
     """The unfinished adapter, with the interface of :class:`~gradmerge.engine.output.Output`.
 
-    Each finished tensor has a file, which a resumed merge does not make again.
+    A killed merge leaves nothing to resume.
     """
 
-    def __init__(
-        self, recipe: Recipe, plan: Plan, folder: AtomicDir, journal: Journal, threads: int, options: MergeOptions
-    ) -> None:
+    def __init__(self, recipe: Recipe, plan: Plan, folder: AtomicDir, threads: int, options: MergeOptions) -> None:
         self.base = adapter_base(recipe, plan)
         adapters = [c for c in plan.inputs.tuned if isinstance(c, AdapterCheckpoint) and is_same(c.base, self.base)]
         self._adapters = adapters if len(adapters) == len(plan.inputs.tuned) else []
         """The merged models, if all of them are adapters of the base."""
         self._tree = ModuleTree(self.base, adapters)
-        self._plan, self._folder, self._journal = plan, folder, journal
-        self._threads, self._options, self._rank = threads, options, recipe.output.rank
+        self._plan, self._folder, self._threads, self._options = plan, folder, threads, options
+        self._rank = recipe.output.rank
         self._dtype = getattr(torch, recipe.output.dtype, torch.float32)  # also for `auto` and `widest`
         self._stored = plan.merged_tensors
         plan.jobs = [in_float64(job) for job in plan.jobs]
-        self._blocks: dict[str, list[Block]] = {job.name: [] for job in plan.merged}
-        for block in plan.blocks():
-            if block.job.name in self._blocks:
-                self._blocks[block.job.name].append(block)
+        self._statistics = Statistics()
         self._changes: dict[str, Change] = {}
-        self._numbers = {name: number for number, name in enumerate(self._stored)}
-        self._pending: dict[str, PendingTensor] = {}
-        self._wanted_whole: set[str] = set()
-        """Tensors that LoRA could represent, but whose modules are saved whole."""
+        self._differences: dict[str, Difference] = {}
         self._lock = threading.Lock()
         self.report: AdapterReport | None = None
         if self._rank is None:
@@ -142,199 +98,146 @@ class AdapterOutput:
     def __enter__(self) -> AdapterOutput:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._journal.close()
-        if isinstance(error, InputError):  # a resumed run would fail again
-            self._folder.keep = False
+    def __exit__(self, *_: object) -> None:
+        """Close nothing: all files are closed already."""
 
-    # The steps of a merge, in their order
+    def open(self) -> Finished:
+        """Return that an earlier run finished nothing."""
+        self._folder.clear()
+        return Finished()
 
-    def open(self, resume: bool) -> Finished:
-        """Open the journal, and return what an earlier run finished."""
-        finished = self._journal.load() if resume else None
-        if finished is None:
-            self._folder.clear()
-        self._folder.keep = True
-        self._journal.open(fresh=finished is None)
-        finished = finished or Finished()
-        self._parts.mkdir(exist_ok=True)
-        for name in self._stored:
-            with contextlib.suppress(InputError, OSError):  # not there, or damaged
-                self._changes[name] = load_change(self._path(name))
-        finished.blocks = {b.number for blocks in self._blocks.values() for b in blocks if self._is_finished(b.job)}
-        return finished
-
-    def start(self, statistics: Statistics, finished: Finished) -> list[Block]:
+    def start(self, statistics: Statistics) -> list[Block]:
         """Concatenate the factors of adapters where that is exact, and return the blocks that must be merged."""
         self._statistics = statistics
         left = set[str]()
 
         def work(job: Job) -> None:
-            if not self._is_finished(job) and not self._combine_factors(job):
+            if not self._combine_factors(job):
                 left.add(job.name)
 
         run_parallel(self._plan.merged, lambda: work, self._threads)
-        return [block for name, blocks in self._blocks.items() if name in left for block in blocks]
-
-    def put(self, block: MergedBlock) -> None:
-        """Add a block to its tensors; the thread with the last block of a tensor factorizes it."""
-        for name, values in block.tensors.items():
-            self._add(name, block.start, values.double())
-
-    def finish(self) -> dict[str, int]:
-        """Write the adapter, and return the bytes of its file."""
-        self._changes = {name: self._changes[name] for name in self._stored}
-        written = lay_out(self._tree, self._changes, self._adapters)
-        needed = {
-            name for name, part in written.entries.values() if part == "whole" and "A" in self._changes[name].infos
-        }
-        if needed:
-            self._wanted_whole = needed
-            blocks = [b for blocks in self._blocks.values() for b in blocks if needed & b.job.tensors.keys()]
-            merge_blocks(
-                self._plan, self._statistics, self.put, blocks=blocks, threads=self._threads, options=self._options
-            )
-        sizes = self._write(written.entries)
-        (self._folder.folder / "adapter_config.json").write_text(json.dumps(written.config, indent=2) + "\n", "utf-8")
-        for path in self._parts.iterdir():
-            path.unlink()
-        self._parts.rmdir()
-        changes = self._changes
-        norm = sum(change.norm for change in changes.values())
-        self.report = AdapterReport(
-            self.base,
-            written.config["r"],
-            {name: changes[name].lost / changes[name].norm for name in written.factors},
-            sum(changes[name].lost for name in written.factors) / norm if norm else 0.0,
-            {name: changes[name].rank for name in written.factors},
-            [name for name in written.whole if name in changes and changes[name].norm > 0],
-        )
-        return sizes
-
-    @property
-    def _parts(self) -> Path:
-        return self._folder.folder / "parts"
-
-    def _path(self, name: str) -> Path:
-        """The file of a change; those that are made a second time are not resumed."""
-        again = "-again" if name in self._wanted_whole else ""
-        return self._parts / f"{self._numbers[name]:06d}{again}.safetensors"
-
-    def _is_finished(self, job: Job) -> bool:
-        return all(name in self._changes for name in job.tensors)
-
-    # Weighted sums of adapters
+        return [block for block in self._plan.blocks() if block.job.name in left]
 
     def _combine_factors(self, job: Job) -> bool:
-        """Save the change of a tensor without merging it, if the factors of the adapters tell it."""
-        if not self._adapters:
+        """Return whether the factors of the adapters tell the change of a tensor, and keep it if so."""
+        weights = linear_weights(self._plan, job) if self._adapters else None
+        if weights is None:
             return False
-        weights = linear_weights(self._plan, job)
-        changing = [a for a in self._adapters if any(map(a.changes, job.tensors))]
-        if not changing and (weights or not self._rule_changes(job)):
-            for name in job.tensors:
-                self._keep(name, {})
-            return True
-        if weights is None or not all(adapter.has_only_factors(job.name) for adapter in changing):
-            return False
-        pairs = [
-            (weight, *adapter.read_factors(job.name))
-            for adapter, weight in zip(self._adapters, weights, strict=True)
-            if weight and adapter.changes(job.name)
+        changing = [
+            (weight, adapter)
+            for weight, adapter in zip(weights, self._adapters, strict=True)
+            if any(map(adapter.changes, job.tensors))
         ]
-        if not pairs:
-            self._keep(job.name, {})
-            return True
-        b = torch.cat([weight * b for weight, b, _ in pairs], 1)
-        a = torch.cat([a for *_, a in pairs])
-        self._keep_factors(job.name, truncate(b, a, self._rank, self._dtype))
+        if not all(adapter.has_only_factors(job.name) for _, adapter in changing):
+            return False
+        pairs = [(weight, *adapter.read_factors(job.name)) for weight, adapter in changing if weight]
+        if pairs:
+            b = torch.cat([weight * b for weight, b, _ in pairs], 1)
+            a = torch.cat([a for *_, a in pairs])
+            self._keep_factors(job.name, truncate(b, a, self._rank, self._dtype))
         return True
 
-    def _rule_changes(self, job: Job) -> bool:
-        """Return whether the rule changes a tensor that no model changes, judged by its first block."""
-        changes: list[bool] = []
-
-        def put(block: MergedBlock) -> None:
-            changes.extend(_differs(v.double(), self._read(n, block.start, v)) for n, v in block.tensors.items())
-
-        merge_blocks(self._plan, self._statistics, put, blocks=self._blocks[job.name][:1], options=self._options)
-        return any(changes)
-
-    # Differences from the base
+    def put(self, merged: MergedBlock) -> None:
+        """Add a block to its tensors; the thread with the last block of a tensor factorizes it."""
+        for name, values in merged.tensors.items():
+            self._add(name, merged.start, values.double())
 
     def _add(self, name: str, start: int, values: Tensor) -> None:
         """Add merged values of a tensor from element ``start``."""
-        base = self._read(name, start, values)
-        with self._lock:
-            if name not in self._pending:
-                self._pending[name] = self._new_pending(name)
-            pending = self._pending[name]
         stop = start + len(values)
-        pending.values[start:stop] = rounded(values, pending.values.dtype) if pending.whole else values - base
+        base = self.base.read(name, start, stop, Buffers()).double()
+        change = values - base
+        change[change.abs() <= ROUNDING * base.abs()] = 0
+        norm = float(change.square().sum())
         with self._lock:
-            pending.changed |= _differs(values, base)
-            pending.norms.append(_squares(values - base))
-            pending.missing -= len(values)
-            if pending.missing:
+            if name not in self._differences:
+                numel = self._stored[name].numel
+                self._differences[name] = Difference(torch.zeros(numel if self._can_factor(name) else 0), numel)
+            difference = self._differences[name]
+        if norm and len(difference.values):
+            difference.values[start:stop] = change
+        with self._lock:
+            difference.norms.append(norm)
+            difference.missing -= len(values)
+            if difference.missing:
                 return
-            del self._pending[name]
-        self._finish_tensor(name, pending)
-
-    def _read(self, name: str, start: int, values: Tensor) -> Tensor:
-        """The same elements of the base."""
-        return self.base.read(name, start, start + len(values), Buffers()).double()
-
-    def _new_pending(self, name: str) -> PendingTensor:
-        info = self._stored[name]
-        replaced = any(adapter.changes(name) and name not in adapter.factors for adapter in self._adapters)
-        whole = replaced or name in self._wanted_whole or not self._tree.can_factor(name)
-        dtype = TORCH_TYPES[info.dtype] if whole else torch.float32
-        return PendingTensor(torch.empty(info.numel, dtype=dtype), whole, info.numel)
-
-    def _finish_tensor(self, name: str, pending: PendingTensor) -> None:
-        if not pending.changed and name not in self._wanted_whole:
-            self._keep(name, {})
-        elif pending.whole:
-            tensor = pending.values.reshape(self._stored[name].shape)
-            self._keep(name, {"whole": tensor}, math.fsum(pending.norms))
-        else:
-            matrix = pending.values.reshape(self._stored[name].shape[0], -1)
+            del self._differences[name]
+        norm = math.fsum(difference.norms)
+        if norm and len(difference.values):
+            matrix = difference.values.reshape(self._stored[name].shape[0], -1)
             matrix = matrix.T if self._tree.find(name).transposed else matrix
             assert self._rank is not None
             self._keep_factors(name, factorize(matrix, self._rank, self._dtype))
+        elif norm:
+            self._changes[name] = Change(norm)
+
+    def _can_factor(self, name: str) -> bool:
+        replaced = any(adapter.changes(name) and name not in adapter.factors for adapter in self._adapters)
+        return not replaced and self._tree.can_factor(name)
 
     def _keep_factors(self, name: str, factors: LowRank) -> None:
         a, b, shape = factors.a, factors.b, self._stored[name].shape
         if len(shape) > 2:  # PEFT's factors of a convolution have its shape
             a, b = a.reshape(-1, *shape[1:]), b.reshape(*b.shape, *(1 for _ in shape[2:]))
-        self._keep(name, {"A": a, "B": b}, factors.norm, factors.lost)
+        self._check_finite(name, a, b)
+        self._changes[name] = Change(factors.norm, factors.lost, {"A": a.contiguous(), "B": b.contiguous()})
 
-    def _keep(self, name: str, tensors: Mapping[str, Tensor], norm: float = 0.0, lost: float = 0.0) -> None:
-        if not self._options.allow_nonfinite and not all(bool(t.isfinite().all()) for t in tensors.values()):
+    def _check_finite(self, name: str, *tensors: Tensor) -> None:
+        if not self._options.allow_nonfinite and not all(map(all_finite, tensors)):
             raise InputError(
                 f"the adapter of {name} has values that are NaN or infinite, or too large for its type. Set "
                 "output.dtype to a wider type, or set allow_nonfinite."
             )
-        self._changes[name] = save_change(self._path(name), tensors, norm, lost)
 
-    # The adapter's file
+    def finish(self) -> dict[str, int]:
+        """Write the adapter, and return the bytes of its file."""
+        changes = {name: self._changes[name] for name in self._stored if name in self._changes}
+        layout = lay_out(self._tree, changes, self._adapters)
+        sizes = self._write(layout.entries)
+        config = json.dumps(layout.config, indent=2) + "\n"
+        (self._folder.folder / "adapter_config.json").write_text(config, "utf-8")
+        norm = sum(change.norm for change in changes.values())
+        self.report = AdapterReport(
+            self.base,
+            layout.config["r"],
+            {name: changes[name].lost / changes[name].norm for name in layout.factors},
+            sum(changes[name].lost for name in layout.factors) / norm,
+            {name: changes[name].rank for name in layout.factors},
+            [name for name in layout.whole if name in changes],
+        )
+        return sizes
 
     def _write(self, entries: Mapping[str, tuple[str, str]]) -> dict[str, int]:
-        """Write adapter_model.safetensors; what has not changed comes from the base. Return its size by name."""
-        infos: dict[str, TensorInfo] = {}
+        """Write adapter_model.safetensors, and return its size by name."""
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        whole: dict[str, list[str]] = {}
+        """Tensor that the merge changes → the keys under which it is saved."""
         for key, (name, part) in sorted(entries.items()):
-            change = self._changes.get(name)
-            infos[key] = self.base.tensors[name] if change is None or part not in change.infos else change.infos[part]
-        described = {key: (info.dtype, info.shape) for key, info in infos.items()}
+            info = self.base.tensors[name]
+            if part in ("A", "B"):
+                factor = self._changes[name].factors[part]
+                info = TensorInfo(STORED_TYPES[factor.dtype], tuple(factor.shape))
+            elif part == "whole" and name in self._changes:
+                info = self._stored[name]
+                whole.setdefault(name, []).append(key)
+            tensors[key] = info.dtype, info.shape
         # PEFT looks for a single file, however large.
-        with ShardWriter(self._folder.folder, "adapter_model", described, 1 << 62, {"format": "pt"}) as writer:
+        with ShardWriter(self._folder.folder, "adapter_model", tensors, 1 << 62, {"format": "pt"}) as writer:
+
+            def put(merged: MergedBlock) -> None:
+                for name, values in merged.tensors.items():
+                    stored = rounded(values, TORCH_TYPES[self._stored[name].dtype])
+                    self._check_finite(name, stored)
+                    for key in whole.get(name, ()):
+                        writer.write(key, merged.start, bytes_of(stored.contiguous()))
+
             for key, (name, part) in entries.items():
-                change = self._changes.get(name)
-                if change is None or part not in change.infos:
+                if part in ("A", "B"):
+                    writer.write(key, 0, bytes_of(self._changes[name].factors[part]))
+                elif part == "base" or name not in whole:
                     _copy(self.base, name, writer, key)
-                else:
-                    with Checkpoint(str(change.path), files=[TensorFile(change.path)]) as saved:
-                        _copy(saved, part, writer, key)
+            blocks = [block for block in self._plan.blocks() if whole.keys() & block.job.tensors.keys()]
+            merge_blocks(self._plan, self._statistics, put, blocks=blocks, threads=self._threads, options=self._options)
             writer.finish()
             return writer.sizes
 
@@ -370,13 +273,35 @@ def in_float64(job: Job) -> Job:
     return job
 
 
-def _differs(values: Tensor, base: Tensor) -> bool:
-    """Return whether values differ from those of the base by more than rounding errors."""
-    return bool(((values - base).abs() > ROUNDING * base.abs()).any())
+def linear_weights(plan: Plan, job: Job) -> list[float] | None:
+    """Return the c_t of a tensor's result, base + Σ c_t (θ_t − base), or None if the rule is no such sum there.
+
+    They are recognized by running the rule on random numbers.
+    """
+    if not isinstance(job, BlockJob) or job.granularity == "tensor" or not plan.needs <= LINEAR_INPUTS:
+        return None
+    settings, models = plan.inputs.settings.of(job.name), len(plan.inputs.tuned)
+
+    def merge(base: Tensor, tuned: list[Tensor]) -> Tensor:
+        return job.rule(**rule_arguments(job.rule, plan, {"base": base, "tuned": tuned}, settings))
+
+    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    base, *tuned = _random_rows(models + 1)
+    try:
+        weights = [float(merge(zero, [one if i == t else zero for i in range(models)])) for t in range(models)]
+        merged = merge(base, list(tuned))
+    except (ValueError, ZeroDivisionError):
+        return None
+    expected = base + sum(c * (model - base) for c, model in zip(weights, tuned, strict=True))
+    scale = 1 + sum(map(abs, weights))
+    return weights if bool(((merged - expected).abs() <= 1e-9 * scale * (1 + expected.abs())).all()) else None
 
 
-def _squares(values: Tensor) -> float:
-    return float(values.square().sum())
+@functools.cache
+def _random_rows(rows: int) -> Tensor:
+    """Random numbers of many sizes and both signs."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 64, generator=generator, dtype=torch.float64) * 10 ** torch.linspace(-2, 2, 64).double()
 
 
 def _copy(source: Checkpoint, name: str, writer: ShardWriter, key: str) -> None:

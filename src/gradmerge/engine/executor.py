@@ -1,22 +1,78 @@
-"""Running blocks and reductions on the threads of this process."""
+"""Work on the blocks of a plan, on threads of this process: sums over blocks, and the merge itself."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..checkpoints.checkpoint import Buffers
 from .jobs import Block, Job, MergedBlock, MergeOptions
 from .plan import Plan
-from .reduce import Advance, BlockFunction, ignore, reduce_blocks, share_of
-from .statistics import Statistics
 from .thread_pool import run_parallel, with_buffers
 
 if TYPE_CHECKING:
     from .adapter import AdapterOutput
     from .output import Output
+    from .statistics import Statistics
+
+CHUNK = 1 << 19
+"""Entries of a block in reductions. It is fixed, so that sums do not depend on the block size of the merge."""
+
+Advance = Callable[[int], None]
+"""Reports how many more bytes have been read."""
+BlockFunction = Callable[[Plan, Block, Buffers], Any]
+"""Computes the part of one block: a list, or something else with ``+=``. Ray pickles it."""
+
+
+def ignore(nbytes: int) -> None:
+    """Report nothing."""
+
+
+class Executor(Protocol):
+    """Reduces and merges blocks, on this machine or on a cluster."""
+
+    def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
+        """Return the sum of ``function(plan, block, buffers)`` over blocks, see :func:`reduce_blocks`."""
+
+    def merge(
+        self,
+        plan: Plan,
+        statistics: Statistics,
+        blocks: Sequence[Block],
+        output: Output | AdapterOutput,
+        options: MergeOptions,
+        advance: Advance = ignore,
+    ) -> None:
+        """Merge blocks and write them to the output."""
+
+
+@dataclass(frozen=True)
+class LocalExecutor:
+    """Reduces and merges blocks on threads of this process."""
+
+    threads: int = 1
+
+    def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
+        return reduce_blocks(plan, function, blocks, self.threads, advance)
+
+    def merge(
+        self,
+        plan: Plan,
+        statistics: Statistics,
+        blocks: Sequence[Block],
+        output: Output | AdapterOutput,
+        options: MergeOptions,
+        advance: Advance = ignore,
+    ) -> None:
+        merge_blocks(
+            plan, statistics, output.put, blocks=blocks, threads=self.threads, options=options, advance=advance
+        )
+
+
+THIS_THREAD = LocalExecutor()
 
 
 def merge_blocks(
@@ -34,18 +90,56 @@ def merge_blocks(
     The result of a block depends on the plan alone, not on the number of threads.
     """
     next_jobs = dict(zip((job.name for job in plan.jobs), plan.jobs[2:], strict=False))
+
+    def merge(buffers: Buffers, block: Block) -> None:
+        if block.start == 0 and block.job.name in next_jobs:
+            read_ahead(plan, next_jobs[block.job.name])
+        put(block.job.merge(plan, block, statistics, buffers, options))
+
+    _run(plan, merge, plan.blocks() if blocks is None else blocks, threads, advance)
+
+
+def reduce_blocks(
+    plan: Plan,
+    function: BlockFunction,
+    blocks: Iterable[Block],
+    threads: int = 1,
+    advance: Advance = ignore,
+) -> Any:
+    """Return the sum of ``function(plan, block, buffers)`` over blocks; an empty list without any block.
+
+    The parts are added with ``+=`` in any order, so that a function returns a list, which is concatenated, or integers.
+    Then the result does not depend on the number of threads: sum floats of a list with :func:`exact_sum`.
+    """
+    totals: list[Any] = []
+    lock = threading.Lock()
+
+    def add(buffers: Buffers, block: Block) -> None:
+        part = function(plan, block, buffers)
+        with lock:
+            if totals:
+                totals[0] += part
+            else:
+                totals.append(part)
+
+    _run(plan, add, blocks, threads, advance)
+    return totals[0] if totals else []
+
+
+def _run(
+    plan: Plan, work: Callable[[Buffers, Block], None], blocks: Iterable[Block], threads: int, advance: Advance
+) -> None:
+    """Call a function on every block, and report the bytes that it has read."""
     sizes = {job.name: plan.bytes_read(job) for job in plan.jobs}
     lock = threading.Lock()
 
-    def work(buffers: Buffers, block: Block) -> None:
-        job = block.job
-        if block.start == 0 and job.name in next_jobs:
-            read_ahead(plan, next_jobs[job.name])
-        put(job.merge(plan, block, statistics, buffers, options))
+    def work_and_report(buffers: Buffers, block: Block) -> None:
+        work(buffers, block)
+        share = (block.stop - block.start) / max(1, block.job.info.numel)
         with lock:
-            advance(share_of(sizes[job.name], block))
+            advance(int(sizes[block.job.name] * share))
 
-    run_parallel(plan.blocks() if blocks is None else blocks, with_buffers(work), threads)
+    run_parallel(blocks, with_buffers(work_and_report), threads)
 
 
 def read_ahead(plan: Plan, job: Job) -> None:
@@ -57,26 +151,37 @@ def read_ahead(plan: Plan, job: Job) -> None:
         source.will_need(job.name)
 
 
-@dataclass
-class LocalExecutor:
-    """Merges and reduces on threads of this process."""
+def add_up(parts: Iterable[Any]) -> Any:
+    """Return the sum of parts of a reduction."""
+    total: Any = None
+    for part in parts:
+        if total is None:
+            total = part
+        else:
+            total += part
+    return [] if total is None else total
 
-    threads: int = 1
 
-    def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
-        """Return the sum of ``function(plan, block, buffers)`` over blocks, see :func:`reduce_blocks`."""
-        return reduce_blocks(plan, function, blocks, self.threads, advance)
+def whole_tensors(jobs: Iterable[Job]) -> list[Block]:
+    """Return a block for each whole tensor, the largest first, so that all threads end at about the same time."""
+    blocks = [Block(-1, job, 0, job.info.numel) for job in jobs]
+    return sorted(blocks, key=lambda block: -block.stop)
 
-    def merge(
-        self,
-        plan: Plan,
-        statistics: Statistics,
-        blocks: Sequence[Block],
-        output: Output | AdapterOutput,
-        options: MergeOptions,
-        advance: Advance = ignore,
-    ) -> None:
-        """Merge blocks and write them to the output."""
-        merge_blocks(
-            plan, statistics, output.put, blocks=blocks, threads=self.threads, options=options, advance=advance
-        )
+
+def chunks(plan: Plan, size: int | None = None) -> list[Block]:
+    """Return blocks of a size (by default CHUNK) over all merged tensors; layers are not cut."""
+    size = size or CHUNK
+    blocks = [
+        Block(-1, job, start, min(start + size, job.info.numel))
+        for job in plan.block_jobs
+        for start in range(0, job.info.numel, size)
+    ]
+    return blocks + whole_tensors(plan.layers)
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the sum of floats, rounded once, so that it does not depend on their order."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):  # infinities of both signs, or a sum that is larger than any number
+        return math.nan

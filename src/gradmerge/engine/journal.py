@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import MachineError
+from ..errors import InputError, MachineError
 from .statistics import Statistics
 
 NAME = "gradmerge.journal"
@@ -41,30 +40,25 @@ class Journal:
         self._lock = threading.Lock()
 
     def load(self) -> Finished | None:
-        """Return what an earlier run finished; None without a valid journal of this merge."""
-        try:
-            lines = self.path.read_bytes().split(b"\n")[:-1]
-        except OSError:
+        """Return what an earlier run finished, or None without a valid journal; raise if it is of another merge."""
+        header = read_header(self.path.parent)
+        if header.get("fingerprint", self._header["fingerprint"]) != self._header["fingerprint"]:
+            raise InputError(
+                f"{self.path.parent}: the unfinished merge there has another recipe, or its inputs have changed since. "
+                "Merge without resume (--resume) to start over."
+            )
+        if header != self._header:
             return None
-        with contextlib.suppress(ValueError, IndexError, KeyError, AttributeError, TypeError, RecursionError):
-            if json.loads(lines[0]) != self._header:
-                return None
-            finished = Finished()
-            for record in map(_checked, lines[1:]):
+        finished = Finished()
+        try:
+            for record in map(_checked, self.path.read_bytes().split(b"\n")[1:-1]):
                 if isinstance(record, int):
                     finished.blocks.add(record)
                 else:
-                    finished.statistics = Statistics.from_json(record["statistics"])
-            return finished
-        return None
-
-    def belongs_to_another_merge(self) -> bool:
-        """Return whether there is a journal of other inputs or another recipe."""
-        try:
-            header = json.loads(self.path.read_bytes().partition(b"\n")[0])
-            return bool(header["fingerprint"] != self._header["fingerprint"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return False
+                    finished.statistics = Statistics(**record["statistics"])
+        except (ValueError, KeyError, TypeError):
+            return None
+        return finished
 
     def open(self, fresh: bool) -> None:
         """Open the journal for writing, empty if ``fresh``."""
@@ -103,6 +97,15 @@ class Journal:
     def remove(self) -> None:
         self.close()
         self.path.unlink(missing_ok=True)
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """Return the header of the journal in a folder: the fingerprint of the merge, and the boot. Empty without one."""
+    try:
+        header = json.loads((folder / NAME).read_bytes().partition(b"\n")[0])
+        return header if isinstance(header, dict) else {}
+    except (OSError, ValueError):
+        return {}
 
 
 def _checked(line: bytes) -> Any:

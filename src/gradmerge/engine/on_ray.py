@@ -1,19 +1,18 @@
 """Run a merge on a Ray cluster.
 
 The driver, which is the process that the user starts, opens the plan, creates the output files and keeps the journal.
-It cuts the work into byte ranges of the output files and maps them over actors. Ray places the actors, starts an actor
-again if it dies, and repeats its range. Workers open the plan themselves, from the recipe, and write into the files of
-the driver on a shared file system. A range is in the journal after its worker has answered, and by then it is on the
-disk.
+It cuts the work into shares, byte ranges of the output files, and maps them over actors. Ray places the actors, starts
+an actor again if it dies, and repeats its share. Workers open the plan themselves, from the recipe, and write into the
+files of the driver on a shared file system. A share is in the journal after its worker has answered, and by then it is
+on the disk.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
+import platform
 import signal
-import socket
 import threading
 import time
 from collections import deque
@@ -21,20 +20,22 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GradmergeError, InputError, MachineError
 from ..io.atomic_dir import AtomicDir
-from ..recipe import Recipe
+from ..recipe import Recipe, make_recipe
 from ..text import one_line
-from .input_state import State
+from .build_plan import open_plan
+from .executor import Advance, BlockFunction, add_up, ignore, merge_blocks, reduce_blocks
+from .input_state import State, files_read, fingerprint_of, state_of
 from .jobs import Block, MergeOptions
-from .journal import boot_id
-from .output import Output
+from .journal import boot_id, read_header
+from .output import Output, WeightFiles
 from .plan import Plan
-from .ray_worker import MergeTask, MergeWorker, Range, sign_folder, versions
-from .reduce import Advance, BlockFunction, add_up, ignore
 from .statistics import Statistics
+from .thread_pool import allow_many_files
 
 if TYPE_CHECKING:
     from .adapter import AdapterOutput
@@ -45,13 +46,120 @@ MAX_ENTRIES, SHARES_PER_WORKER = 1 << 27, 16
 RETRIES = 3
 #: Seconds until the first worker must have started.
 START_SECONDS = 120.0
+#: Seconds until a worker must see the folder of the driver. Network file systems take a moment.
+FOLDER_DELAY = 10.0
 #: Bytes of the object store of a cluster of our own. Statistics pass through it, tensors do not.
 OBJECT_STORE = 200_000_000
+
+Range = tuple[str, int, int]
+"""The name of a tensor, its first entry and one past the last."""
+
+
+@dataclass(frozen=True)
+class MergeTask:
+    """A merge as the driver describes it to the workers."""
+
+    recipe: dict[str, Any]
+    recipe_folder: str
+    """Where relative paths of the recipe start."""
+    made: dict[str, str]
+    """Results of named recipes."""
+    plan_options: dict[str, Any]
+    """Options of :func:`gradmerge.engine.build_plan.open_plan`."""
+    block: int
+    options: MergeOptions
+    fingerprint: str
+    state: State
+    """Size and modification time of every input, as the driver sees them."""
+    folder: str
+    """The unfinished folder, in which the driver has created the files."""
+    name: str
+    """The name of the result."""
+    shard_size: int
+    threads: int
+
+
+class MergeWorker:
+    """A process of the cluster, which opens the merge once and keeps it open. Ray starts it again if it dies."""
+
+    def __init__(self) -> None:
+        self._task: MergeTask | None = None
+        self._plan: Plan
+        self._files: WeightFiles
+
+    def open(self, task: MergeTask) -> None:
+        """Open a merge, and raise if this machine differs from the driver's."""
+        if self._task == task:
+            return
+        if self._task is not None:
+            self._plan.inputs.close()
+            self._task = None
+        allow_many_files()
+        recipe = make_recipe(task.recipe, folder=Path(task.recipe_folder), allow_code=True)
+        recipe = recipe.with_made({name: Path(folder) for name, folder in task.made.items()})
+        try:
+            self._plan = open_plan(recipe, **task.plan_options)
+        except InputError as error:
+            raise _unlike(str(error)) from error
+        self._plan.block = task.block
+        _check_same_state(task.state, state_of(files_read(self._plan)))
+        if fingerprint_of(recipe, self._plan, task.state, task.options.allow_nonfinite) != task.fingerprint:
+            raise _unlike("the recipe and its models are read differently. Install the same packages everywhere.")
+        self._files = WeightFiles(self._plan, Path(task.folder), task.name, task.shard_size)
+        self._task = task
+
+    def run(
+        self,
+        task: MergeTask,
+        function: BlockFunction | None,
+        ranges: Sequence[Range],
+        statistics: Statistics,
+        damping: float | None,
+    ) -> tuple[Any, int]:
+        """Reduce ``function`` over ranges of tensors, or without a function, merge them and write them to the output.
+
+        Returns:
+            The sum of the function's results (None for a merge), and the number of bytes read.
+        """
+        self.open(task)
+        read: list[int] = []
+        plan, jobs = self._plan, self._plan.by_name
+        plan.inputs.mean_curvature = damping
+        blocks = [Block(number, jobs[name], start, stop) for number, (name, start, stop) in enumerate(ranges)]
+        if function is not None:
+            return reduce_blocks(plan, function, blocks, task.threads, read.append), sum(read)
+        same_boot = self._check_folder(task)
+        try:
+            merge_blocks(
+                plan,
+                statistics,
+                self._files.write,
+                blocks=blocks,
+                threads=task.threads,
+                options=task.options,
+                advance=read.append,
+            )
+        finally:
+            # If this machine crashes, the journal, which the driver writes, must not name blocks that are lost.
+            self._files.close(sync=not same_boot)
+        return None, sum(read)
+
+    def _check_folder(self, task: MergeTask) -> bool:
+        """Raise unless the unfinished folder is the driver's; return whether the driver runs on this machine."""
+        deadline = time.monotonic() + FOLDER_DELAY
+        while (header := read_header(Path(task.folder))).get("fingerprint") != task.fingerprint:
+            if time.monotonic() > deadline:
+                raise _unlike(
+                    f"{task.folder}: is not the folder of this merge. Choose an output on a file system that all "
+                    "machines share under the same path, and do not start two merges to it."
+                )
+            time.sleep(0.2)
+        return bool(header["boot"]) and header["boot"] == boot_id()
 
 
 @dataclass
 class RayCluster:
-    """Runs reductions and merges on an existing cluster, or on one that it starts on this machine."""
+    """Reduces and merges on an existing cluster, or on one that it starts on this machine."""
 
     workers: int | None = None
     """By default as many as the cluster has cores for."""
@@ -61,13 +169,10 @@ class RayCluster:
     """HOST:PORT, or ``auto``; by default RAY_ADDRESS. Without either, a cluster starts on this machine."""
     allowed: dict[str, Any] = field(default_factory=dict)
     """Options of :func:`gradmerge.engine.build_plan.open_plan`."""
-    seconds: float = 0.0
-    """Time until the first worker had started."""
 
     def __enter__(self) -> RayCluster:
         self._ray = _import_ray()
         self._ours = not self._ray.is_initialized()
-        self._handles_sigterm = self._stopped = False
         self._actors: list[Any] = []
         self._idle: list[Any] = []
         self._running: dict[Any, tuple[Any, list[Block]]] = {}
@@ -79,26 +184,19 @@ class RayCluster:
         if self._ours and self._ray.is_initialized():
             with suppress(Exception):
                 self._ray.shutdown()
-        if self._handles_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self._stopped:  # end as the signal would have ended the process
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def begin(
         self, recipe: Recipe, plan: Plan, folder: AtomicDir, fingerprint: str, state: State, options: MergeOptions
     ) -> None:
         """Start the cluster, describe the merge to the workers, and wait until the first of them has opened it."""
-        start = time.perf_counter()
         if not self._ray.is_initialized():
             self._connect()
-        self._count, threads = self._size()
+        workers, threads = self._size()
         actor = self._ray.remote(
             num_cpus=threads, max_restarts=-1, max_task_retries=RETRIES, scheduling_strategy="SPREAD"
         )(MergeWorker)
-        self._actors += [actor.remote() for _ in range(self._count - len(self._actors))]
-        run = secrets.token_hex(16)
-        sign_folder(folder.folder, run)
-        merge = MergeTask(
+        self._actors += [actor.remote() for _ in range(workers - len(self._actors))]
+        task = MergeTask(
             recipe=recipe.to_dict(),
             recipe_folder=str(recipe.folder.absolute()),
             made={name: str(folder) for name, folder in recipe.made.items()},
@@ -111,20 +209,24 @@ class RayCluster:
             name=folder.out.name,
             shard_size=recipe.output.shard_size,
             threads=threads,
-            run=run,
-            boot=boot_id(),
-            versions=versions(),
         )
-        self._merge = self._ray.put(merge)
+        self._task = self._ray.put(task)
         self._idle = []
-        self._running = {actor.open.remote(self._merge): (actor, []) for actor in self._actors[: self._count]}
-        self._wait_for_worker(threads)
-        self.seconds += time.perf_counter() - start
+        self._running = {actor.open.remote(self._task): (actor, []) for actor in self._actors[:workers]}
+        try:
+            if not self._answers(START_SECONDS):
+                free = int(self._ray.available_resources().get("CPU", 0))
+                raise MachineError(
+                    f"no worker has started within {START_SECONDS:.0f} s: a worker takes {threads} cores, and {free} "
+                    "are free. Use fewer threads, or wait for other jobs."
+                )
+        except BaseException:
+            self._kill_workers()
+            raise
 
     def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
-        """Return the sum of ``function(plan, block, buffers)`` over blocks."""
         parts = []
-        with closing(self._map(plan, self._cut(blocks, _entries(blocks)), function, None)) as results:
+        with closing(self._map(plan, self._cut(blocks, blocks), function, Statistics())) as results:
             for _, part, read in results:
                 advance(read)
                 parts.append(part)
@@ -139,22 +241,22 @@ class RayCluster:
         options: MergeOptions,
         advance: Advance = ignore,
     ) -> None:
-        """Merge blocks and write them to the files of the output."""
         assert isinstance(output, Output)  # adapters are written by the local engine alone
         output.files.close()  # so that every machine sees them
         files = {block.job.name: output.files.model.locate(block.job.name) for block in blocks}
         in_file_order = sorted(blocks, key=lambda block: (*files[block.job.name], block.start))
         shares: list[list[Block]] = []
         for _, group in groupby(in_file_order, lambda block: files[block.job.name][0]):
-            shares += self._cut(list(group), _entries(blocks))
+            shares += self._cut(list(group), blocks)
         with closing(self._map(plan, shares, None, statistics)) as results:
             for share, _, read in results:
-                output.done([block.number for block in share])
+                output.done(share)
                 advance(read)
 
-    def _cut(self, blocks: Sequence[Block], total: int) -> list[list[Block]]:
-        """Cut blocks, in their order, into shares. There are some for every worker until the end."""
-        limit = min(MAX_ENTRIES, total // (SHARES_PER_WORKER * self._count))
+    def _cut(self, blocks: Sequence[Block], every: Sequence[Block]) -> list[list[Block]]:
+        """Cut some blocks of ``every``, in their order, into shares. There are some for each worker until the end."""
+        total = sum(block.stop - block.start for block in every)
+        limit = min(MAX_ENTRIES, total // (SHARES_PER_WORKER * max(1, len(self._idle) + len(self._running))))
         shares: list[list[Block]] = []
         entries = limit
         for block in blocks:
@@ -166,22 +268,20 @@ class RayCluster:
         return shares
 
     def _map(
-        self, plan: Plan, shares: Sequence[list[Block]], function: BlockFunction | None, statistics: Statistics | None
+        self, plan: Plan, shares: Sequence[list[Block]], function: BlockFunction | None, statistics: Statistics
     ) -> Generator[tuple[list[Block], Any, int], None, None]:
         """Run a task for each share, and yield it with its result and the bytes read, as the tasks end.
 
-        Closing the generator ends the workers, so that none writes any more.
+        Only workers that have opened the merge get shares. An error ends the workers, so that none writes any more.
         """
-        ray = self._ray
-        function, statistics = ray.put(function), ray.put(statistics)
+        remote = self._ray.put(function), self._ray.put(statistics)
         waiting = deque(shares)
         try:
             while waiting or any(share for _, share in self._running.values()):
                 while waiting and self._idle:
                     actor, share = self._idle.pop(), waiting.popleft()
                     ranges: list[Range] = [(block.job.name, block.start, block.stop) for block in share]
-                    damping = plan.inputs.mean_curvature
-                    answer = actor.run.remote(self._merge, function, ranges, statistics, damping)
+                    answer = actor.run.remote(self._task, remote[0], ranges, remote[1], plan.inputs.mean_curvature)
                     self._running[answer] = actor, share
                 for share, result in self._answers(1.0):
                     if share:
@@ -199,12 +299,11 @@ class RayCluster:
             try:
                 results.append((share, self._ray.get(answer)))
             except self._ray.exceptions.RayError as error:
-                raise _translate(error, share) from error
+                raise _translate(error) from error
             self._idle.append(actor)
         return results
 
     def _kill_workers(self) -> None:
-        """End the workers, so that none writes any more."""
         actors, self._actors, self._idle = self._actors, [], []
         answers, self._running = list(self._running), {}
         with suppress(Exception):
@@ -214,15 +313,11 @@ class RayCluster:
                 self._ray.wait(answers, num_returns=len(answers), timeout=5.0)
 
     def _connect(self) -> None:
-        """Connect to a cluster, or start one on this machine. Nothing is reported to Ray's makers."""
+        """Connect to a cluster, or start one on this machine."""
         address = self.address or os.environ.get("RAY_ADDRESS") or "local"
         settings: dict[str, Any] = {}
         if address == "local":
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            settings["num_cpus"] = max(cores, (self.threads or 1) * (self.workers or 1))
-            settings["object_store_memory"] = OBJECT_STORE
-        elif address != "auto":
-            _check_address(address)
+            settings = {"num_cpus": _cores(self.workers, self.threads), "object_store_memory": OBJECT_STORE}
         main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGTERM) if main else None
         try:
@@ -232,51 +327,33 @@ class RayCluster:
         except (Exception, SystemExit) as error:
             raise MachineError(
                 f"ray_address {address}: Ray cannot start or connect: {one_line(str(error))[:500]}. Start a cluster "
-                "with `ray start --head`. If it requires a token, set RAY_AUTH_MODE=token."
+                "with `ray start --head`, and pass HOST:PORT of its head node, or auto. If it requires a token, set "
+                "RAY_AUTH_MODE=token."
             ) from error
-        finally:
-            if main:  # Ray installs its own handler
-                self._handles_sigterm = handler in (None, signal.SIG_DFL)
-                signal.signal(signal.SIGTERM, self._stop if self._handles_sigterm else handler)
-
-    def _stop(self, *_: object) -> None:
-        """On SIGTERM, stop the workers and then end: the default handler would leave them running for a while."""
-        self._stopped = True
-        raise KeyboardInterrupt
+        if main:  # Ray installs its own handler. The default one would leave the workers running for a while.
+            default = handler in (None, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.default_int_handler if default else handler)
 
     def _size(self) -> tuple[int, int]:
         """Return the number of workers and of threads of each."""
         cores = [int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]]
-        rooms = {threads: sum(node // threads for node in cores) for threads in (self.threads or 4, 3, 2, 1)}
-        threads = self.threads or next((n for n in (4, 3, 2) if rooms[n] >= (self.workers or 1)), 1)
-        workers = self.workers or rooms[threads]
-        if not 0 < workers <= rooms[threads]:
+        threads = self.threads or max(1, min(4, sum(cores) // (self.workers or 1)))
+        room = sum(node // threads for node in cores)
+        workers = self.workers or room
+        if not 0 < workers <= room:
             raise InputError(
-                f"workers: the cluster has {sum(cores)} cores on {len(cores)} nodes, enough for {rooms[threads]} "
-                f"workers of {threads} threads, not for {max(1, workers)}. Change workers or threads."
+                f"workers: the cluster has {sum(cores)} cores on {len(cores)} nodes, enough for {room} workers of "
+                f"{threads} threads, not for {max(1, workers)}. Change workers or threads."
             )
         return workers, threads
 
-    def _wait_for_worker(self, threads: int) -> None:
-        """Raise if no worker starts, or if it cannot open the merge."""
-        try:
-            if self._answers(START_SECONDS):
-                return
-            free = int(self._ray.available_resources().get("CPU", 0))
-            raise MachineError(
-                f"no worker has started within {START_SECONDS:.0f} s: a worker takes {threads} cores, and {free} are "
-                "free. Use fewer threads, or wait for other jobs."
-            )
-        except BaseException:
-            self._kill_workers()
-            raise
+
+def _cores(workers: int | None, threads: int | None) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores, (workers or 1) * (threads or 1))
 
 
-def _entries(blocks: Sequence[Block]) -> int:
-    return sum(block.stop - block.start for block in blocks)
-
-
-def _translate(error: Any, share: Sequence[Block]) -> GradmergeError:
+def _translate(error: Any) -> GradmergeError:
     """Return the error of a worker as an error of this process."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, GradmergeError):
@@ -284,24 +361,22 @@ def _translate(error: Any, share: Sequence[Block]) -> GradmergeError:
     if isinstance(cause, ImportError) or "ModuleNotFoundError" in str(error):
         reason = one_line(str(cause or error))[-300:]
         return InputError(f"a worker cannot import gradmerge ({reason}). Install the same packages everywhere.")
-    if cause is not None:
-        return MachineError(f"internal error on a worker: {error}")
-    name = share[0].job.name if share else "opening the merge"
-    reason = one_line(str(error))[:500]
-    return MachineError(f"{name}: Ray failed, or workers died {RETRIES + 1} times at this tensor: {reason}")
+    return MachineError(f"a worker failed, or died {RETRIES + 1} times at the same share: {one_line(str(error))[:500]}")
 
 
-def _check_address(address: str) -> None:
-    """Raise if nothing listens at HOST:PORT. Ray itself would try for a while."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdigit():
-        raise InputError(f"ray_address {address}: pass HOST:PORT of the head node, such as 10.0.0.1:6379, or auto")
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, OverflowError) as error:
-        raise MachineError(
-            f"ray_address {address}: no Ray cluster answers ({error}). Start one with `ray start --head`."
-        ) from error
+def _check_same_state(driver: State, here: State) -> None:
+    """Raise if a file differs from the driver's in size or modification time. Inodes may differ."""
+    states = {entry[0]: entry[1:3] for entry in here}
+    for path, *state in driver:
+        if not states.get(path):
+            raise _unlike(f"{path}: does not exist")
+        if states[path] != state[:2]:
+            raise _unlike(f"{path}: differs from the driver's file in size or modification time")
+
+
+def _unlike(message: str) -> InputError:
+    advice = "All workers read the inputs and write the output under the same paths as the driver."
+    return InputError(f"worker on {platform.node()}: {message}\n  {advice}")
 
 
 def _import_ray() -> Any:

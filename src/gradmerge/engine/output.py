@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoints.sidecars import copy_sidecars, sidecars, stems
 from ..curvature.curvature_card import OF_MERGES, write_curvature_card
 from ..curvature.format import STEM, metadata
-from ..errors import InputError, MachineError
+from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
 from ..io.reader import FLOATS, bytes_of
 from ..io.writer import ShardWriter
@@ -38,13 +38,6 @@ class WeightFiles:
         names = [(writer, name) for writer in self.writers for name in job.tensors if name in writer]
         return {(writer, writer.locate(name)[0]) for writer, name in names}
 
-    def open(self, tensors: Iterable[str]) -> None:
-        """Open the existing files of some tensors, for writing."""
-        for tensor in tensors:
-            for writer in self.writers:
-                if tensor in writer:
-                    writer.write(tensor, 0, memoryview(b""))
-
     def write(self, merged: MergedBlock) -> None:
         """Write a block; may be called from several threads at once."""
         for name, values in merged.tensors.items():
@@ -63,13 +56,12 @@ class Output:
     report: None = None
     """An adapter has a report of what it lacks of the merge."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, folder: AtomicDir, journal: Journal) -> None:
-        self._recipe, self._plan, self._folder, self._journal = recipe, plan, folder, journal
+    def __init__(self, recipe: Recipe, plan: Plan, folder: AtomicDir, fingerprint: str, resume: bool) -> None:
+        self._recipe, self._plan, self._folder = recipe, plan, folder
         self._upload = folder.upload
+        self._journal = Journal(folder.folder, fingerprint)
+        self._finished = self._journal.load() if resume else None
         self.files = WeightFiles(plan, folder.folder, folder.out.name, recipe.output.shard_size)
-        self._writers = self.files.writers
-        self._files: dict[int, set[tuple[ShardWriter, str]]] = {}
-        """Number of a block → the files that it is written to."""
         self._missing: Counter[tuple[ShardWriter, str]] = Counter()
         """File → the number of its blocks that are not in the journal."""
         self._lock = threading.Lock()
@@ -83,49 +75,46 @@ class Output:
         if isinstance(error, InputError):  # a resumed run would fail again
             self._folder.keep = False
 
-    def open(self, resume: bool) -> Finished:
+    def open(self) -> Finished:
         """Open the files and the journal, and return what an earlier run finished."""
-        finished = self._journal.load() if resume else None
-        self._folder.keep = finished is not None
-        model, needed = self.files.model, sum(writer.nbytes for writer in self._writers)
+        finished, model = self._finished, self.files.model
+        needed = sum(writer.nbytes for writer in self.files.writers)
         if self._upload is not None:
             if finished is not None and not self._upload.resume(model.sizes):
                 finished = None  # a file that was sent has disappeared
             model.uploaded = set(self._upload.sent) if finished is not None else set()
             needed -= max(0, model.nbytes - 6 * max(model.sizes.values(), default=0))  # a few files at a time
-        if finished is None and resume:
+        if finished is None:
             self._folder.clear()
         self._folder.require_space(needed + sidecars(self._plan.inputs.template).nbytes + 1_000_000)
-        for writer in self._writers:
+        for writer in self.files.writers:
             writer.folder.mkdir(exist_ok=True)
             if not writer.open():
                 finished = None
         # Set before the journal exists, so that Ctrl-C keeps the folder as soon as it can be resumed.
         self._folder.keep = True
-        try:
-            self._journal.open(fresh=finished is None)
-        except MachineError:
-            self._folder.keep = finished is not None
-            raise
-        return finished or Finished()
+        self._journal.open(fresh=finished is None)
+        self._finished = finished or Finished()
+        return self._finished
 
-    def start(self, statistics: Statistics, finished: Finished) -> list[Block]:
-        """Return the blocks that are left to merge."""
-        left = [block for block in self._plan.blocks() if block.number not in finished.blocks]
-        files = {job.name: self.files.files_of(job) for job in self._plan.jobs}
-        self._files = {block.number: files[block.job.name] for block in left}
-        self._missing = Counter(file for some in self._files.values() for file in some)
+    def start(self, statistics: Statistics) -> list[Block]:
+        """Record the statistics, and return the blocks that are left to merge."""
+        assert self._finished is not None
+        if self._finished.statistics is None:
+            self._journal.statistics(statistics)
+        left = [block for block in self._plan.blocks() if block.number not in self._finished.blocks]
+        self._missing = Counter(file for block in left for file in self.files.files_of(block.job))
         return left
 
     def put(self, merged: MergedBlock) -> None:
         """Write a block, then its line of the journal; may be called from several threads at once."""
         self.files.write(merged)
-        self.done([merged.block.number])
+        self.done([merged.block])
 
-    def done(self, numbers: Collection[int]) -> None:
+    def done(self, blocks: Sequence[Block]) -> None:
         """Record in the journal that blocks are written, and close and upload the files that they complete."""
-        self._journal.blocks(numbers)
-        files = [file for number in numbers for file in self._files[number]]
+        self._journal.blocks(block.number for block in blocks)
+        files = [file for block in blocks for file in self.files.files_of(block.job)]
         with self._lock:
             self._missing.subtract(files)
             complete = [file for file in dict.fromkeys(files) if not self._missing[file]]
@@ -138,16 +127,16 @@ class Output:
 
     def finish(self) -> dict[str, int]:
         """Complete the weight files, copy the small files, and return the bytes of the former by name."""
-        for writer in self._writers:
+        for writer in self.files.writers:
             writer.finish()
-        if len(self._writers) > 1:
-            write_curvature_card(self._writers[1].folder, what=OF_MERGES)
+        if len(self.files.writers) > 1:
+            write_curvature_card(self.files.writers[1].folder, what=OF_MERGES)
         template, folder = self._plan.inputs.template, self._folder.folder
         self._plan.note(sidecars(template).note(template.label))
         copy_sidecars(template, folder, config_dtype(self._recipe, self._plan))
         if self._plan.inputs.result_files is not None:
             self._plan.inputs.result_files.write(folder)
-        folders = ((writer.folder.relative_to(folder), writer.sizes) for writer in self._writers)
+        folders = ((writer.folder.relative_to(folder), writer.sizes) for writer in self.files.writers)
         return {str(path / name): nbytes for path, sizes in folders for name, nbytes in sizes.items()}
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..cards.markdown import as_code, markdown_table
 from ..checkpoints.adapter_config import read_adapter_config
@@ -20,9 +20,6 @@ from ..errors import InputError
 from ..notes import Note
 from ..urls import redact
 
-if TYPE_CHECKING:
-    from .adapter import Change
-
 PREFIX = "base_model.model."
 #: Task of an adapter → what the names of its architectures end in, and the heads that PEFT saves whole for it.
 TASKS = {
@@ -34,6 +31,22 @@ TASKS = {
 }
 #: A share that is lost to the rounding of the factors, and not to their rank.
 ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a merge changes of one tensor. Without factors, the tensor is saved whole."""
+
+    norm: float
+    """The squared Frobenius norm of the change."""
+    lost: float = 0.0
+    """The same of what the factors lack."""
+    factors: Mapping[str, Tensor] = field(default_factory=dict)
+    """A and B."""
+
+    @property
+    def rank(self) -> int:
+        return self.factors["A"].shape[0]
 
 
 @dataclass(frozen=True)
@@ -191,8 +204,8 @@ def lay_out(tree: ModuleTree, changes: Mapping[str, Change], adapters: Sequence[
     `bias: all`, which saves every bias of the model.
     """
     task = _task(tree.base, [read_adapter_config(a.folder) for a in adapters if a.folder is not None])
-    factors = {name: tree.find(name) for name, change in changes.items() if "A" in change.infos}
-    whole = {name: tree.find(name) for name, change in changes.items() if "whole" in change.infos}
+    factors = {name: tree.find(name) for name, change in changes.items() if change.factors}
+    whole = {name: tree.find(name) for name, change in changes.items() if not change.factors}
     factored = {found.module for found in factors.values()}
     biases = [name for name, found in whole.items() if found.parameter == "bias" and found.module in factored]
     modules = tree.modules_to_save([name for name in whole if name not in biases], task)

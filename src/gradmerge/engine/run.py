@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,24 +11,20 @@ import torch
 
 from ..cards.metadata import license_notes, read_all_metadata
 from ..display import Displayed
-from ..errors import InputError, MachineError
+from ..errors import MachineError
 from ..io.atomic_dir import AtomicDir
 from ..notes import Note
 from ..progress import NoProgress, Progress
 from ..recipe import Recipe, reduction_factor
 from ..text import size
-from .coefficients import coefficient_notes
-from .damping import find_damping
-from .executor import LocalExecutor
-from .fingerprint import files_read, fingerprint_of, is_complete
-from .input_state import State, changed, recipe_paths, state_of
+from .checks import check_step_size, coefficient_notes
+from .executor import Executor, LocalExecutor
+from .input_state import State, changed, files_read, fingerprint_of, is_complete, recipe_paths, state_of
 from .jobs import MergeOptions
-from .journal import Journal
+from .journal import NAME
 from .output import Output
 from .plan import Plan
-from .reduce import Reduce
-from .statistics import compute_statistics
-from .step_size import check_step_size
+from .statistics import compute_statistics, find_damping
 from .write_cards import write_cards
 
 if TYPE_CHECKING:
@@ -96,7 +90,7 @@ def merge_to_folder(
     merge with the same fingerprint: the recipe, and the state of every input file. The folder is renamed when complete.
     """
     progress = progress or NoProgress()
-    executor = cluster or LocalExecutor(threads)
+    executor: Executor = cluster or LocalExecutor(threads)
     factor = 1.0 / reduction_factor(recipe.reduction, plan.examples)
     options = MergeOptions(torch.device(device), allow_nonfinite, factor)
     files = files_read(plan)
@@ -107,87 +101,68 @@ def merge_to_folder(
         result.already_done = True
         return result
 
-    timings = {"statistics": 0.0, "merge": 0.0, "total": 0.0}
     with AtomicDir(out, "merge", force=force, resume=resume, reads=[*recipe_paths(recipe), *files]) as folder:
         folder.keep = resume
-        journal = journal_in(folder, fingerprint, resume)
         plan.note(folder.notes)
-        if cluster is not None:
-            cluster.begin(recipe, plan, folder, fingerprint, state, options)
         output: Output | AdapterOutput
         if recipe.output.format == "adapter":
             from .adapter import AdapterOutput
 
-            output = AdapterOutput(recipe, plan, folder, journal, threads, options)
+            output = AdapterOutput(recipe, plan, folder, threads, options)
         else:
-            output = Output(recipe, plan, folder, journal)
-        check_merge(recipe, plan, executor.reduce, progress, accept_untrusted)
+            output = Output(recipe, plan, folder, fingerprint, resume)
+        if cluster is not None:
+            cluster.begin(recipe, plan, folder, fingerprint, state, options)
+        check_merge(recipe, plan, executor, progress, accept_untrusted)
 
-        with timed(timings, "total"), output:
-            finished = output.open(resume)
-            resumed = len(finished.blocks)
+        start = time.perf_counter()
+        with output:
+            finished = output.open()
             statistics = finished.statistics
             if statistics is None:
                 if plan.statistics_read:
                     progress.begin("computing statistics", plan.statistics_read)
-                with timed(timings, "statistics"):
-                    statistics = compute_statistics(plan, executor.reduce, progress.advance)
-                journal.statistics(statistics)
+                statistics = compute_statistics(plan, executor, progress.advance)
                 result.bytes_read += plan.statistics_read
-            with timed(timings, "merge"):
-                left = output.start(statistics, finished)
-                blocks = sum(1 for _ in plan.blocks())
-                done = plan.total_read * (blocks - len(left)) // max(1, blocks)
-                progress.begin("merging", plan.total_read, done)
-                executor.merge(plan, statistics, left, output, options, progress.advance)
-                sizes = output.finish()
+            resumed = len(finished.blocks)
+            left = output.start(statistics)
+            blocks = sum(1 for _ in plan.blocks())
+            done = plan.total_read * (blocks - len(left)) // max(1, blocks)
+            progress.begin("merging", plan.total_read, done)
+            executor.merge(plan, statistics, left, output, options, progress.advance)
+            sizes = output.finish()
             result.bytes_read += plan.total_read - done
-            check_unchanged(files, state, folder)
+        check_unchanged(files, state, folder)
 
-        result.output, result.bytes_written, result.seconds = folder.out, plan.total_written, timings["total"]
+        result.output, result.bytes_written = folder.out, plan.total_written
+        result.seconds = time.perf_counter() - start
         if (report := output.report) is not None:
             result.bytes_written, result.lost, result.lost_share = sum(sizes.values()), report.lost, report.lost_share
             plan.note(report.notes())
-        if cluster is not None:
-            timings["start"] = cluster.seconds
         write_cards(
             recipe,
             plan,
-            folder.folder,
-            folder.out,
+            folder,
             fingerprint=fingerprint,
             sizes=sizes,
-            timings=timings,
+            seconds=result.seconds,
             resumed=resumed,
-            adapter_base=report.base if report else None,
-            adapter_facts=report.record() if report else None,
-            adapter_text=report.card_text() if report else "",
+            report=report,
         )
-        if folder.upload is None:  # otherwise it is needed until everything is uploaded
-            journal.remove()
+        if folder.upload is None:  # otherwise the journal is needed until everything is uploaded
+            (folder.folder / NAME).unlink(missing_ok=True)
     return result
 
 
-def journal_in(folder: AtomicDir, fingerprint: str, resume: bool) -> Journal:
-    """Return the journal of a temporary folder; raise when resuming a different merge."""
-    journal = Journal(folder.folder, fingerprint)
-    if resume and journal.belongs_to_another_merge():
-        raise InputError(
-            f"{folder.folder}: the unfinished merge there has another recipe, or its inputs have changed since. "
-            "Merge without resume (--resume) to start over."
-        )
-    return journal
-
-
-def check_merge(recipe: Recipe, plan: Plan, reduce: Reduce, progress: Progress, accept_untrusted: bool) -> None:
+def check_merge(recipe: Recipe, plan: Plan, executor: Executor, progress: Progress, accept_untrusted: bool) -> None:
     """Compute the damping, check step size, coefficients and licenses, and add their notes to the plan."""
     if plan.damping_read:
         progress.begin("computing the damping", plan.merged_read)
-    find_damping(plan, reduce, progress.advance)
+    find_damping(plan, executor, progress.advance)
     if "step-size" in plan.rule.checks:
         progress.begin("checking the step size", plan.merged_read)
-    plan.note(check_step_size(plan, reduce, progress.advance, refuse=not accept_untrusted))
-    plan.note(coefficient_notes(recipe, plan, reduce))
+    plan.note(check_step_size(plan, executor, progress.advance, refuse=not accept_untrusted))
+    plan.note(coefficient_notes(recipe, plan, executor))
     plan.note(license_notes(read_all_metadata(plan.inputs.checkpoints), recipe.output.license))
 
 
@@ -199,11 +174,3 @@ def check_unchanged(files: list[Path], state: State, folder: AtomicDir) -> None:
             f"{path}: changed during the merge, so that the result may be inconsistent. Nothing was written; merge "
             "again."
         )
-
-
-@contextmanager
-def timed(timings: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds that the ``with`` block takes."""
-    start = time.perf_counter()
-    yield
-    timings[name] += time.perf_counter() - start

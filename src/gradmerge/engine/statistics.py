@@ -1,4 +1,4 @@
-"""Statistics of whole tensors or models that a rule needs before the first block: thresholds, and its own measures."""
+"""Statistics of whole tensors or models that a rule needs before the first block: thresholds, measures, damping."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.checkpoint import Buffers
+from ..rules.kronecker_matching import mean_eigenvalue
 from ..rules.measures import Measure, Sums
-from .jobs import Block, BlockJob, rule_arguments
+from .executor import CHUNK, Advance, Executor, add_up, chunks, exact_sum, ignore, whole_tensors
+from .jobs import Block, BlockJob, LayerJob, rule_arguments
 from .plan import Plan
 from .quantiles import Counts, Quantile, bracket_of
-from .reduce import CHUNK, Advance, Reduce, add_up, chunks, exact_sum, ignore, whole_tensors
 from .thread_pool import one_thread_each
 
 RUNS, RUN = 512, 2048
@@ -46,12 +47,8 @@ class Statistics:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Statistics:
-        return cls(value["thresholds"], {name: {**measured} for name, measured in value["measured"].items()})
 
-
-def compute_statistics(plan: Plan, reduce: Reduce, advance: Advance = ignore) -> Statistics:
+def compute_statistics(plan: Plan, executor: Executor, advance: Advance = ignore) -> Statistics:
     """Compute the statistics that the plan's rule needs.
 
     NaN and infinity count as the largest magnitudes here; the merge finds and names them.
@@ -59,24 +56,49 @@ def compute_statistics(plan: Plan, reduce: Reduce, advance: Advance = ignore) ->
     result = Statistics()
     if "thresholds" in plan.needs:
         if plan.inputs.options["scope"] == "model":
-            result.thresholds[""] = model_thresholds(plan, reduce, advance)
+            result.thresholds[""] = model_thresholds(plan, executor, advance)
         else:
-            result.thresholds = dict(reduce(plan, tensor_thresholds, whole_tensors(plan.merged), advance))
+            result.thresholds = dict(executor.reduce(plan, tensor_thresholds, whole_tensors(plan.merged), advance))
     if measures := plan.measures:
         function = functools.partial(measure_tensor, statistics=result)
         result.measured = dict(
-            reduce(plan, function, whole_tensors(plan.merged), lambda nbytes: advance(len(measures) * nbytes))
+            executor.reduce(plan, function, whole_tensors(plan.merged), lambda nbytes: advance(len(measures) * nbytes))
         )
     return result
 
 
-def model_thresholds(plan: Plan, reduce: Reduce, advance: Advance) -> Thresholds:
+def find_damping(plan: Plan, executor: Executor, advance: Advance = ignore) -> None:
+    """Set the mean curvature of the plan's inputs, Σ F_t over all merged entries / entries, if the rule needs it.
+
+    A δ of that size bounds the step where the retain set has no curvature.
+    """
+    if plan.inputs.lacks_damping(plan.rule):
+        sums = executor.reduce(plan, curvature_sum, chunks(plan), advance)
+        entries = sum(info.numel for info in plan.merged_tensors.values())
+        plan.inputs.mean_curvature = exact_sum(sums) / max(1, entries)
+
+
+def curvature_sum(plan: Plan, block: Block, buffers: Buffers) -> list[float]:
+    """Return Σ F_t over a block, or over a layer with Kronecker curvature."""
+    job, sources = block.job, plan.inputs.curvature
+    if isinstance(job, LayerJob):
+        means = (mean_eigenvalue([1.0], [job.read_hessian(source)], job.numel) for source in sources)
+        return [math.fsum(mean * job.numel for mean in means)]
+    assert isinstance(job, BlockJob)
+    parts = []
+    for source in sources:
+        values = job.read_curvature(source, block.start, block.stop, buffers, "curvature", torch.float64)
+        parts.append(float(values.sum()) if values.dim() else float(values) * (block.stop - block.start))
+    return [math.fsum(parts)]
+
+
+def model_thresholds(plan: Plan, executor: Executor, advance: Advance) -> Thresholds:
     """Return the thresholds over all merged tensors: a bracket from a sample, then usually one counting pass."""
     with one_thread_each():
         search = ThresholdSearch(plan, plan.block_jobs, RUNS)
     while search.thresholds is None:
         function = functools.partial(count_magnitudes, search=search)
-        search.end_pass(reduce(plan, function, chunks(plan, plan.block), advance))
+        search.end_pass(executor.reduce(plan, function, chunks(plan, plan.block), advance))
         advance = ignore  # the total is that of one pass
     return search.thresholds
 

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cards.card import merge_text, recipe_text, write_card
 from ..cards.metadata import read_all_metadata, read_metadata
 from ..cards.provenance import input_entry, model_paths, write_record
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.layers import StackedCheckpoint
+from ..io.atomic_dir import AtomicDir
 from ..recipe import Recipe, plain
 from .inputs import Inputs, Source
 from .penalties import used
 from .plan import Plan
 from .slices import layer_table
 
+if TYPE_CHECKING:
+    from .peft_config import AdapterReport
+
 
 def write_cards(
     recipe: Recipe,
     plan: Plan,
-    folder: Path,
-    out: Path,
+    folder: AtomicDir,
     *,
     fingerprint: str,
     sizes: Mapping[str, int],
-    timings: Mapping[str, float],
+    seconds: float,
     resumed: int,
-    adapter_base: Checkpoint | None = None,
-    adapter_facts: Mapping[str, Any] | None = None,
-    adapter_text: str = "",
+    report: AdapterReport | None = None,
 ) -> None:
     """Write gradmerge.json and README.md.
 
@@ -38,14 +38,11 @@ def write_cards(
         recipe: The recipe.
         plan: Its plan.
         folder: The finished files, under their temporary name.
-        out: The name that the folder will have.
         fingerprint: What `resume` compares.
         sizes: File → bytes.
-        timings: Step → seconds.
+        seconds: The duration of the merge.
         resumed: Number of blocks that an earlier run wrote.
-        adapter_base: For an adapter, its base model.
-        adapter_facts: For an adapter, further facts for the record.
-        adapter_text: For an adapter, further text for the card, in Markdown.
+        report: For an adapter, its base and what it lacks of the merge.
     """
     inputs = plan.inputs
     settings = used(recipe, plan)
@@ -53,7 +50,7 @@ def write_cards(
     facts: dict[str, Any] = {
         "fingerprint": fingerprint,
         "recipe": recipe.to_dict() | options,
-        "models": model_paths(recipe, out),
+        "models": model_paths(recipe, folder.out),
         "resumed_blocks": resumed,
         **settings,
     }
@@ -64,26 +61,26 @@ def write_cards(
     if recipe.slices:
         facts["layers"] = layer_table(recipe)
     counts = {"merged_tensors": len(plan.merged_tensors), "copied_tensors": plan.copied_tensors}
-    output = counts | dict(adapter_facts or {})
     write_record(
-        folder,
+        folder.folder,
         facts,
         inputs=_input_entries(inputs),
         sizes=sizes,
-        timings=timings,
+        timings={"total": seconds},
         notes=plan.notes,
-        output=output,
+        output=counts | (report.record() if report else {}),
     )
     text = merge_text(recipe, settings | _curvature_facts(inputs))
+    base = report.base if report else None
     write_card(
-        folder,
-        out.name,
-        f"{text}\n\n{adapter_text}".rstrip(),
+        folder.folder,
+        folder.out.name,
+        f"{text}\n\n{report.card_text()}" if report else text,
         read_all_metadata(inputs.checkpoints),
         relation="merge",
         tags=["merge"],
-        base=None if adapter_base is None else read_metadata(adapter_base),
-        base_folder=None if adapter_base is None else adapter_base.folder,
+        base=None if base is None else read_metadata(base),
+        base_folder=None if base is None else base.folder,
         license=recipe.output.license,
         recipe=recipe_text(recipe),
     )
