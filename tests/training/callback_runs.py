@@ -1,4 +1,4 @@
-"""Tiny models trained by a real Trainer with a CurvatureCallback, and what the callback should have found, by hand."""
+"""Tiny models trained by a Trainer with a CurvatureCallback, and slow references of its result."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def sentences(number: int, seed: int = 0, classes: int = 3) -> list[Batch]:
 
 
 def texts(number: int, seed: int = 0) -> list[Batch]:
-    """For a language model; some tokens at the beginning do not count, not equally many in all."""
+    """Rows for a language model; up to three tokens at the beginning are masked."""
     rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"].clone()} for row in sentences(number, seed)]
-    for place, row in enumerate(rows):
-        row["labels"][: place % 4] = slow.MASKED
+    for i, row in enumerate(rows):
+        row["labels"][: i % 4] = slow.MASKED
     return rows
 
 
 class Watch(TrainerCallback):
-    """The weights before every optimizer step."""
+    """Records the weights before every optimizer step."""
 
     def __init__(self) -> None:
         self.weights: list[dict[str, Tensor]] = []
@@ -73,7 +73,7 @@ def trainer_for(
     batches: list[Batch] | None = None,
     **changes: Any,
 ) -> Trainer:
-    """A Trainer; the batches that it makes go into ``batches``, in their order."""
+    """Return a Trainer that appends its batches to ``batches``."""
     logging.set_verbosity_error()
 
     def collate(items: list[Batch]) -> Batch:
@@ -108,7 +108,7 @@ def squares(model: nn.Module, rows: Sequence[Batch], output: str = "classes") ->
 
 
 def as_stored(checkpoint: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By the names of the file, found by the values of the weights."""
+    """Rename tensors to the names of files, by comparing the values of weights."""
     files = sorted(checkpoint.glob("*model*.safetensors"))
     weights = {name: value for path in files for name, value in load_file(path).items()}
     own = dict(model.named_parameters())

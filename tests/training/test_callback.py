@@ -1,4 +1,4 @@
-"""CurvatureCallback: each source against the computation written out, and where the result is written."""
+"""CurvatureCallback: each source against a slow computation, and the folders that get the result."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ def second_moments(start: Any, steps: list[list[Batch]], decays: float = 0.1, sc
     return {name: v / (1 - 0.9 ** len(steps)) for name, v in second.items()}
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_adam_writes_n_b_times_the_second_moments(tmp_path: Path, optim: str) -> None:
+def test_adam_writes_n_b_times_the_second_moments(tmp_path: Path) -> None:
     model, batches = bert().double(), []
     start = copy.deepcopy(model)
     trainer_for(
@@ -78,7 +77,6 @@ def test_adam_writes_n_b_times_the_second_moments(tmp_path: Path, optim: str) ->
         sentences(12),
         gm.CurvatureCallback(),
         batches=batches,
-        optim=optim,
         save_only_model=True,
     ).train()
     moments = second_moments(start, [rows_of(batch) for batch in batches])
@@ -98,23 +96,6 @@ def test_adam_is_right_where_accumulated_losses_are_added_up_instead_of_averaged
     slow.assert_same(read(tmp_path / "out"), as_stored(tmp_path / "out" / "checkpoint-6", model, want), 1e-3)
 
 
-def test_adam_says_where_it_cannot_see_how_accumulated_losses_are_added_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = trainer_for(
-        tmp_path / "out",
-        bert(),
-        sentences(8),
-        gm.CurvatureCallback(),
-        gradient_accumulation_steps=2,
-        save_strategy="no",
-    )
-    trainer.compute_loss = lambda model, inputs, **_: model.forward(**inputs).loss  # as a compiled model: no hooks
-    with caplog.at_level(logging.WARNING, logger="gradmerge"):
-        trainer.train()
-    assert sum("torch_compile=True" in record.getMessage() for record in caplog.records) == 1
-
-
 def test_adam_and_an_import_of_the_checkpoint_agree(tmp_path: Path) -> None:
     model = make("vit").double()
     images = torch.randn(8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -132,12 +113,11 @@ def test_a_parameter_that_never_gets_a_gradient_has_curvature_zero(tmp_path: Pat
     assert torch.equal(read(tmp_path / "out")["unused"], torch.zeros(3))
 
 
-@pytest.mark.parametrize("coupling", ["decoupled", "adam"])
-def test_adam_reads_the_moments_of_prior_adamw_which_hold_no_penalty(tmp_path: Path, coupling: str) -> None:
+def test_adam_reads_the_moments_of_prior_adamw_which_hold_no_penalty(tmp_path: Path) -> None:
     model, data = bert().double(), sentences(4)
     model.unused = torch.nn.Parameter(torch.ones(3))
     want = squares_of_the_mean(model, data)
-    optimizer = gm.PriorAdamW(model, lr=1e-2, strength=3.0, coupling=coupling)
+    optimizer = gm.PriorAdamW(model, lr=1e-2, strength=3.0)
     trainer_for(
         tmp_path / "out", model, data, gm.CurvatureCallback(), num_train_epochs=1, optimizers=(optimizer, None)
     ).train()
@@ -150,24 +130,19 @@ def squares_of_the_mean(model: Any, rows: list[Batch]) -> dict[str, Tensor]:
     return {name: value**2 for name, value in slow.gradients(model, sum(losses) / len(rows)).items()}
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adafactor"])
-def test_other_optimizers_are_refused_before_the_first_step(tmp_path: Path, optim: str) -> None:
+def test_other_optimizers_are_refused_before_the_first_step(tmp_path: Path) -> None:
     watch = Watch()
-    trainer = trainer_for(tmp_path / "out", bert(), sentences(8), gm.CurvatureCallback(), watch, optim=optim)
-    with pytest.raises(InputError, match="source='adam'"):
+    trainer = trainer_for(tmp_path / "out", bert(), sentences(8), gm.CurvatureCallback(), watch, optim="sgd")
+    with pytest.raises(InputError):
         trainer.train()
     assert not watch.weights
 
 
-@pytest.mark.parametrize(("limit", "said"), [(1e-3, 1), (1e6, 0), (0.0, 0)])
-def test_clipping_is_warned_of_once_where_it_was_active(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: float, said: int
-) -> None:
+@pytest.mark.parametrize(("limit", "warnings"), [(1.0, 1), (0.0, 0)])
+def test_adam_warns_of_clipping(tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: float, warnings: int) -> None:
     with caplog.at_level(logging.WARNING, logger="gradmerge"):
-        trainer_for(
-            tmp_path / "out", bert(), sentences(12), gm.CurvatureCallback(), max_grad_norm=limit, logging_steps=1
-        ).train()
-    assert sum("max_grad_norm" in record.getMessage() for record in caplog.records) == said
+        trainer_for(tmp_path / "out", bert(), sentences(4), gm.CurvatureCallback(), max_grad_norm=limit).train()
+    assert sum("max_grad_norm" in record.getMessage() for record in caplog.records) == warnings
 
 
 # online
@@ -207,7 +182,7 @@ def test_online_averages_the_squares_of_single_examples_gradients(tmp_path: Path
     )
 
 
-def test_online_tries_the_layers_out_once(tmp_path: Path) -> None:
+def test_online_verifies_formulas_once(tmp_path: Path) -> None:
     passes = []
     for every in (1, 2, 6):
         model, count = bert(), 0
@@ -231,20 +206,6 @@ def test_online_counts_the_tokens_of_a_language_model_as_a_sum(tmp_path: Path) -
     steps = measured_steps(start, watch, batches, 1, every=1, output="next-token")
     want = {name: 8 * mean for name, mean in averaged(steps, 0.8).items()}
     slow.assert_same(read(tmp_path / "out"), as_stored(tmp_path / "out" / "checkpoint-2", model, want), TOLERANCE)
-
-
-def test_online_in_mixed_precision_is_near_that_in_full_precision(tmp_path: Path) -> None:
-    model, watch, batches = bert(), Watch(), []
-    start = copy.deepcopy(model)
-    trainer_for(tmp_path / "out", model, sentences(12), online(every=1), watch, batches=batches, bf16=True).train()
-    steps = measured_steps(start, watch, batches, 1, every=1)
-    want = as_stored(
-        tmp_path / "out" / "checkpoint-6", model, {name: 12 * mean for name, mean in averaged(steps, 0.8).items()}
-    )
-    got = read(tmp_path / "out")
-    for name, value in want.items():
-        if "key.bias" not in name:  # a softmax does not feel it: its gradient is rounding
-            assert float(got[name].sum() / value.sum()) == pytest.approx(1, abs=0.05), name
 
 
 @pytest.mark.parametrize("likelihood", ["sampled", "exact"])
@@ -295,9 +256,7 @@ def test_pass_adds_up_the_first_examples_at_the_trained_weights(
 
 
 @pytest.mark.parametrize(("source", "bf16"), [*((source, False) for source in SOURCES), ("online", True)])
-def test_training_is_the_same_bit_for_bit_with_and_without_the_callback(
-    tmp_path: Path, source: str, bf16: bool
-) -> None:
+def test_the_callback_does_not_change_training(tmp_path: Path, source: str, bf16: bool) -> None:
     results = []
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
     for callback in (None, callback_of(source)):
@@ -327,27 +286,17 @@ def test_a_saved_model_finds_its_curvature_and_can_be_merged(tmp_path: Path, sou
     assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
-def test_names_are_those_of_the_files_where_memory_has_others(tmp_path: Path) -> None:
-    model = make("vit")
-    data = [{"pixel_values": torch.randn(3, 8, 8), "labels": torch.tensor(i % 3)} for i in range(4)]
-    trainer_for(tmp_path / "out", model, data, gm.CurvatureCallback("pass"), num_train_epochs=1).train()
-    model.save_pretrained(tmp_path / "model")
-    want = as_stored(tmp_path / "model", model, squares(model, data))
-    slow.assert_same(read(tmp_path / "out"), want, TOLERANCE)
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_frozen_parameters_get_none_and_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str
-) -> None:
+def test_frozen_parameters_get_no_curvature_and_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = bert()
     model.bert.embeddings.requires_grad_(False)
     with caplog.at_level(logging.WARNING, logger="gradmerge"):
-        trainer_for(tmp_path / "out", model, sentences(8), callback_of(source)).train()
+        trainer_for(tmp_path / "out", model, sentences(8), online()).train()
     got = read(tmp_path / "out")
     assert set(got) == {n for n, p in model.named_parameters() if p.requires_grad}
     assert "bert.embeddings" in caplog.text
     assert not model.bert.embeddings.word_embeddings.weight.requires_grad
+    with pytest.raises(InputError):
+        trainer_for(tmp_path / "none", bert().requires_grad_(False), sentences(8), online()).train()
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -394,7 +343,7 @@ def test_data_without_a_length_counts_the_examples_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["online", "pass"])
-def test_batches_without_labels_are_a_clear_error_at_first_use(tmp_path: Path, source: str) -> None:
+def test_batches_without_labels_are_refused(tmp_path: Path, source: str) -> None:
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
         return outputs["logits"].square().mean()
 
@@ -404,7 +353,7 @@ def test_batches_without_labels_are_a_clear_error_at_first_use(tmp_path: Path, s
         trainer.train()
 
 
-def test_a_later_step_that_cannot_be_measured_is_left_out_with_a_warning(
+def test_a_later_step_with_infinite_gradients_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Spoil(Watch):
@@ -420,27 +369,24 @@ def test_a_later_step_that_cannot_be_measured_is_left_out_with_a_warning(
     assert all(bool(value.isfinite().all()) for value in read(tmp_path / "out").values())
 
 
-def test_too_few_steps_for_one_measurement_is_an_error_at_the_beginning(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="every=10"):
-        trainer_for(tmp_path / "out", bert(), sentences(8), gm.CurvatureCallback("online")).train()
-
-
 @pytest.mark.parametrize(
-    ("options", "named"),
+    "options",
     [
-        ({"source": "adams"}, "adam, online, pass"),
-        ({"source": "online", "every": 0}, "every=0"),
-        ({"source": "online", "every": 2.5}, "every=2.5"),
-        ({"source": "online", "every": None}, "every=None"),
-        ({"source": "pass", "limit": "5"}, "limit='5'"),
-        ({"seed": "a"}, "seed='a'"),
-        ({"source": 3}, "source 3"),
-        ({"source": "online", "decay": 1.0}, "decay=1.0"),
-        ({"source": "online", "limit": 5}, "limit"),
-        ({"likelihood": "sampled"}, "labels"),
-        ({"precision": "int4"}, "float32"),
+        {"source": "adams"},
+        {"source": "online", "every": 0},
+        {"source": "online", "every": 2.5},
+        {"source": "online", "decay": 1.0},
+        {"source": "online", "limit": 5},
+        {"seed": "a"},
+        {"likelihood": "sampled"},
+        {"precision": "int4"},
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(InputError, match=named):
+def test_invalid_options(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
         gm.CurvatureCallback(**options)
+
+
+def test_more_steps_between_estimates_than_training_has(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        trainer_for(tmp_path / "out", bert(), sentences(8), online(every=10)).train()

@@ -11,15 +11,13 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from ..arguments import check_known
+from ..arguments import check, check_known
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import LIKELIHOODS
 from ..curvature.format import PRECISIONS, STEM
 from ..errors import GradmergeError, InputError
 from ..io.atomic_dir import AtomicDir
-from ..io.reader import close_files, open_files
-from .curvature_sources import RUNNING_AVERAGE, SOURCES, CurvatureSource, SourceOptions, TrainingRun
-from .curvature_targets import CurvatureTargets, sharding
+from .curvature_sources import RUNNING_AVERAGE, SOURCES, CurvatureSource, SourceOptions
 
 _log = logging.getLogger(__name__)
 
@@ -90,21 +88,20 @@ class CurvatureCallback(TrainerCallback):
         precision: str = "float32",
         seed: int = 0,
     ) -> None:
-        for option, value, known in (
+        for option, word, known in (
             ("source", source, tuple(SOURCES)),
             ("likelihood", likelihood, LIKELIHOODS),
             ("precision", precision, tuple(PRECISIONS)),
         ):
-            check_known(f"{option} {value!r}", str(value), known)
-        for option, number in (("every", every), ("limit", limit), ("batch_size", batch_size), ("seed", seed)):
-            if number is None and option in ("limit", "batch_size"):
-                continue
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise InputError(f"{option}={number!r}: must be a whole number")
-            if number < 1 and option != "seed":
-                raise InputError(f"{option}={number}: must be at least 1")
-        if not isinstance(decay, int | float) or not 0 <= decay < 1:
-            raise InputError(f"decay={decay}: must be at least 0 and less than 1")
+            check_known(f"{option} {word!r}", str(word), known)
+        for option, number, hint in (("every", every, int), ("limit", limit, int | None), ("seed", seed, int)):
+            check(option, number, hint)
+        check("batch_size", batch_size, int | None)
+        if min(every, limit or every, batch_size or every) < 1 or not 0 <= decay < 1:
+            raise InputError(
+                f"every={every}, limit={limit}, batch_size={batch_size}, decay={decay}: numbers must be at least 1, "
+                "and decay from 0 to below 1"
+            )
         if source != "pass" and (limit is not None or batch_size is not None):
             raise InputError(f"limit and batch_size need source='pass', not {source!r}")
         if source == "adam" and likelihood != "empirical":
@@ -123,25 +120,14 @@ class CurvatureCallback(TrainerCallback):
                 f"CurvatureCallback: parameters are sharded ({kind}). Use data-parallel training (DDP), or run "
                 "`gradmerge curvature estimate` on the trained model."
             )
-        _check_replaceable(Path(str(args.output_dir)) / STEM)
-        found_batch_size = state.train_batch_size if args.auto_find_batch_size else None
-        run = TrainingRun(
-            args=args,
-            targets=CurvatureTargets(model),
-            optimizer=kwargs["optimizer"],
-            loader=kwargs["train_dataloader"],
-            batch_size=int(
-                (found_batch_size or args.train_batch_size) * args.gradient_accumulation_steps * args.world_size
-            ),
-            max_steps=state.max_steps,
-            first_step=state.global_step,
-        )
+        if args.should_save:
+            with AtomicDir(Path(str(args.output_dir)) / STEM, "curvature", force=True) as staging:
+                staging.temporary = True  # only checks that the folder can be replaced
+        source = SOURCES[self.source]
         self._saved_step = state.global_step or None
-        self._active = SOURCES[self.source](run, self.options)
+        self._active = source(self.options, args, state, model, kwargs["optimizer"], kwargs["train_dataloader"])
         if state.global_step:
             self._active.resume(_resumed_checkpoints(args, state), state.global_step)
-        for note in run.targets.notes():
-            run.warn(note)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._active is not None:
@@ -149,22 +135,19 @@ class CurvatureCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._active is not None:
-            self._active.before_update(state.global_step + 1)
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self._active is not None:
-            self._active.logged(kwargs.get("logs") or {})
+            try:
+                self._active.before_update(state.global_step + 1)
+            except BaseException:
+                self._close()
+                raise
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._active is None:
             return
         step = self._saved_step = state.global_step
-        curvature = _computed(self._active.at_checkpoint, step)
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{step}"
-        if curvature is not None and checkpoint.is_dir():
+        if (curvature := _computed(self._active.at_checkpoint, step)) is not None:
             self._write(curvature, checkpoint, step, None if args.save_only_model else self._active)
-        elif curvature is not None:
-            _log.warning("CurvatureCallback: %s does not exist: its curvature is not written", checkpoint)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._active is not None:
@@ -178,24 +161,23 @@ class CurvatureCallback(TrainerCallback):
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         checkpoint = Path(best) if best else out / f"checkpoint-{step}"
         is_earlier = best is not None and state.best_global_step != step
-        if self.source != "pass" and (is_earlier or step == source.run.first_step):
+        if self.source != "pass" and (is_earlier or step == source.first_step):
             # The weights are those of a checkpoint, which has its curvature.
             if args.should_save:
                 _copy(checkpoint / STEM, out / STEM)
             return
         if (curvature := _computed(source.at_end, step)) is not None:
             self._write(curvature, out, step)
-            if self.source == "pass" and checkpoint.is_dir() and (best is not None or self._saved_step == step):
+            if self.source == "pass" and (best is not None or self._saved_step == step):
                 self._write(curvature, checkpoint, step)
 
     def _write(self, curvature: Curvature, folder: Path, step: int, resumable: CurvatureSource | None = None) -> None:
-        try:
-            with AtomicDir(folder / STEM, "curvature", force=True) as staging:
-                curvature.write(staging.folder, self.precision)
-                if resumable is not None:
-                    resumable.write_state(staging.folder, step)
-        except (GradmergeError, OSError) as error:
-            _log.error("CurvatureCallback: %s: cannot write the curvature: %s", folder, error)
+        def write(staging: Path) -> None:
+            curvature.write(staging, self.precision)
+            if resumable is not None:
+                resumable.write_state(staging, step)
+
+        _replace(folder / STEM, write)
 
     def _close(self) -> None:
         if self._active is not None:
@@ -213,29 +195,22 @@ def _computed(compute: Callable[[int], Curvature | None], step: int) -> Curvatur
 
 def _copy(curvature: Path, target: Path) -> None:
     """Copy a curvature folder without its running average."""
-    if not curvature.is_dir():
-        _log.warning("CurvatureCallback: %s does not exist: %s is not written", curvature, target)
-        return
+
+    def copy(staging: Path) -> None:
+        for path in curvature.iterdir():
+            if path.name != RUNNING_AVERAGE:
+                shutil.copy2(path, staging / path.name)
+
+    _replace(target, copy)
+
+
+def _replace(folder: Path, write: Callable[[Path], None]) -> None:
+    """Replace a curvature folder atomically. Log an error instead of raising it: training continues."""
     try:
-        with AtomicDir(target, "curvature", force=True) as staging:
-            for path in curvature.iterdir():
-                if path.name != RUNNING_AVERAGE:
-                    shutil.copy2(path, staging.folder / path.name)
+        with AtomicDir(folder, "curvature", force=True) as staging:
+            write(staging.folder)
     except (GradmergeError, OSError) as error:
-        _log.error("CurvatureCallback: cannot write %s: %s", target, error)
-
-
-def _check_replaceable(folder: Path) -> None:
-    """Raise InputError if the output is there and is not a curvature folder."""
-    if not folder.exists() and not folder.is_symlink():
-        return
-    files = open_files(folder, STEM) if folder.is_dir() and not folder.is_symlink() else None
-    if files is None:
-        raise InputError(
-            f"{folder}: exists, and is not a curvature folder. The callback writes the curvature of the trained model "
-            "there: move it away, or choose another output_dir."
-        )
-    close_files(files)
+        _log.error("CurvatureCallback: cannot write %s: %s", folder, error)
 
 
 def _resumed_checkpoints(args: TrainingArguments, state: TrainerState) -> list[Path]:
@@ -243,3 +218,16 @@ def _resumed_checkpoints(args: TrainingArguments, state: TrainerState) -> list[P
     named = args.resume_from_checkpoint
     explicit = [Path(named)] if isinstance(named, str) and Path(named).is_dir() else []
     return [*explicit, Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"]
+
+
+def sharding(args: Any, model: nn.Module) -> str | None:
+    """Return what shards the parameters of a Trainer (FSDP, DEEPSPEED, …), or None if each process holds them whole."""
+    from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+    from torch.distributed.tensor import DTensor
+
+    state = AcceleratorState()  # also knows what `accelerate launch` set up
+    uses_fsdp = args.fsdp or getattr(state, "fsdp_plugin", None) is not None
+    kind = "FSDP" if uses_fsdp else str(state.distributed_type.value)
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
+        return kind
+    return "DTensor" if any(isinstance(p, DTensor) for p in model.parameters()) else None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ..curvature.batches import IndexedBatches, examples_in
-from ..curvature.checkpoint_names import is_adapted
+from ..curvature.checkpoint_names import adapter_names, is_adapted, stored_shapes, stored_tensors
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import estimate_curvature, verify_formulas
 from ..curvature.format import STEM
@@ -29,13 +29,12 @@ from ..curvature.kernels import sum_type
 from ..curvature.verify import Formulas
 from ..distributed import initialized
 from ..errors import GradmergeError, InputError
-from .curvature_targets import CurvatureTargets
+from ..text import listed
 
 _log = logging.getLogger(__name__)
 Batch = Mapping[str, Any]
 #: The running average, saved in the curvature folder of a checkpoint so that training can resume.
 RUNNING_AVERAGE = "online.safetensors"
-_RUNNING_AVERAGE_FORMAT = "gradmerge-online/1"
 #: Optimizers whose `exp_avg_sq` is a running mean of squared gradients.
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 #: Keyword arguments that the Trainer adds to a batch.
@@ -46,65 +45,54 @@ _NOT_INPUTS = ("num_items_in_batch", "return_dict")
 class SourceOptions:
     """Arguments of CurvatureCallback."""
 
-    every: int
-    decay: float
-    likelihood: str
-    limit: int | None
-    batch_size: int | None
-    seed: int
-
-
-@dataclass
-class TrainingRun:
-    """The training run that a callback follows."""
-
-    args: Any
-    targets: CurvatureTargets
-    optimizer: Any
-    loader: Any
-    batch_size: int
-    """Examples per optimizer step, over all processes and accumulated batches."""
-    max_steps: int
-    first_step: int
-    """Optimizer steps before this run; more than 0 if it resumes."""
-
-    @property
-    def writes(self) -> bool:
-        return bool(self.args.should_save)
-
-    def examples(self, step: int) -> int:
-        """Return the number of training examples; for a streamed dataset, those seen in ``step`` steps."""
-        try:
-            return len(self.loader.dataset)
-        except TypeError:
-            return step * self.batch_size
-
-    def warn(self, text: str) -> None:
-        if self.writes:
-            _log.warning("CurvatureCallback: %s", text)
-
-    def curvature(self, sums: Mapping[str, Tensor], examples: int, likelihood: str) -> Curvature | None:
-        """Return the curvature with the names of files, in the process that writes it."""
-        if not self.writes:
-            return None
-        name = Path(self.args.output_dir).resolve().name
-        return Curvature(self.targets.to_stored(sums), examples, likelihood, name)
+    every: int = 10
+    decay: float = 0.99
+    likelihood: str = "empirical"
+    limit: int | None = None
+    batch_size: int | None = None
+    seed: int = 0
 
 
 class CurvatureSource:
     """Follows a training run step by step, and returns the curvature at checkpoints and at the end."""
 
-    def __init__(self, run: TrainingRun, options: SourceOptions) -> None:
-        self.run, self.options = run, options
+    def __init__(self, options: SourceOptions, args: Any, state: Any, model: nn.Module, optimizer: Any, loader: Any):
+        self.options, self.args, self.model, self.optimizer, self.loader = options, args, model, optimizer, loader
+        self.first_step: int = state.global_step
+        """Optimizer steps before this run; more than 0 if it resumes."""
+        batch_size = (state.train_batch_size if args.auto_find_batch_size else None) or args.train_batch_size
+        self.batch_size = int(batch_size * args.gradient_accumulation_steps * args.world_size)
+        """Examples per optimizer step, over all processes and accumulated batches."""
+        self._adapter_names = adapter_names(model) if is_adapted(model) else None
+        self.parameters: dict[str, nn.Parameter] = {
+            name: p
+            for name, p in model.named_parameters()
+            if p.requires_grad
+            and p.is_floating_point()
+            and (self._adapter_names is None or name in self._adapter_names)
+        }
+        """The trained parameters, by name in memory; of a PEFT model, those that its adapter file holds."""
+        if not self.parameters:
+            raise InputError("no parameter of the model is trained (requires_grad=False for all)")
+        self.device = next(iter(self.parameters.values())).device
+        # Raise before training, not after it, if the names of files cannot be determined.
+        stored = self._to_stored({n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in self._named()})
+        if self._adapter_names is not None:
+            self.warn(
+                "this is the curvature of the adapter's own tensors. To merge the full weights, run `gradmerge "
+                "curvature estimate` on the saved adapter."
+            )
+        elif missing := [name for name in stored_shapes(model) if name not in stored]:
+            self.warn(
+                f"{len(missing)} parameters are not trained and get no curvature. A recipe that uses it needs "
+                f"`missing: zero`, or must exclude them:\n{listed(missing, 4)}"
+            )
 
     def begin_step(self, step: int) -> None:
         """Handle the begin of optimizer step ``step``, counted from 1."""
 
     def before_update(self, step: int) -> None:
         """Handle a step whose gradients are complete and whose weights are not updated yet."""
-
-    def logged(self, logs: Mapping[str, Any]) -> None:
-        """Handle the logs of the Trainer."""
 
     def at_checkpoint(self, step: int) -> Curvature | None:
         """Return the curvature after ``step`` steps if it needs no pass over the data. All processes call this."""
@@ -123,6 +111,53 @@ class CurvatureSource:
     def close(self) -> None:
         """Remove hooks from the model."""
 
+    def examples(self, step: int) -> int:
+        """Return the number of training examples; for a streamed dataset, those seen in ``step`` steps."""
+        try:
+            return len(self.loader.dataset)
+        except TypeError:
+            return step * self.batch_size
+
+    def warn(self, text: str) -> None:
+        if self.args.should_save:
+            _log.warning("CurvatureCallback: %s", text)
+
+    def curvature(self, sums: Mapping[str, Tensor], examples: int, likelihood: str) -> Curvature | None:
+        """Return the curvature with the names of files, in the process that writes it."""
+        if not self.args.should_save:
+            return None
+        return Curvature(self._to_stored(sums), examples, likelihood, Path(self.args.output_dir).resolve().name)
+
+    def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self.parameters.items()
+
+    def _to_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with the names and shapes of the checkpoint's files."""
+        if self._adapter_names is None:
+            return stored_tensors(self.model, tensors)
+        return {self._adapter_names[name]: value for name, value in tensors.items()}
+
+    def squared_gradients(
+        self, batches: Iterable[Batch], first: int, formulas: Formulas | None = None
+    ) -> dict[str, Tensor]:
+        """Return Σ_i [∇ℓ_i]² over the examples of some batches, by names in memory.
+
+        ``first`` is the index of the first example, which sampled labels depend on.
+        """
+
+        def indexed_inputs() -> Iterator[tuple[int, Batch]]:
+            index = first
+            for batch in batches:
+                yield index, model_inputs(batch)
+                index += examples_in(batch)
+
+        options: Any = {"seed": self.options.seed, "device": self.device, "formulas": formulas, "allow_empty": True}
+        with evaluation_mode(self.model, self.device):
+            estimate: Any = estimate_curvature(
+                self.model, IndexedBatches(indexed_inputs), self.options.likelihood, **options
+            )
+        return {name: value for name, value in estimate.sum().items() if name in self.parameters}
+
 
 class AdamSource(CurvatureSource):
     """N·B·v̂ / s², with N examples, B examples per step, and v̂ from Adam's state.
@@ -131,59 +166,55 @@ class AdamSource(CurvatureSource):
     that it should average (see `loss_scale`).
     """
 
-    def __init__(self, run: TrainingRun, options: SourceOptions) -> None:
-        super().__init__(run, options)
-        self._optimizer = _find_adam(run.optimizer)
+    def __init__(self, options: SourceOptions, args: Any, *run: Any) -> None:
+        super().__init__(options, args, *run)
+        while not isinstance(self.optimizer, _ADAMS) and hasattr(self.optimizer, "optimizer"):
+            self.optimizer = self.optimizer.optimizer
+        if not isinstance(self.optimizer, _ADAMS):
+            raise InputError(
+                "source='adam' needs PyTorch's Adam or AdamW (optim='adamw_torch' or 'adamw_torch_fused', or "
+                f"gm.PriorAdamW), not {type(self.optimizer).__name__}. Use source='online' or 'pass'."
+            )
+        several = args.gradient_accumulation_steps > 1 or initialized().world_size > 1
+        if several and args.torch_compile:
+            raise InputError(
+                "source='adam' does not work with torch_compile=True and several batches per step. Use source='pass'."
+            )
         self._scale = 1
-        self._max_norm = float(run.args.max_grad_norm or 0)
-        several = run.args.gradient_accumulation_steps > 1 or initialized().world_size > 1
-        self._recorder = BatchRecorder(run.targets.model) if several else None
-        model: Any = run.targets.model
-        for note in token_note(model.get_base_model() if is_adapted(model) else model):
-            run.warn(note)
+        self._recorder = BatchRecorder(self.model) if several else None
+        if args.max_grad_norm:
+            self.warn(
+                f"max_grad_norm={args.max_grad_norm:g}: where gradients are clipped, Adam's second moments are too "
+                "small. Train with max_grad_norm=0, or use source='online' or 'pass'."
+            )
+        for note in token_note(self.model.get_base_model() if is_adapted(self.model) else self.model):  # type: ignore[operator]
+            self.warn(note)
 
     def begin_step(self, step: int) -> None:
         if self._recorder is not None:
             self._recorder.active = True
 
     def before_update(self, step: int) -> None:
-        if self._recorder is None:
-            return
-        batches = self._recorder.take()
-        self.close()
-        if batches:
-            self._scale = loss_scale(self.run.args, self.run.targets.model, batches[0])
-        else:
-            self.run.warn(
-                "torch_compile=True hides the model's inputs, so the callback cannot check whether the loss is a mean "
-                "over all batches of a step. If it is a sum, this curvature is too large. Use source='pass', or a step "
-                "of one batch."
-            )
-
-    def logged(self, logs: Mapping[str, Any]) -> None:
-        norm = logs.get("grad_norm")
-        if 0 < self._max_norm < (norm if isinstance(norm, int | float) else 0):
-            self.run.warn(
-                f"gradients are clipped to the norm {self._max_norm:g} (max_grad_norm), so the curvature from Adam's "
-                "second moments is too small. Train with max_grad_norm=0, or use source='online' or 'pass'."
-            )
-            self._max_norm = 0.0
+        if self._recorder is not None:
+            if batches := self._recorder.take():
+                self._scale = loss_scale(self.args, self.model, batches[0])
+            self.close()
 
     def at_checkpoint(self, step: int) -> Curvature | None:
-        examples = self.run.examples(step)
-        factor = float(examples) * self.run.batch_size / self._scale**2
+        examples = self.examples(step)
+        factor = float(examples) * self.batch_size / self._scale**2
         moments = {
             parameter: moment.cpu()
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
             for parameter in group["params"]
-            if (moment := second_moment(self._optimizer.state.get(parameter), group["betas"][1], factor)) is not None
+            if (moment := second_moment(self.optimizer.state.get(parameter), group["betas"][1], factor)) is not None
         }
         if not moments:
-            self.run.warn("the optimizer has not taken a step yet: no curvature is written")
+            self.warn("the optimizer has not taken a step yet: no curvature is written")
             return None
         # A parameter without a state never had a gradient.
-        sums = {name: moments.get(p, torch.zeros(p.shape)) for name, p in self.run.targets.parameters.items()}
-        return self.run.curvature(sums, examples, "adam")
+        sums = {name: moments.get(p, torch.zeros(p.shape)) for name, p in self.parameters.items()}
+        return self.curvature(sums, examples, "adam")
 
     def close(self) -> None:
         if self._recorder is not None:
@@ -198,15 +229,15 @@ class OnlineSource(CurvatureSource):
     step used. The result is divided by 1 − decay^k.
     """
 
-    def __init__(self, run: TrainingRun, options: SourceOptions) -> None:
-        super().__init__(run, options)
-        if run.max_steps < options.every:
-            raise InputError(f"every={options.every}: training has only {run.max_steps} steps")
-        if run.args.torch_compile:
+    def __init__(self, options: SourceOptions, args: Any, state: Any, *run: Any) -> None:
+        super().__init__(options, args, state, *run)
+        if state.max_steps < options.every:
+            raise InputError(f"every={options.every}: training has only {state.max_steps} steps")
+        if args.torch_compile:
             raise InputError("source='online' does not work with torch_compile=True. Use source='pass'.")
         self._average: dict[str, Tensor] = {}
         self._steps_used, self._examples_used = 0, 0
-        self._recorder = BatchRecorder(run.targets.model)
+        self._recorder = BatchRecorder(self.model)
         self._formulas: Formulas | None = None
 
     def begin_step(self, step: int) -> None:
@@ -217,31 +248,29 @@ class OnlineSource(CurvatureSource):
         if step % self.options.every:
             return
         batches, processes = self._recorder.take(), initialized()
-        mine = sum(len(labels) for b in batches if isinstance(labels := b.get("labels"), Tensor))
-        counts = processes.all_gather(mine)
+        counts = processes.all_gather(sum(map(examples_in, map(model_inputs, batches))))
         first = self._examples_used + sum(counts[: processes.rank])
 
         def compute() -> dict[str, Tensor]:
             if batches and (self._formulas is None or not self._formulas.conclusive):
-                self._formulas = _verify(self.run.targets, batches[0])
-            likelihood, seed = self.options.likelihood, self.options.seed
-            sums = squared_gradients(self.run.targets, batches, likelihood, seed, first, self._formulas)
+                with evaluation_mode(self.model, self.device):
+                    self._formulas = verify_formulas(self.model, model_inputs(batches[0]), self.device)
+            sums = self.squared_gradients(batches, first, self._formulas)
             if not bool(torch.stack([value.isfinite().all() for value in sums.values()]).all()):
                 raise InputError("squared gradients are not finite")
             return sums
 
         try:
-            sums = _sum_over_processes(compute)
+            sums = sum_over_processes(compute)
         except GradmergeError as problem:
-            # The first estimate raises. Later, a missing step is no reason to lose a training run.
             if not self._steps_used:
-                self.close()
                 raise
+            # A missing step is no reason to lose a training run.
             _log.warning("CurvatureCallback: step %d is not in the running average: %s", step, problem)
             return
         self._steps_used += 1
         self._examples_used += sum(counts)
-        if self.run.writes:
+        if self.args.should_save:
             weight = (1 - self.options.decay) / sum(counts)
             for name, value in sums.items():
                 if name in self._average:
@@ -251,26 +280,26 @@ class OnlineSource(CurvatureSource):
 
     def at_checkpoint(self, step: int) -> Curvature | None:
         if self._steps_used == 0:
-            self.run.warn(f"no step was used yet (every={self.options.every}): no curvature is written")
+            self.warn(f"no step was used yet (every={self.options.every}): no curvature is written")
             return None
-        examples, decay = self.run.examples(step), self.options.decay
+        examples, decay = self.examples(step), self.options.decay
         weights = -math.expm1(self._steps_used * math.log(decay)) if decay > 0 else 1.0
         sums = {name: (value * (examples / weights)).cpu() for name, value in self._average.items()}
-        return self.run.curvature(sums, examples, self.options.likelihood)
+        return self.curvature(sums, examples, self.options.likelihood)
 
     def write_state(self, folder: Path, step: int) -> None:
-        metadata = {"format": _RUNNING_AVERAGE_FORMAT, "step": step, "decay": self.options.decay}
-        metadata |= {"steps": self._steps_used, "examples": self._examples_used}
+        metadata = {"step": step, "decay": self.options.decay, "shapes": self._shapes(self._average)}
+        metadata |= {"steps_used": self._steps_used, "examples_used": self._examples_used}
         tensors = {name: value.detach().cpu().contiguous() for name, value in self._average.items()}
         # One key, because safetensors does not keep the order of several.
         save_file(tensors, folder / RUNNING_AVERAGE, metadata={"gradmerge": json.dumps(metadata)})
 
     def resume(self, folders: list[Path], step: int) -> None:
         paths = [path for folder in folders if (path := folder / STEM / RUNNING_AVERAGE).is_file()]
-        if paths and self.run.writes:
+        if paths and self.args.should_save:
             self._read_state(paths[0], step)
         if not paths and step >= self.options.every:
-            self.run.warn(
+            self.warn(
                 f"training resumes at step {step}, but there is no {RUNNING_AVERAGE} in "
                 f"{' or '.join(str(f / STEM) for f in folders)}: the running average restarts. If the checkpoint is "
                 "elsewhere, set resume_from_checkpoint in the TrainingArguments as well."
@@ -279,23 +308,22 @@ class OnlineSource(CurvatureSource):
         self._examples_used = max(initialized().all_gather(self._examples_used))
 
     def _read_state(self, path: Path, step: int) -> None:
-        remedy = "Remove the file to restart the average."
+        shapes = self._shapes(self.parameters)
+        expected = {"step": step, "decay": self.options.decay, "shapes": shapes}
         try:
             with safe_open(path, framework="pt") as file:
-                metadata = json.loads((file.metadata() or {}).get("gradmerge", "{}"))
-                average = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            if metadata["format"] != _RUNNING_AVERAGE_FORMAT or metadata["step"] != step:
-                raise InputError(f"{path}: not the running average of step {step}. {remedy}")
-            self._steps_used, self._examples_used = int(metadata["steps"]), int(metadata["examples"])
-            decay = float(metadata["decay"])
+                metadata = json.loads(file.metadata()["gradmerge"])
+                if {key: metadata[key] for key in expected} != expected:
+                    raise ValueError(f"it is of another step, decay or model than step {step} of this run")
+                self._average = {name: file.get_tensor(name).to(self.device) for name in shapes}
+            self._steps_used, self._examples_used = int(metadata["steps_used"]), int(metadata["examples_used"])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path}: cannot read the running average: {error}. {remedy}") from error
-        if decay != self.options.decay:
-            raise InputError(f"{path}: was averaged with decay={decay:g}, not {self.options.decay:g}. {remedy}")
-        shapes = {name: parameter.shape for name, parameter in self.run.targets.parameters.items()}
-        if {name: value.shape for name, value in average.items()} != shapes:
-            raise InputError(f"{path}: is the running average of another model. {remedy}")
-        self._average = {name: value.to(self.run.targets.device) for name, value in average.items()}
+            raise InputError(
+                f"{path}: cannot continue the running average: {error}. Remove the file to restart the average."
+            ) from error
+
+    def _shapes(self, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        return {name: list(value.shape) for name, value in tensors.items()}
 
     def close(self) -> None:
         self._recorder.remove()
@@ -304,99 +332,51 @@ class OnlineSource(CurvatureSource):
 class PassSource(CurvatureSource):
     """Σ_i g_i² over the first ``limit`` training examples, at the final weights."""
 
-    def __init__(self, run: TrainingRun, options: SourceOptions) -> None:
-        super().__init__(run, options)
-        data = run.loader.dataset
+    def __init__(self, options: SourceOptions, *run: Any) -> None:
+        super().__init__(options, *run)
+        data = self.loader.dataset
         if isinstance(data, IterableDataset) or not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
             raise InputError("source='pass' needs a dataset with a length and an index. Use source='online'.")
-        with preserved_random_state(run.targets.device):
-            check_labels(run.loader.collate_fn([data[0]]))
+        with evaluation_mode(self.model, self.device):  # collators may draw random numbers
+            model_inputs(self.loader.collate_fn([data[0]]))
 
     def at_end(self, step: int) -> Curvature | None:
-        targets, options, args = self.run.targets, self.options, self.run.args
-        data = self.run.loader.dataset
-        total = len(data) if options.limit is None else min(options.limit, len(data))
+        data = self.loader.dataset
+        total = len(data) if self.options.limit is None else min(self.options.limit, len(data))
         rows = initialized().share(total)
 
         def compute() -> dict[str, Tensor]:
             if not rows:
-                return {n: torch.zeros_like(p, dtype=sum_type(p)).detach() for n, p in targets.parameters.items()}
-            # Collators that draw random numbers draw the same ones every time.
-            with preserved_random_state(targets.device):
-                torch.manual_seed(options.seed)
+                return {n: torch.zeros_like(p, dtype=sum_type(p)).detach() for n, p in self._named()}
+            with evaluation_mode(self.model, self.device):
+                torch.manual_seed(self.options.seed)  # collators that draw random numbers draw the same every time
                 loader = DataLoader(
                     Subset(data, rows),
-                    batch_size=options.batch_size or args.per_device_train_batch_size,
-                    collate_fn=self.run.loader.collate_fn,
-                    num_workers=args.dataloader_num_workers,
+                    batch_size=self.options.batch_size or self.args.per_device_train_batch_size,
+                    collate_fn=self.loader.collate_fn,
+                    num_workers=self.args.dataloader_num_workers,
                 )
-                return squared_gradients(targets, loader, options.likelihood, options.seed, rows.start)
+                return self.squared_gradients(loader, rows.start)
 
-        return self.run.curvature(_sum_over_processes(compute), total, options.likelihood)
+        return self.curvature(sum_over_processes(compute), total, self.options.likelihood)
 
 
 SOURCES: dict[str, type[CurvatureSource]] = {"adam": AdamSource, "online": OnlineSource, "pass": PassSource}
 
 
-def squared_gradients(
-    targets: CurvatureTargets,
-    batches: Iterable[Batch],
-    likelihood: str,
-    seed: int,
-    first: int,
-    formulas: Formulas | None = None,
-) -> dict[str, Tensor]:
-    """Return Σ_i [∇ℓ_i]² over the examples of some batches, by names in memory.
-
-    ``first`` is the index of the first example, which sampled labels depend on. Gradients, modes, hooks and random
-    states are restored.
-    """
-    with _undisturbed(targets):
-
-        def indexed_inputs() -> Iterator[tuple[int, Batch]]:
-            index = first
-            for batch in batches:
-                yield index, _inputs(batch)
-                index += examples_in(batch)
-
-        options: Any = {"seed": seed, "device": targets.device, "formulas": formulas, "allow_empty": True}
-        estimate: Curvature = estimate_curvature(targets.model, IndexedBatches(indexed_inputs), likelihood, **options)
-        return estimate.sum()
-
-
-def _verify(targets: CurvatureTargets, batch: Batch) -> Formulas:
-    with _undisturbed(targets):
-        return verify_formulas(targets.model, _inputs(batch), targets.device)
-
-
-@contextlib.contextmanager
-def _undisturbed(targets: CurvatureTargets) -> Iterator[None]:
-    """Let only the targets require gradients; restore the model and all random states at the end."""
-    model = targets.model
-    with preserved_random_state(targets.device), preserved_modes(model), targets.only_these_require_gradients():
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.training = False  # with the statistics of the batch, no example has its own gradient
-        yield
-
-
-def _inputs(batch: Batch) -> Batch:
+def model_inputs(batch: Batch) -> Batch:
+    """Return the model's inputs in a batch. Raise InputError if it has no labels for the model's own loss."""
     inputs = {name: value for name, value in batch.items() if name not in _NOT_INPUTS}
-    check_labels(inputs)
-    return inputs
-
-
-def check_labels(inputs: Batch) -> None:
-    """Raise InputError if a batch has no labels for the model's own loss."""
     if not isinstance(inputs.get("labels"), Tensor):
         raise InputError(
             f"CurvatureCallback: the model gets {', '.join(inputs)} but no 'labels', so the loss of an example is "
             "unknown. Name the label column `labels`, and do not use label smoothing or compute_loss_func, or use "
             "source='adam'."
         )
+    return inputs
 
 
-def _sum_over_processes(compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+def sum_over_processes(compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Add up the sums of all processes. If one process fails, all of them raise."""
     sums: dict[str, Tensor] = {}
     problem: GradmergeError | None = None
@@ -410,18 +390,6 @@ def _sum_over_processes(compute: Callable[[], dict[str, Tensor]]) -> dict[str, T
     return sums
 
 
-def _find_adam(optimizer: Any) -> torch.optim.Optimizer:
-    inner = optimizer
-    while not isinstance(inner, _ADAMS) and isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
-        inner = inner.optimizer
-    if not isinstance(inner, _ADAMS):
-        raise InputError(
-            "source='adam' needs PyTorch's Adam or AdamW (optim='adamw_torch' or 'adamw_torch_fused', or "
-            f"gm.PriorAdamW), not {type(inner).__module__}.{type(inner).__name__}. Use source='online' or 'pass'."
-        )
-    return inner
-
-
 def loss_scale(args: Any, model: nn.Module, batch: dict[str, Any]) -> int:
     """Return s: the optimizer's gradient is s times the mean gradient of a step's examples.
 
@@ -432,9 +400,7 @@ def loss_scale(args: Any, model: nn.Module, batch: dict[str, Any]) -> int:
     items = batch.get("num_items_in_batch")
     if items is None or "labels" not in batch:
         return 1
-    device = next(model.parameters()).device
-    with preserved_random_state(device), preserved_modes(model), torch.no_grad():
-        model.eval()
+    with evaluation_mode(model, next(model.parameters()).device), torch.no_grad():
         one, two = (_loss(model(**batch | {"num_items_in_batch": n})) for n in (items, 2 * items))
     if one is None or two is None or abs(one - two) > 1e-3 * abs(one):
         return 1
@@ -448,22 +414,16 @@ def _loss(output: Any) -> float | None:
 
 
 @contextlib.contextmanager
-def preserved_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the states of all random number generators at the end."""
+def evaluation_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put the model into evaluation mode. Restore modes and all random number generators at the end."""
     devices = [] if device.type == "cpu" else [device]
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
         stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))
-        yield
-
-
-@contextlib.contextmanager
-def preserved_modes(model: nn.Module) -> Iterator[None]:
-    """Restore training or evaluation mode of every module at the end."""
-    with contextlib.ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
+        model.eval()
         yield
 
 

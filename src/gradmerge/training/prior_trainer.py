@@ -13,9 +13,8 @@ from transformers import Trainer, TrainingArguments
 from ..curvature.checkpoint_names import is_adapted
 from ..curvature.losses import loss_of
 from ..errors import GradmergeError, InputError
-from .curvature_callback import CurvatureCallback
+from .curvature_callback import CurvatureCallback, sharding
 from .curvature_sources import loss_scale
-from .curvature_targets import sharding
 from .named_tensors import AnchorTensors, Reduction
 from .prior_adamw import Coupling, Missing, Prior, PriorAdamW
 
