@@ -184,39 +184,17 @@ def test_a_dry_run_writes_nothing(texts, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"data": ["--data", "amazon={yelp}.jsonl"]}, "amazon"),
-        ({"data": ["--data", "yelp={empty}"]}, "empty"),
-        ({"data": ["--data", "yelp={images}"]}, "images"),
-        ({"data": ["--data", "yelp={yelp}.jsonl", "--teacher", "yelp={wide}"]}, "yelp"),
-        ({"data": ["--data", "yelp={yelp}.jsonl", "--teacher", "imdb={imdb}"]}, "imdb"),
-        ({"merged": "{base}"}, "yelp"),
-        ({"more": ["--curvature", "maybe"]}, "maybe"),
-        ({"more": ["--alpha", "2"]}, "alpha"),
-        ({"more": ["--cache-memory", "lots"]}, "lots"),
-        ({"out": "{yelp}"}, "yelp"),
-        ({"out": "{yelp}/inside"}, "yelp"),
-    ],
-)
-def test_wrong_requests_end_with_status_2_and_write_nothing(texts, tmp_path, changes, named):
-    wide = tmp_path / "wide"
-    tiny_llama_checkpoint(wide, hidden_size=24, intermediate_size=16)
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    images = write_jsonl(tmp_path / "images.jsonl", [{"pixels": [[0, 1], [1, 0]]}])
-    known = {"wide": wide, "empty": empty, "images": images, "base": texts / "base"}
-    known |= {name: texts / name for name in ("yelp", "imdb")}
-    merged = str(changes.get("merged", texts / "merged")).format(**known)
-    out = str(changes.get("out", tmp_path / "out")).format(**known)
-    data = [word.format(**known) for word in changes.get("data", ["--data", "yelp={yelp}.jsonl"])]
-    before = set(texts.rglob("*"))
-    result = invoke("calibrate", merged, *data, *changes.get("more", []), "-o", out)
-    assert result.exit_code == 2, result.output
-    assert named in result.output and "Traceback" not in result.output
-    assert set(texts.rglob("*")) == before
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*partial*"))
+@pytest.mark.parametrize("command", ["calibrate", "distill"])
+def test_running_out_of_memory_names_the_options_that_need_less(texts, tmp_path, monkeypatch, command):
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("gradmerge.refinement.calibrate.input_products", fail)
+    monkeypatch.setattr("gradmerge.refinement.distill.task_loss", fail)
+    result = invoke(command, texts / "merged", *data_of(texts, "yelp"), "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "--batch-size" in result.output and ("--cache-memory" in result.output) is (command == "calibrate")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_record_that_was_moved_with_its_models_still_finds_them(texts, tmp_path):

@@ -110,19 +110,3 @@ def test_heads_of_the_tasks_stay_as_they_are(chats, tmp_path):
     assert torch.equal(before["classifier.weight"], after["classifier.weight"])
     refused = invoke("distill", tmp_path / "merged", *data, "--match", "answers", "-o", tmp_path / "other")
     assert refused.exit_code == 2 and not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--data", "amazon={yelp}.jsonl"], "amazon"),
-        (["--data", "yelp={yelp}.jsonl", "--match", "labels"], "labels"),
-        (["--data", "yelp={yelp}.jsonl", "--lr", "0"], "lr"),
-        (["--data", "yelp={yelp}.jsonl", "--dtype", "float16"], "float16"),
-    ],
-)
-def test_wrong_requests_end_with_status_2_and_write_nothing(chats, tmp_path, words, named):
-    words = [word.format(yelp=chats / "yelp") for word in words]
-    result = invoke("distill", chats / "merged", *words, "-o", tmp_path / "out")
-    assert result.exit_code == 2, result.output
-    assert named in result.output and list(tmp_path.iterdir()) == []

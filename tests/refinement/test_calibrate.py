@@ -10,6 +10,7 @@ from torch import nn
 
 import gradmerge as gm
 from gradmerge import InputError
+from gradmerge.curvature.losses import MASKED
 from gradmerge.refinement import layers
 from gradmerge.refinement.blocks import BlockModel
 from gradmerge.refinement.calibrate import (
@@ -20,7 +21,7 @@ from gradmerge.refinement.calibrate import (
     solve,
 )
 from gradmerge.refinement.hidden_cache import HiddenCache
-from gradmerge.refinement.output_factors import output_factors
+from gradmerge.refinement.output_factors import output_factors, sampled_loss
 from gradmerge.refinement.rows import cut_batch
 from gradmerge.refinement.structure import examine
 
@@ -104,6 +105,19 @@ def test_output_factors_are_sums_over_rows_of_plain_gradients(name):
         slow = sum(one[layer].double() for one in drawn)
         error = (found[layer].double() - slow).norm() / slow.norm()
         assert error < 1e-5, layer
+
+
+def test_padding_and_the_template_of_a_prompt_are_left_out_of_output_factors():
+    model, _ = make("gpt2")
+    batch = rows("gpt2")["task0"]
+    real = batch["attention_mask"].bool()
+    counted = real & (torch.arange(7) >= 2)  # the first two tokens are a template, which has no labels
+    batch["labels"] = torch.where(counted, batch["input_ids"], MASKED)
+    _, _, drawn = sampled_loss(model, batch, 0, 0)
+    assert torch.equal(drawn != MASKED, counted)
+    del batch["labels"]
+    _, _, drawn = sampled_loss(model, batch, 0, 0)
+    assert torch.equal(drawn != MASKED, real)
 
 
 def products(generator, tasks=3, inputs=7, rows=40):

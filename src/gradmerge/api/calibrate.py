@@ -191,6 +191,7 @@ def calibrate(
         lambda inputs, folder: _calibrate_files(inputs, folder, options),
         complete({"batch_size": BATCH_SIZE, **loading}, calibrate),
         action="calibration",
+        advice="a smaller batch_size, limit or cache_memory, or curvature none",
         settings={"curvature": curvature, "alpha": alpha, "ridge": ridge},
         check=check,
         tokens=None if "batch_size" in loading else BATCH_TOKENS,

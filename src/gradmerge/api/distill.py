@@ -183,6 +183,7 @@ def distill(
         distill_folder,
         complete({"batch_size": BATCH_SIZE, **loading}, distill),
         action="distillation",
+        advice="a smaller batch_size or max_length, or a larger device",
         tokens=None if "batch_size" in loading else BATCH_TOKENS,
         keep_adapter=True,
         force=force,

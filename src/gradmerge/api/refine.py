@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -16,7 +17,7 @@ from ..cards.markdown import as_text, markdown_table
 from ..cards.metadata import name_of
 from ..cards.provenance import input_entry
 from ..checkpoints.lora import AdapterCheckpoint
-from ..curvature.batches import moved
+from ..curvature.batches import is_out_of_memory, moved
 from ..display import Displayed, View
 from ..engine.input_state import changed, model_paths, state_of
 from ..errors import InputError, MachineError
@@ -105,6 +106,17 @@ def paths_by_name(parameter: str, values: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
+@contextlib.contextmanager
+def enough_memory(advice: str) -> Iterator[None]:
+    """Turn running out of memory into a MachineError that names parameters which need less."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+            raise
+        raise MachineError(f"out of memory. Use {advice}") from error
+
+
 def refine_module(
     merged: nn.Module,
     data: Mapping[str, Any],
@@ -165,6 +177,7 @@ def refine_folder(
     options: LoadOptions,
     *,
     action: str,
+    advice: str,
     settings: Mapping[str, Any] | None = None,
     check: bool = True,
     tokens: int | None = None,
@@ -183,6 +196,7 @@ def refine_folder(
             value.
         options: How models and rows are loaded.
         action: What is done.
+        advice: What needs less memory.
         settings: More facts for the record.
         check: Hold out rows.
         tokens: Split batches of texts with more tokens.
@@ -199,7 +213,8 @@ def refine_folder(
     with AtomicDir(out, action, force=force, reads=[*models, *sources]) as staging:
         before = state_of(models) + state_of(sources, deep=True)
         with opened_inputs(merged, data, references, options, check=check, tokens=tokens) as inputs:
-            result, tensors = refine(inputs, staging.folder)
+            with enough_memory(advice):
+                result, tensors = refine(inputs, staging.folder)
             if path := changed(before, state_of(models) + state_of(sources, deep=True)):
                 raise MachineError(f"{path}: changed during the {action}. Nothing was written. Run it again.")
             result.output = out

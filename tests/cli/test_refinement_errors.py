@@ -1,0 +1,121 @@
+"""`gradmerge calibrate` and `distill` with invalid input: status 2, a message that names it, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import gradmerge as gm
+
+from ..tasks.making import sentences, tiny_llama_checkpoint, write_jsonl
+from .test_calibrate import fine_tune, invoke, merge_recipe
+
+LAYER = "model.layers.1.mlp.gate_proj"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A merge of two language models with rows, and invalid variants of them."""
+    place = tmp_path_factory.mktemp("errors")
+    base = tiny_llama_checkpoint(place / "base")
+    for number, name in enumerate(("yelp", "imdb"), 1):
+        fine_tune(base, place / name, number)
+        write_jsonl(place / f"{name}.jsonl", [{"text": text} for text in sentences(20, seed=number)])
+    gm.merge(merge_recipe(place), place / "merged", progress=False)
+    tiny_llama_checkpoint(place / "wide", hidden_size=24, intermediate_size=16)
+    shutil.copytree(place / "yelp", place / "other-vocabulary")
+    vocabulary = place / "other-vocabulary" / "tokenizer.json"
+    vocabulary.write_text(vocabulary.read_text().replace('"film"', '"movie"'))
+    for name, key in (("infinite", "merged"), ("infinite-teacher", "yelp")):
+        shutil.copytree(place / key, place / name)
+        state = load_file(place / key / "model.safetensors")
+        state["model.layers.1.post_attention_layernorm.weight"][3] = torch.inf
+        save_file(state, place / name / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(place / "merged", place / "excluded")
+    record = json.loads((place / "merged" / "gradmerge.json").read_text())
+    record["recipe"]["exclude"] = ["*"]
+    (place / "excluded" / "gradmerge.json").write_text(json.dumps(record))
+    (place / "empty.jsonl").write_text("")
+    write_jsonl(place / "one.jsonl", [{"text": "only one row"}])
+    write_jsonl(place / "images.jsonl", [{"pixels": [[0, 1], [1, 0]]}] * 4)
+    return place
+
+
+BOTH = {
+    "a task without a teacher": ("merged", "amazon={yelp}.jsonl", [], "amazon"),
+    "a teacher without rows": ("merged", "yelp={yelp}.jsonl", ["--teacher", "imdb={imdb}"], "imdb"),
+    "a teacher of other shapes": ("merged", "yelp={yelp}.jsonl", ["--teacher", "yelp={wide}"], "embed_tokens"),
+    "a teacher of another vocabulary": (
+        "merged",
+        "yelp={yelp}.jsonl",
+        ["--teacher", "yelp={other-vocabulary}"],
+        "movie",
+    ),
+    "no rows": ("merged", "yelp={empty}.jsonl", [], "empty.jsonl"),
+    "one row": ("merged", "yelp={one}.jsonl", [], "yelp"),
+    "rows of another task": ("merged", "yelp={images}.jsonl", [], "images.jsonl"),
+    "rows that do not exist": ("merged", "yelp={nothing}.jsonl", [], "nothing.jsonl"),
+    "the same task twice": ("merged", "yelp={yelp}.jsonl", ["--data", "yelp={imdb}.jsonl"], "yelp"),
+    "a model without a record": ("base", "yelp={yelp}.jsonl", [], "teacher"),
+    "infinite activations of the merge": ("infinite", "yelp={yelp}.jsonl", [], "finite"),
+    "OUT is an input": ("merged", "yelp={yelp}.jsonl", ["-o", "{yelp}"], "yelp"),
+    "OUT is in an input": ("merged", "yelp={yelp}.jsonl", ["-o", "{yelp}/inside"], "yelp"),
+    "another dtype": ("merged", "yelp={yelp}.jsonl", ["--dtype", "float16"], "float16"),
+}
+CASES = {
+    "calibrate": BOTH
+    | {
+        "infinite activations, by layer": ("infinite", "yelp={yelp}.jsonl", [], LAYER),
+        "infinite activations of a teacher": (
+            "merged",
+            "yelp={yelp}.jsonl",
+            ["--teacher", "yelp={infinite-teacher}"],
+            LAYER,
+        ),
+        "no linear layer": ("excluded", "yelp={yelp}.jsonl", [], "no linear layer"),
+        "unknown curvature": ("merged", "yelp={yelp}.jsonl", ["--curvature", "maybe"], "maybe"),
+        "alpha above 1": ("merged", "yelp={yelp}.jsonl", ["--alpha", "2"], "alpha"),
+        "a negative ridge": ("merged", "yelp={yelp}.jsonl", ["--ridge", "-1"], "ridge"),
+        "auto without a check": ("merged", "yelp={yelp}.jsonl", ["--no-check"], "check"),
+        "memory that is no size": ("merged", "yelp={yelp}.jsonl", ["--cache-memory", "lots"], "lots"),
+    },
+    "distill": BOTH
+    | {
+        "unknown match": ("merged", "yelp={yelp}.jsonl", ["--match", "labels"], "labels"),
+        "no learning rate": ("merged", "yelp={yelp}.jsonl", ["--lr", "0"], "lr"),
+        "no steps": ("merged", "yelp={yelp}.jsonl", ["--steps", "0"], "steps"),
+    },
+}
+
+
+@pytest.mark.parametrize(("command", "case"), [(command, case) for command, cases in CASES.items() for case in cases])
+def test_invalid_input_ends_with_status_2_and_writes_nothing(place, tmp_path, command, case):
+    merged, data, more, named = CASES[command][case]
+
+    def path(word):
+        found = word
+        for name in (
+            "yelp",
+            "imdb",
+            "wide",
+            "other-vocabulary",
+            "empty",
+            "one",
+            "images",
+            "nothing",
+            "infinite-teacher",
+        ):
+            found = found.replace("{" + name + "}", str(place / name))
+        return found
+
+    before = {file: file.stat().st_mtime_ns for file in place.rglob("*")}
+    words = ["-o", tmp_path / "out", *map(path, more)]
+    result = invoke(command, place / merged, "--data", path(data), *words)
+    assert result.exit_code == 2, result.output
+    assert named in result.output and "Traceback" not in result.output
+    assert {file: file.stat().st_mtime_ns for file in place.rglob("*")} == before
+    assert list(tmp_path.iterdir()) == []
