@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..io.reader import FLOATS, TensorInfo
+from ..text import first_line
 from .checkpoint import Buffers, Checkpoint, View
 from .config_diff import DEPTH, parts
 
@@ -83,9 +84,13 @@ def detect_quantization(
     tensors = [name for name in methods if chosen(name)]
     if methods and not tensors:
         return None
-    described = next(_descriptions(checkpoint.config), (methods[tensors[0]], "") if tensors else None)
     readable = bool(tensors) and {methods[name] for name in tensors} <= READABLE
-    return Quantization(*described, tensors, readable) if described else None
+    for key, settings in _settings(checkpoint.config):
+        bits = [settings[key] for key in ("load_in_4bit", "load_in_8bit") if key in settings]
+        method = settings.get("quant_method") or ("bitsandbytes" if bits else "an unnamed method")
+        if not bits or any(bits):  # bitsandbytes leaves settings in configs of models that it does not quantize
+            return Quantization(str(method)[:40], f"{key} in config.json", tensors, readable)
+    return Quantization(methods[tensors[0]], "", tensors, readable) if tensors else None
 
 
 def refuse_quantized(base: Checkpoint, adapter: str) -> None:
@@ -114,15 +119,6 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
             settings = section.get(key)
             if isinstance(settings, dict) and settings:
                 yield f"{path}{key}", settings
-
-
-def _descriptions(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (method, key) for every description in a config."""
-    for key, settings in _settings(config):
-        bits = [settings[key] for key in ("load_in_4bit", "load_in_8bit") if key in settings]
-        method = settings.get("quant_method") or ("bitsandbytes" if bits else "an unnamed method")
-        if not bits or any(bits):  # bitsandbytes leaves settings in configs of models that it does not quantize
-            yield str(method)[:40], f"{key} in config.json"
 
 
 def _methods(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
@@ -221,14 +217,11 @@ class ScaledCodes:
     """Rows and columns of the codes that share a scale."""
 
     def read(self, inner: Checkpoint, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
-        codes = inner.read(self.codes, start, stop, buffers, slot)
         if self.scales is None:
-            return _to_float32(codes)
+            return _to_float32(inner.read(self.codes, start, stop, buffers, slot))
         columns = self.shape[-1] if self.shape else 1
         first, last = start // columns, -(-stop // columns)
-        inside = slice(start - first * columns, stop - first * columns)
-        rows = torch.zeros((last - first) * columns)  # whole rows, of which the codes are a part
-        rows[inside] = _to_float32(codes)
+        rows = _to_float32(inner.read(self.codes, first * columns, last * columns, buffers, slot))
         (high, wide), number = self.block, torch.arange(first, last)
         grid_rows = number // self.height * -(-self.height // high) + number % self.height // high
         grid_columns = -(-columns // wide)
@@ -239,7 +232,7 @@ class ScaledCodes:
             rows.view(last - first, -1, wide).mul_(scales.unsqueeze(-1))
         else:
             rows.view(last - first, columns).mul_(scales.repeat_interleave(wide, 1)[:, :columns])
-        return rows[inside]
+        return rows[start - first * columns : stop - first * columns]
 
 
 def _to_float32(codes: Tensor) -> Tensor:
@@ -265,25 +258,27 @@ def _scaled(inner: Checkpoint, name: str, found: Quantization | None) -> ScaledC
     if not _is_float8(info) and not (info.dtype == "I8" and scales == f"{module}.SCB"):
         return None
 
-    def broken(why: str) -> InputError:
-        return InputError(f"{inner.label}: cannot dequantize {name}: {why}")
-
     if scales is None:
         beside = {other.rpartition(".")[2] for other in inner.tensors if other.rpartition(".")[0] == module}
-        unknown = [last for last in beside - ACTIVATION_SCALES if "scale" in last]
-        if unknown or found is not None:
-            raise broken(f"float8 codes {f'with unknown scales ({unknown[0]})' if unknown else 'without scales'}")
+        if found is not None or any("scale" in last for last in beside - ACTIVATION_SCALES):
+            raise _broken(inner, name, "float8 codes without known scales")
         return ScaledCodes(name, info.shape)
     if layout in inner.tensors and bool(_whole(inner, layout).any()):
-        raise broken("it is stored in the order of a GPU's tiles, not by rows. Save it again.")
+        raise _broken(inner, name, "it is stored in the order of a GPU's tiles, not by rows. Save it again.")
     grid = _grid(info.shape, inner.tensors[scales].shape, _configured_block(inner.config))
     if grid is None:
-        raise broken(
+        raise _broken(
+            inner,
+            name,
             f"its scales {scales} {list(inner.tensors[scales].shape)} do not fit its shape {list(info.shape)}. For "
-            "scales of blocks, the config needs quantization_config.weight_block_size."
+            "scales of blocks, the config needs quantization_config.weight_block_size.",
         )
     hidden = (scales, layout) if layout in inner.tensors else (scales,)
     return ScaledCodes(name, info.shape, hidden, scales, 1 / 127 if info.dtype == "I8" else 1.0, *grid)
+
+
+def _broken(inner: Checkpoint, name: str, why: str) -> InputError:
+    return InputError(f"{inner.label}: cannot dequantize {name}: {why}")
 
 
 def _grid(
@@ -309,11 +304,11 @@ def _configured_block(config: Mapping[str, Any]) -> tuple[int, int]:
     """Return the rows and columns of a block with one scale, as the config says, or as is usual."""
     for _, settings in _settings(config):
         groups = settings.get("config_groups")
-        weights = [
-            g.get("weights") for g in (groups.values() if isinstance(groups, dict) else ()) if isinstance(g, dict)
-        ]
-        blocks = [part.get("block_structure") for part in weights if isinstance(part, dict)]
-        for block in (settings.get("weight_block_size"), *blocks):
+        blocks = [settings.get("weight_block_size")]
+        for group in groups.values() if isinstance(groups, dict) else ():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            blocks += [weights.get("block_structure")] if isinstance(weights, dict) else []
+        for block in blocks:
             if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
                 return block[0], block[1]
     return DEFAULT_BLOCK
@@ -356,35 +351,25 @@ def _four_bits(inner: Checkpoint, name: str) -> TableCodes | None:
     mark = _beside(name, STATES, inner.tensors)
     if mark is None:
         return None
-
-    def broken(why: str) -> InputError:
-        return InputError(f"{inner.label}: cannot dequantize {name}: {why}. Save the model again.")
-
     try:
         state = json.loads(bytes(_whole(inner, mark).view(torch.uint8).tolist()))
         shape, block = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
-        nested_block = int(state["nested_blocksize"]) if "nested_blocksize" in state else None
-        offset = float(state.get("nested_offset", 0))
+        nested_block, offset = int(state.get("nested_blocksize", 0)), float(state.get("nested_offset", 0))
+        if min((*shape, block), default=0) < 1 or nested_block < 0 or not math.isfinite(offset):
+            raise ValueError("sizes below 1")
+        blocks = math.ceil(math.prod(shape) / block)
+        sizes = {"absmax": blocks, "quant_map": 16}
+        if nested_block:
+            sizes |= {"nested_absmax": math.ceil(blocks / nested_block), "nested_quant_map": 256}
+        wrong = [part for part, size in sizes.items() if inner.tensors[f"{name}.{part}"].numel != size]
+        is_nested = inner.tensors[f"{name}.absmax"].dtype == "U8"
+        if wrong or is_nested != bool(nested_block) or inner.tensors[name].nbytes < math.ceil(math.prod(shape) / 2):
+            raise ValueError(f"other sizes than for a tensor {list(shape)}")
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-        raise broken(f"{mark} does not describe a quantized tensor") from error
-    if min((*shape, block, nested_block or 1), default=0) < 1 or not math.isfinite(offset):
-        raise broken(f"{mark} has sizes below 1")
-    numel = math.prod(shape)
-    sizes = {"absmax": math.ceil(numel / block), "quant_map": 16}
-    if nested_block is not None:
-        sizes |= {"nested_absmax": math.ceil(sizes["absmax"] / nested_block), "nested_quant_map": 256}
-    stored = {part: inner.tensors.get(f"{name}.{part}") for part in sizes}
-    wrong = [part for part, info in stored.items() if info is None or info.numel != sizes[part]]
-    if wrong or inner.tensors[name].nbytes < math.ceil(numel / 2):
-        raise broken(f"{'.'.join([name, *wrong[:1]])} is missing, or has the wrong size for a tensor {list(shape)}")
-    if (inner.tensors[f"{name}.absmax"].dtype == "U8") != (nested_block is not None):
-        raise broken(f"{name}.absmax and {mark} do not agree whether the largest entries are codes")
+        raise _broken(inner, name, f"{mark} does not describe it ({first_line(error)}). Save it again.") from error
     values = {part: _whole(inner, f"{name}.{part}").float() for part in sizes if part != "absmax"}
-    nested = None
-    if nested_block is not None:
-        nested = (values["nested_quant_map"], values["nested_absmax"], nested_block, offset)
-    beside = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-    hidden = (mark, *(f"{name}.{part}" for part in beside if f"{name}.{part}" in inner.tensors))
+    nested = (values["nested_quant_map"], values["nested_absmax"], nested_block, offset) if nested_block else None
+    hidden = (mark, *(f"{name}.{part}" for part in sizes))
     return TableCodes(name, shape, hidden, values["quant_map"], block, f"{name}.absmax", nested)
 
 
