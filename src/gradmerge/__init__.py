@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .training.prior_adamw import PriorAdamW as PriorAdamW
     from .training.prior_trainer import PriorTrainer as PriorTrainer
 
-# Where names come from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
+# Module → public names. Modules are imported on first use, because importing torch takes a second.
 _NAMES = {
     "api.calibrate": "CalibrationResult calibrate",
     "api.diagnose": "diagnose",
