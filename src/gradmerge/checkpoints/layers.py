@@ -8,9 +8,7 @@ the name), `0.auto_model.` of sentence-transformers (further up), and the parts 
 from __future__ import annotations
 
 import copy
-import itertools
 import re
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +111,6 @@ NUMBERS = {"mlp_only_layers", "full_attn_idxs", "cross_attention_layers", "attn_
 
 Layer = tuple[Checkpoint, int]
 """A model, and the number of one of its layers."""
-_STACKS: weakref.WeakKeyDictionary[Checkpoint, LayerStack] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -131,17 +128,15 @@ class LayerStack:
 
 def layer_stack(checkpoint: Checkpoint) -> LayerStack:
     """Return the layers of a model, or raise an error if it has none or several stacks that could be meant."""
-    if checkpoint not in _STACKS:
-        prefix, count = _find_stack(checkpoint)
-        stack = LayerStack(prefix, [[] for _ in range(count)], [], [])
-        for name in checkpoint.tensors:
-            number = layer_of(name, [prefix])
-            if number is not None:
-                stack.layers[number].append(name.removeprefix(f"{prefix}{number}."))
-            else:
-                (stack.before if is_before_layers(name, prefix) else stack.after).append(name)
-        _STACKS[checkpoint] = stack
-    return _STACKS[checkpoint]
+    prefix, count = _find_stack(checkpoint)
+    stack = LayerStack(prefix, [[] for _ in range(count)], [], [])
+    for name in checkpoint.tensors:
+        number = layer_of(name, [prefix])
+        if number is not None:
+            stack.layers[number].append(name.removeprefix(f"{prefix}{number}."))
+        else:
+            (stack.before if is_before_layers(name, prefix) else stack.after).append(name)
+    return stack
 
 
 def _find_stack(checkpoint: Checkpoint) -> tuple[str, int]:
@@ -170,14 +165,10 @@ def _sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
     return ((path, section) for path, section in parts(config) if not TOWER.search(path))
 
 
-def per_layer(config: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
-    """Return key → its value for each layer, with the defaults of the model's class filled in."""
-    return _lists(completed(config) or {}, count) | _lists(config, count)
-
-
 def _lists(config: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
+    """Return key → its value for each layer, with the defaults of the model's class filled in."""
     lists: dict[str, list[Any]] = {}
-    for path, section in _sections(config):
+    for path, section in (*_sections(completed(config) or {}), *_sections(config)):
         for key, value in section.items():
             if isinstance(value, list) and key in NUMBERS:
                 lists[path + key] = [number in value for number in range(count)]
@@ -190,40 +181,24 @@ def config_of_layers(front: Checkpoint, layers: Sequence[Layer]) -> dict[str, An
     """Return the config of a model with these layers, and otherwise the config of ``front``."""
     if not front.config:
         return {}
-    models = dict.fromkeys(model for model, _ in layers)
-    lists = {model: per_layer(model.config, len(layer_stack(model).layers)) for model in models}
-    values: dict[str, list[Any]] = {}
-    for path in dict.fromkeys(path for model in models for path in lists[model]):
-        without = [model.label for model in models if path not in lists[model]]
-        if without:
-            raise InputError(f"{without[0]}: its config has no {path}, which describes each layer in the other models")
-        values[path] = [lists[model][path][number] for model, number in layers]
-
+    lists = {
+        model: _lists(model.config, len(layer_stack(model).layers))
+        for model in dict.fromkeys(model for model, _ in layers)
+    }
     config, count = copy.deepcopy(front.config), len(layer_stack(front).layers)
     sections = {path: section for path, section in _sections(config) if isinstance(section, dict)}
     for section in sections.values():
-        for key in COUNTS & section.keys():
-            section[key] = len(layers) if section[key] == count else section[key]
-    # Lists of the config change. Others are written unless they follow from the defaults of the class.
-    _write_lists(sections, {path: values[path] for path in _lists(front.config, count) if path in values})
-    defaults = _lists(completed(config) or {}, len(layers))
-    _write_lists(sections, {path: value for path, value in values.items() if defaults.get(path) != value})
-    if completed(front.config) is not None:
-        found = _lists(completed(config) or {}, len(layers))
-        lost = [path for path, value in values.items() if found.get(path) != value]
-        if lost:
-            raise InputError(
-                f"{front.label}: {lost[0]} of its layers follows from more of its config than `slices` can change"
-            )
+        section.update({key: len(layers) for key in COUNTS & section.keys() if section[key] == count})
+    for path in dict.fromkeys(path for of_model in lists.values() for path in of_model):
+        without = [model.label for model in lists if path not in lists[model]]
+        if without:
+            raise InputError(f"{without[0]}: its config has no {path}, which describes each layer in the other models")
+        values = [lists[model][path][number] for model, number in layers]
+        name, dot, key = path.rpartition(".")
+        if name + dot in sections:
+            numbers = [number for number, is_listed in enumerate(values) if is_listed]
+            sections[name + dot][key] = numbers if key in NUMBERS else values
     return config
-
-
-def _write_lists(sections: Mapping[str, dict[str, Any]], lists: Mapping[str, list[Any]]) -> None:
-    for path, value in lists.items():
-        section, dot, key = path.rpartition(".")
-        numbers = [number for number, is_listed in enumerate(value) if is_listed]
-        if section + dot in sections:
-            sections[section + dot][key] = numbers if key in NUMBERS else value
 
 
 class StackedCheckpoint(View):
@@ -248,52 +223,41 @@ class StackedCheckpoint(View):
         self.hub_id = self.parts[0].hub_id if len(self.parts) == 1 else None
         self.notes = [note for part in dict.fromkeys((front, *self.parts)) for note in part.notes]
         self.config = config_of_layers(front, layers)
-        self.places: dict[str, tuple[Checkpoint, str]] = {}
+        sources = list(self._sources())
+        self.absent = frozenset(name for new, name, _, _ in sources if new in left_out)
+        self.places = {name: (model, stored) for new, name, model, stored in sources if new not in left_out}
         """Tensor → (the model that it is read from, its name there)."""
-        absent: set[str] = set()
-        for new, name, model, stored in self._sources():
-            if new in left_out:
-                absent.add(name)
-            else:
-                self.places[name] = model, stored
-        self.absent = frozenset(absent)
         self.tensors = {name: model.tensors[stored] for name, (model, stored) in self.places.items()}
 
     def _sources(self) -> Iterator[tuple[int, str, Checkpoint, str]]:
         """Yield (the layer of the result that it belongs to, tensor, its model, its name there)."""
+        stacks = {model: layer_stack(model) for model in dict.fromkeys(model for model, _ in self.layers)}
         (first, _), (last, _) = self.layers[0], self.layers[-1]
-        for name in layer_stack(first).before:
+        for name in stacks[first].before:
             yield 0, name, first, name
         for new, (model, number) in enumerate(self.layers):
-            stack = layer_stack(model)
-            for rest in stack.layers[number]:
-                yield new, f"{stack.prefix}{new}.{rest}", model, f"{stack.prefix}{number}.{rest}"
-        for name in layer_stack(last).after:
+            prefix = stacks[model].prefix
+            for rest in stacks[model].layers[number]:
+                yield new, f"{prefix}{new}.{rest}", model, f"{prefix}{number}.{rest}"
+        for name in stacks[last].after:
             embedding = tied_to(name, last) if self.front.config else None
             # A head that is a copy of the embedding of another model is left out: the result ties its own.
             if embedding is None or not same_values(last, name, embedding):
                 yield len(self.layers) - 1, name, last, name
 
     def misplaced(self) -> list[str]:
-        """Return the layers whose tensors are not those of a layer at that number in ``front``.
+        """Return the layers whose tensors are not those of the layer at that number in ``front``.
 
-        In some models only some layers have certain tensors or widths. If the config describes which ones, the layers
-        can be anywhere; otherwise each must keep a number that has the same tensors.
+        In some models only some layers have certain tensors. Layers beyond the last of ``front`` go on as its last one.
         """
-        front = _signatures(self.front)
-        lists = per_layer(self.front.config, len(front)) if any(other != front[0] for other in front) else {}
-        kinds: dict[str, Mapping[str, tuple[int, ...]]] = {}
-        keys = [repr([values[number] for values in lists.values()]) for number in range(len(front))]
-        described = all(kinds.setdefault(key, own) == own for key, own in zip(keys, front, strict=True))
-        changes = sum(one != other for one, other in itertools.pairwise(front))
-        signatures = {model: _signatures(model) for model, _ in self.layers}
-        lines = []
-        for new, (model, number) in enumerate(self.layers):
-            # Beyond the last layer of `front`, layers may go on as its last ones if they changed only once.
-            expected = front if described else front[new : new + 1] or (front[-1:] if changes == 1 else [])
-            if signatures[model][number] not in expected:
-                lines.append(f"layer {new} of the result would be layer {number} of {model.label}")
-        return lines
+        models = dict.fromkeys((self.front, *(model for model, _ in self.layers)))
+        signatures = {model: _signatures(model) for model in models}
+        front = signatures[self.front]
+        return [
+            f"layer {new} of the result would be layer {number} of {model.label}"
+            for new, (model, number) in enumerate(self.layers)
+            if signatures[model][number] != front[min(new, len(front) - 1)]
+        ]
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
         model, stored = self.places[name]
@@ -312,15 +276,17 @@ class StackedCheckpoint(View):
             part.close()
 
 
-def _signatures(model: Checkpoint) -> list[Mapping[str, tuple[int, ...]]]:
+def _signatures(model: Checkpoint) -> list[dict[str, tuple[int, ...]]]:
     """Return tensor → shape for each layer."""
     stack = layer_stack(model)
-    signatures: list[Mapping[str, tuple[int, ...]]] = []
-    for number, rests in enumerate(stack.layers):
-        names = {rest: f"{stack.prefix}{number}.{rest}" for rest in sorted(rests)}
-        infos = {rest: model.tensors[name] for rest, name in names.items()}
-        signatures.append({rest: info.shape for rest, info in infos.items() if not is_buffer(names[rest], info)})
-    return signatures
+    return [
+        {
+            rest: info.shape
+            for rest, name in ((rest, f"{stack.prefix}{number}.{rest}") for rest in rests)
+            if not is_buffer(name, info := model.tensors[name])
+        }
+        for number, rests in enumerate(stack.layers)
+    ]
 
 
 def compare_parts(
@@ -341,12 +307,9 @@ def compare_parts(
         for note in result.notes
         if not note.startswith("exclude:") and not (isinstance(note, Note) and note.kind is Kind.STRANGERS)
     ]
-    if not result.problems:
-        for stack in stacks:
-            result.refuse(
-                stack.misplaced(),
-                f"the layers of {front.label} have different tensors, and these layers do not fit at their new numbers",
-            )
+    for stack in stacks if not result.problems else ():
+        what = f"the layers of {front.label} have different tensors, and these layers do not fit at their new numbers"
+        result.refuse(stack.misplaced(), what)
     return result
 
 
