@@ -35,8 +35,7 @@ def checkpoint(trained: Run, tmp_path: Path) -> Path:
 
 def test_an_imported_curvature_merges_by_gradient_matching(trained: Run, tmp_path: Path) -> None:
     base = save(fresh("vit"), tmp_path / "base")
-    message = run("curvature", "import", trained.checkpoint, "-o", tmp_path / "c", *NUMBERS)
-    assert "adam" in message.stdout and "40 tensors" in message.stdout and "10 examples" in message.stdout
+    run("curvature", "import", trained.checkpoint, "-o", tmp_path / "c", *NUMBERS)
     curvature = gm.Curvature.load(tmp_path / "c")
     recipe = {
         "method": "gradient-matching",
@@ -51,23 +50,13 @@ def test_an_imported_curvature_merges_by_gradient_matching(trained: Run, tmp_pat
         assert torch.allclose(got[name].double(), want, atol=1e-6), name
 
 
-def test_a_machine_reads_what_was_imported(trained: Run, tmp_path: Path) -> None:
-    out = run(
-        "curvature", "import", trained.checkpoint, *NUMBERS, "-o", tmp_path / "c", "--precision", "log8", "--json"
-    ).stdout
-    facts = json.loads(out)
+def test_json(trained: Run, tmp_path: Path) -> None:
+    options = (*NUMBERS, "-o", tmp_path / "c", "--precision", "log8", "--json")
+    facts = json.loads(run("curvature", "import", trained.checkpoint, *options).stdout)
     assert (facts["examples"], facts["batch_size"], facts["likelihood"]) == (10, 4, "adam")
-    assert (facts["tensors"], facts["missing"], len(facts["notes"])) == (40, [], 0)
-    shown = json.loads(run("curvature", "show", tmp_path / "c", "--json").stdout)
-    assert (shown["precision"], shown["parameters"]) == ("log8", facts["parameters"])
-    assert shown["model"] == str(trained.checkpoint)
-
-
-def test_quiet_says_nothing(trained: Run, tmp_path: Path) -> None:
-    done = run("curvature", "import", trained.checkpoint, *NUMBERS, "-o", tmp_path / "c", "--quiet")
-    assert done.output == ""
-    run("curvature", "import", trained.checkpoint, *NUMBERS, "-o", tmp_path / "c", "--quiet", status=2)
-    run("curvature", "import", trained.checkpoint, *NUMBERS, "-o", tmp_path / "c", "--quiet", "--force")
+    assert (facts["tensors"], facts["missing"], facts["notes"]) == (40, [], [])
+    run("curvature", "import", trained.checkpoint, *options, status=2)
+    run("curvature", "import", trained.checkpoint, *options, "--force")
 
 
 def cut(folder: Path) -> None:
@@ -95,32 +84,25 @@ def config(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
-#: What is wrong with a checkpoint, and the options.
-BAD: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
-    "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), []),
-    "a damaged optimizer": (cut, []),
-    "an optimizer that is text": (lambda folder: (folder / "optimizer.pt").write_text("hello"), []),
-    "another model": (config(hidden_size=8), []),
-    "a smaller model": (config(num_hidden_layers=1), []),
-    "a larger model": (config(num_hidden_layers=3), []),
-    "an adapter": (lambda folder: (folder / "adapter_config.json").write_text("{}"), []),
-    "no config": (lambda folder: (folder / "config.json").unlink(), []),
-    "a config that is cut": (lambda folder: (folder / "config.json").write_text("{"), []),
-    "a class that is no model": (config(architectures=["Trainer"]), []),
-    "attention from the Hub": (config(_attn_implementation="org/repo"), []),
-    "another precision": (lambda _: None, ["--precision", "float16"]),
-    "values that are not finite": (not_finite, []),
-    "three groups without names": (three_groups, []),
-    "no examples": (lambda _: None, ["--dataset-size", "0"]),
+BAD: dict[str, Callable[[Path], Any]] = {
+    "no optimizer": lambda folder: (folder / "optimizer.pt").unlink(),
+    "a damaged optimizer": cut,
+    "another model": config(hidden_size=8),
+    "a larger model": config(num_hidden_layers=3),
+    "an adapter": lambda folder: (folder / "adapter_config.json").write_text("{}"),
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "a class that is no model": config(architectures=["Trainer"]),
+    "attention from the Hub": config(_attn_implementation="org/repo"),
+    "values that are not finite": not_finite,
+    "three groups without names": three_groups,
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_gets_one_message_and_leaves_nothing(case: str, checkpoint: Path, tmp_path: Path) -> None:
-    spoil, options = BAD[case]
-    spoil(checkpoint)
+    BAD[case](checkpoint)
     before = sorted(tmp_path.iterdir())
-    done = run("curvature", "import", checkpoint, *NUMBERS, "-o", tmp_path / "c", *options, status=2)
+    done = run("curvature", "import", checkpoint, *NUMBERS, "-o", tmp_path / "c", status=2)
     assert done.stderr.lower().count("error:") <= 1 and "Traceback" not in done.output
     assert sorted(tmp_path.iterdir()) == before
 

@@ -1,4 +1,4 @@
-"""Curvature from optimizers, against training and squared gradients written out by hand."""
+"""Curvature from optimizers, against slow training and squared gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import ivon
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Adafactor
 
@@ -27,7 +27,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tmp_path_factory.mktemp("bert"), "bert")
 
 
-@pytest.mark.parametrize("family", ["bert", "bert-mlm", "vit"])
+@pytest.mark.parametrize("family", ["bert", "vit"])
 def test_a_trainers_second_moments_become_a_sum_over_examples(family: str, tmp_path: Path, bert: Run) -> None:
     run = bert if family == "bert" else train(tmp_path, family)
     got = gm.import_curvature(run.checkpoint, 10, 4)
@@ -37,24 +37,22 @@ def test_a_trainers_second_moments_become_a_sum_over_examples(family: str, tmp_p
     assert (got.examples, got.likelihood) == (10, "adam")
 
 
-@pytest.mark.parametrize("family", ["bert", "vit"])
-def test_single_examples_and_a_uniform_average_give_squared_gradients_exactly(family: str, tmp_path: Path) -> None:
+def test_single_examples_and_a_uniform_average_give_squared_gradients_exactly(tmp_path: Path) -> None:
     settings = {"num_train_epochs": 1, "learning_rate": 0.0, "adam_beta2": 1 - 1e-9}
-    run = train(tmp_path, family, 8, per_device_train_batch_size=1, **settings)
+    run = train(tmp_path, "bert", 8, per_device_train_batch_size=1, **settings)
     got = gm.import_curvature(run.checkpoint, 8, 1)
-    assert got.examples == 8
-    assert_same(got, run.stored(squared_gradients(run.start, examples(family, 8))))
+    assert_same(got, run.stored(squared_gradients(run.start, examples("bert", 8))))
 
 
 def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
-    """A checkpoint of a training loop without Trainer."""
+    """Save a checkpoint of a training loop without Trainer."""
     model.save_pretrained(folder)
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     return folder
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 3) -> list[dict[str, Tensor]]:
-    """Gradients of some steps with one example each."""
+    """Take steps with one example each, and return their gradients."""
     gradients = []
     for example in examples("bert", number):
         optimizer.zero_grad()
@@ -65,7 +63,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 3) -
 
 
 def running_mean(gradients: list[dict[str, Tensor]], beta: float) -> dict[str, Tensor]:
-    """v̂, with weights written out."""
+    """Return v̂ as a weighted mean."""
     weights = [(1 - beta) * beta ** (len(gradients) - 1 - t) for t in range(len(gradients))]
     return {
         name: sum(w * g[name] ** 2 for w, g in zip(weights, gradients, strict=True)) / sum(weights)
@@ -77,7 +75,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "parameters": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3),
     "named parameters, backwards": lambda m: torch.optim.AdamW(list(m.named_parameters())[::-1], lr=1e-3),
     "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True),
-    "foreach": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=True),
     "amsgrad": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, amsgrad=True),
     "groups with names": lambda m: torch.optim.AdamW(
         [{"params": [pair]} for pair in reversed(list(m.named_parameters()))], lr=1e-3
@@ -94,29 +91,6 @@ def test_adam_in_a_plain_loop_is_read_too(kind: str, tmp_path: Path) -> None:
     assert_same(got, {n: 50 * 2 * v for n, v in running_mean(gradients, 0.999).items()})
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"state": {0: {"step": 1, "exp_avg_sq": 3}}},
-        {"state": {0: torch.ones(3)}},
-        {"param_groups": [{"params": [0], "betas": (0.9, 1.0)}]},
-        {"param_groups": [{"params": [0], "betas": 3}]},
-        {"param_groups": [{"params": [0], "ess": 3, "hess": "x"}]},
-        {"param_groups": [{"params": 0}]},
-        {"param_groups": 3},
-    ],
-)
-def test_a_state_of_another_form_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
-    state = {
-        "state": {0: {"step": 1, "exp_avg_sq": torch.ones(3)}},
-        "param_groups": [{"params": [0], "betas": (0.9, 0.99)}],
-    }
-    fresh("bert").save_pretrained(tmp_path / "c")
-    torch.save(state | change, tmp_path / "c" / "optimizer.pt")
-    with pytest.raises(gm.InputError):
-        gm.import_curvature(tmp_path / "c", 10, 1)
-
-
 def test_a_model_that_is_not_of_transformers_can_be_given(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -125,12 +99,12 @@ def test_a_model_that_is_not_of_transformers_can_be_given(tmp_path: Path) -> Non
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     got = gm.import_curvature(tmp_path, 7, 1, model=model)
     assert_same(got, {n: 7 * p.grad**2 for n, p in model.named_parameters()})
-    with pytest.raises(gm.InputError, match=r"config\.json"):
+    with pytest.raises(gm.InputError):
         gm.import_curvature(tmp_path, 7, 1)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_ivon_leaves_its_hessian(groups: int, tmp_path: Path) -> None:
+def test_ivon(groups: int, tmp_path: Path) -> None:
     model = fresh("bert")
     named = list(model.named_parameters())
     decay = [p for n, p in named if "bias" not in n and "norm" not in n.lower()]
@@ -177,17 +151,9 @@ def test_frozen_parameters_are_missing(tmp_path: Path) -> None:
     result = read_optimizer(saved(tmp_path / "c", model, optimizer), 10, 1)
     assert_same(result.curvature, {n: 10 * v for n, v in running_mean(gradients, 0.999).items()})
     assert set(result.missing) == {n for n, p in model.named_parameters() if not p.requires_grad}
-    assert "missing: zero" in result.notes[-1]
-
-
-def test_parameters_without_a_gradient_are_missing(tmp_path: Path) -> None:
-    model = fresh("bert")
-    model.bert.embeddings.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())  # has the frozen parameters, without a state
     steps(model, optimizer)
-    result = read_optimizer(saved(tmp_path / "c", model, optimizer), 10, 1)
-    assert {name.rsplit(".", 2)[0] for name in result.missing} == {"bert.embeddings"}
-    assert len(result.missing) == 5
+    assert set(read_optimizer(saved(tmp_path / "d", model, optimizer), 10, 1).missing) == set(result.missing)
 
 
 def test_names_are_those_of_the_files_whatever_the_model_was_loaded_from(bert: Run, tmp_path: Path) -> None:
@@ -203,20 +169,15 @@ def test_names_are_those_of_the_files_whatever_the_model_was_loaded_from(bert: R
     assert torch.equal(got["bert.embeddings.LayerNorm.gamma"], same["bert.embeddings.LayerNorm.weight"])
 
 
-def test_sharded_weights_are_compared_as_well(bert: Run, tmp_path: Path) -> None:
+def test_weights_of_other_shapes_are_refused(bert: Run, tmp_path: Path) -> None:
     shutil.copytree(bert.checkpoint, tmp_path / "c")
-    (tmp_path / "c" / "model.safetensors").unlink()
-    bert.end.save_pretrained(tmp_path / "c", max_shard_size="20KB")
-    assert len(list((tmp_path / "c").glob("model-*.safetensors"))) > 1
-    assert gm.import_curvature(tmp_path / "c", 10, 4).keys() == bert.weights.keys()
-    changed = load_file(next(iter(sorted((tmp_path / "c").glob("model-*.safetensors")))))
-    wrong = {name: torch.zeros(1) for name in changed}
-    save_file(wrong, next(iter(sorted((tmp_path / "c").glob("model-*.safetensors")))), metadata={"format": "pt"})
+    wrong = {name: torch.zeros(1) for name in bert.weights}
+    save_file(wrong, tmp_path / "c" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(gm.InputError):
         gm.import_curvature(tmp_path / "c", 10, 4)
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop, Adafactor])
+@pytest.mark.parametrize("make", [torch.optim.SGD, Adafactor])
 def test_other_optimizers_are_refused(make: Any, tmp_path: Path) -> None:
     model = fresh("bert")
     optimizer = make(model.parameters())
@@ -225,14 +186,8 @@ def test_other_optimizers_are_refused(make: Any, tmp_path: Path) -> None:
         gm.import_curvature(saved(tmp_path / "c", model, optimizer), 10, 1)
 
 
-def test_an_optimizer_that_took_no_step_holds_nothing(tmp_path: Path) -> None:
-    model = fresh("bert")
-    with pytest.raises(gm.InputError):
-        gm.import_curvature(saved(tmp_path / "c", model, torch.optim.AdamW(model.parameters())), 10, 1)
-
-
 @pytest.mark.parametrize(("name", "value"), [("dataset_size", 0), ("batch_size", 2.5), ("batch_size", 10**16)])
-def test_a_wrong_argument_is_refused_by_name(name: str, value: Any, bert: Run) -> None:
+def test_invalid_numbers(name: str, value: Any, bert: Run) -> None:
     with pytest.raises(gm.InputError, match=name):
         gm.import_curvature(**{"checkpoint": bert.checkpoint, "dataset_size": 10, "batch_size": 4} | {name: value})
 
@@ -247,13 +202,3 @@ def test_an_optimizer_file_is_never_run(bert: Run, tmp_path: Path) -> None:
     torch.save({"state": _Trap(), "param_groups": []}, tmp_path / "c" / "optimizer.pt")
     with pytest.raises(gm.InputError):
         gm.import_curvature(tmp_path / "c", 10, 4)
-
-
-def test_a_language_models_mean_over_tokens_is_noted(tmp_path: Path) -> None:
-    model = fresh("bert-mlm")
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.arange(5, 11)[None]
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    result = read_optimizer(saved(tmp_path / "c", model, optimizer), 10, 1)
-    assert any("mean over tokens" in note for note in result.notes)

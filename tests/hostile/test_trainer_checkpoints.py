@@ -38,7 +38,6 @@ STATES: dict[str, tuple[str, Callable[[State], None]]] = {
     "a beta of 1": ("adam", group(betas=(0.9, 1.0))),
     "a beta above 1": ("adam", group(betas=(0.9, 1.5))),
     "betas that are words": ("adam", group(betas="ab")),
-    "a decay that is a list": ("adam", group(weight_decay=[], decoupled_weight_decay=False)),
     "moments without numbers": ("adam", first(exp_avg_sq=torch.empty(4, 3, device="meta"))),
     "sparse moments": ("adam", first(exp_avg_sq=torch.ones(4, 3).to_sparse())),
     "complex moments": ("adam", first(exp_avg_sq=torch.ones(4, 3, dtype=torch.complex64))),

@@ -24,34 +24,31 @@ import re
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..arguments import checked
+from ..checkpoints.open import open_checkpoint
+from ..checkpoints.transformers_model import empty_model
 from ..errors import InputError
-from ..io.reader import close_files, open_files
-from ..io.remote_code_guard import refuse_hub_code
-from ..io.small_files import read_json
 from ..quiet import quiet_transformers
 from ..text import first_line, listed
-from .checkpoint_names import other_shapes, skeleton, stored_shapes, stored_tensors
+from .checkpoint_names import other_shapes, stored_shapes, stored_tensors
 from .curvature import Curvature
 
 OPTIMIZER_FILE = "optimizer.pt"
 MAX_EXAMPLES = 10**15
-#: Keys of a parameter's state in torch's Adam, AdamW, NAdam and RAdam; the last two are PriorAdamW's.
-_ADAM_KEYS = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "mu_product", "anchor", "prior"}
+#: Keys of a parameter's state in torch's Adam, AdamW, NAdam and RAdam.
+_ADAM_KEYS = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "mu_product"}
 
 Shape = tuple[int, ...]
 
 
-@dataclass
-class ImportedCurvature:
-    """Curvature from an optimizer, and what the user should know about it."""
+class ImportedCurvature(NamedTuple):
+    """Curvature from an optimizer, and notes for the user."""
 
     curvature: Curvature
     missing: list[str]
@@ -96,7 +93,7 @@ def read_optimizer(checkpoint: str | Path, dataset_size: int, batch_size: int, m
     folder = Path(checkpoint)
     path = folder / OPTIMIZER_FILE
     groups, states = _load_state(folder)
-    model = empty_model(folder) if model is None else model
+    model, on_disk = _model_of(folder) if model is None else (model, None)
     notes: list[str] = []
     is_ivon = any("hess" in group and "ess" in group for group in groups)
     try:
@@ -119,12 +116,11 @@ def read_optimizer(checkpoint: str | Path, dataset_size: int, batch_size: int, m
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{path}: not a state that Adam or IVON saves ({reason})") from error
-    stored, every = _to_stored(folder, model, sums)
-    missing = [name for name in every if name not in stored]
+    stored, missing = _to_stored(folder, model, sums, on_disk)
     if missing:
         notes.append(
-            f"{len(missing)} of {len(every)} parameters were not trained and have no curvature. A recipe that uses "
-            f"this curvature needs `missing: zero`, or must exclude them:\n{listed(missing, 4)}"
+            f"{len(missing)} parameters were not trained and have no curvature. A recipe that uses this curvature "
+            f"needs `missing: zero`, or must exclude them:\n{listed(missing, 4)}"
         )
     likelihood = "ivon" if is_ivon else "adam"
     return ImportedCurvature(Curvature(stored, dataset_size, likelihood, str(checkpoint)), missing, notes)
@@ -223,28 +219,32 @@ def _parameter_names(
             if name not in every or shape not in (None, every[name])
         ]
         if wrong:
-            raise InputError(_another_model(wrong))
+            raise InputError(_other_model(wrong))
         if len(set(flat)) < len(flat):
             raise InputError("the optimizer uses a name for two parameters")
         return names
-    if len(groups) == 1:
-        return [_matched(shapes, found[0])]
+    parts = [shapes]
     if len(groups) == 2:
-        try:
-            from transformers import Trainer
-        except (ImportError, RuntimeError) as error:
-            raise InputError(
-                "matching the Trainer's groups of parameters needs accelerate. Install it: pip install "
-                "'gradmerge[train]'"
-            ) from error
-        rule: Any = Trainer.get_decay_parameter_names  # looks at the model only
-        decay = set(rule(None, model))
-        parts = [{n: s for n, s in shapes.items() if (n in decay) is with_decay} for with_decay in (True, False)]
-        return [_matched(part, group) for part, group in zip(parts, found, strict=True)]
-    raise InputError(
-        f"the optimizer has {len(groups)} groups of parameters without names. Only one group, and the Trainer's two, "
-        "can be matched. Create the optimizer from named parameters (PyTorch 2.6 or newer)."
-    )
+        parts = _trainer_groups(model, shapes)
+    elif len(groups) != 1:
+        raise InputError(
+            f"the optimizer has {len(groups)} groups of parameters without names. Only one group, and the Trainer's "
+            "two, can be matched. Create the optimizer from named parameters (PyTorch 2.6 or newer)."
+        )
+    return [_matched(part, group) for part, group in zip(parts, found, strict=True)]
+
+
+def _trainer_groups(model: nn.Module, shapes: Mapping[str, Shape]) -> list[dict[str, Shape]]:
+    """Return the parameters that the Trainer trains with weight decay, and those without."""
+    try:
+        from transformers import Trainer
+    except (ImportError, RuntimeError) as error:
+        raise InputError(
+            "matching the Trainer's groups of parameters needs accelerate: pip install 'gradmerge[train]'"
+        ) from error
+    decay_names: Any = Trainer.get_decay_parameter_names  # uses the model only
+    decay = set(decay_names(None, model))
+    return [{n: s for n, s in shapes.items() if (n in decay) is with_decay} for with_decay in (True, False)]
 
 
 def _matched(expected: Mapping[str, Shape], found: Sequence[Shape | None]) -> list[str]:
@@ -252,21 +252,13 @@ def _matched(expected: Mapping[str, Shape], found: Sequence[Shape | None]) -> li
     names, shapes = list(expected), list(expected.values())
     first, last = _embedded(shapes, found), _embedded(shapes[::-1], found[::-1])
     if first is None or last is None:
-        wrong = [
-            f"{name}: {other} in the optimizer, {shape} in the model"
-            for name, shape, other in zip(names, shapes, found, strict=False)
-            if other not in (None, shape)
-        ]
-        raise InputError(
-            _another_model([f"{len(found)} parameters in the optimizer, {len(names)} in the model", *wrong])
-        )
+        raise InputError(_other_model([f"{len(found)} parameters in the optimizer, {len(names)} in the model"]))
     latest = [len(names) - 1 - i for i in reversed(last)]
     ambiguous = [f"{names[a]} or {names[b]}" for a, b in zip(first, latest, strict=True) if a != b]
     if ambiguous:
         raise InputError(
             f"the optimizer has {len(found)} parameters, the model has {len(names)}, and shapes do not tell which ones "
-            f"were frozen. These could be either:\n{listed(ambiguous, 5)}\n  Estimate the curvature instead: gradmerge "
-            "curvature estimate."
+            f"were frozen. These could be either:\n{listed(ambiguous, 5)}\n  Run `gradmerge curvature estimate`."
         )
     return [names[i] for i in first]
 
@@ -280,59 +272,42 @@ def _embedded(shapes: Sequence[Shape], found: Sequence[Shape | None]) -> list[in
     return indices if len(indices) == len(found) else None
 
 
-def _another_model(lines: Sequence[str]) -> str:
+def _other_model(lines: Sequence[str]) -> str:
     return (
-        "the optimizer's state does not fit the model of config.json. It belongs to another model, or another version "
-        f"of transformers, which orders parameters otherwise, trained it:\n{listed(lines, 5)}"
+        "the optimizer's state does not fit the model: it belongs to another one, or to another version of "
+        f"transformers, which orders parameters differently:\n{listed(lines, 5)}"
     )
 
 
-def empty_model(folder: Path) -> nn.Module:
-    """Return the model that `config.json` describes, without memory for its weights and without remote code."""
-    import transformers
-
-    path = folder / "config.json"
-    if not path.is_file():
-        raise InputError(
-            f"{folder}: no config.json, so the names of the parameters are not known. Put the model's config.json "
-            "there, or pass the model in Python: gm.import_curvature(folder, …, model=model)."
-        )
-    config = read_json(path)
-    refuse_hub_code(config, path)
-    architectures = config.get("architectures")
-    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    model_class: Any = getattr(transformers, architecture, None)
-    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-        raise InputError(
-            f"{path}: architectures: transformers {transformers.__version__} has no model class {architecture!r}. Code "
-            "that comes with a model is not run; pass the model in Python: gm.import_curvature(folder, …, model=model)."
-        )
-    try:
-        with quiet_transformers():
-            kind: Any = model_class
-            return skeleton(kind, kind.config_class.from_pretrained(folder, local_files_only=True))
-    except Exception as error:
-        raise InputError(f"{path}: {architecture} cannot be built from it: {first_line(error)}") from error
+def _model_of(folder: Path) -> tuple[Any, Mapping[str, Shape]]:
+    """Return the model that `config.json` describes, without weights, and the shapes of the stored tensors."""
+    with open_checkpoint(folder) as checkpoint:
+        model = empty_model(checkpoint)
+        if model is None:
+            raise InputError(
+                f"{folder}: transformers cannot build the model from config.json, so the names of the parameters are "
+                "unknown. Code that comes with a model is not run; pass the model in Python: "
+                "gm.import_curvature(folder, …, model=model)."
+            )
+        return model, {name: info.shape for name, info in checkpoint.tensors.items()}
 
 
-def _to_stored(folder: Path, model: Any, sums: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Mapping[str, Shape]]:
-    """Return sums with the names of the checkpoint's weights, and all names and shapes there."""
-    stored, every = stored_tensors(model, sums), stored_shapes(model)
-    files = open_files(folder, "model")
-    if files is None:
-        return stored, every
-    on_disk = {name: entry.shape for file in files for name, entry in file.entries.items()}
-    close_files(files)
-    if other_shapes(stored, on_disk, ", where the file has"):
+def _to_stored(
+    folder: Path, model: Any, sums: Mapping[str, Tensor], on_disk: Mapping[str, Shape] | None
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return sums with the names of the checkpoint's weights, and the names there that have none."""
+    stored = stored_tensors(model, sums)
+    if on_disk is not None and other_shapes(stored, on_disk, ""):
         # A model that was loaded from these files knows the names that they use.
         with contextlib.suppress(Exception), quiet_transformers():
-            model = model.from_pretrained(folder, device_map="meta", local_files_only=True)
-        stored, every = stored_tensors(model, sums), stored_shapes(model)
-    if wrong := other_shapes(stored, on_disk, ", where the file has"):
-        raise InputError(
-            f"{folder}: the optimizer's parameters are not those of model.safetensors beside it:\n{listed(wrong, 5)}"
-        )
-    return stored, every
+            options = {"device_map": "meta", "local_files_only": True, "use_safetensors": True}
+            model = model.from_pretrained(folder, **options)
+        stored = stored_tensors(model, sums)
+        if wrong := other_shapes(stored, on_disk, ", where the file has"):
+            raise InputError(
+                f"{folder}: the optimizer's parameters are not those of the weights beside it:\n{listed(wrong, 5)}"
+            )
+    return stored, [name for name in stored_shapes(model) if name not in stored]
 
 
 def token_note(model: nn.Module) -> list[str]:

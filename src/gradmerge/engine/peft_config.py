@@ -14,8 +14,8 @@ from ..checkpoints.adapter_config import read_adapter_config
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.tied_weights import in_layer
+from ..checkpoints.transformers_model import empty_model
 from ..curvature.checkpoint_names import names_of_parameters, stored_sources
-from ..curvature.from_optimizer import empty_model
 from ..errors import InputError
 from ..notes import Note
 from ..urls import redact
@@ -95,10 +95,13 @@ class ModuleTree:
                 f"{self.base.label}: a file without a config.json, so that the modules of an adapter are unknown. "
                 "Give the folder of the model."
             )
-        try:
-            return empty_model(self.base.folder)
-        except InputError as error:
-            raise InputError(f"output.format: the modules of an adapter are unknown. {error}") from error
+        model: nn.Module | None = empty_model(self.base)
+        if model is None:
+            raise InputError(
+                f"output.format: the modules of an adapter are unknown: transformers cannot build {self.base.label} "
+                "from its config.json."
+            )
+        return model
 
     @functools.cached_property
     def _paths(self) -> dict[str, str]:
