@@ -169,7 +169,7 @@ def test_a_spread_model_is_left_as_it_was_found_and_needs_one_layer_at_a_time(pl
     watch = mlp.register_forward_hook(
         lambda *_: held.append(sum("weight" in m.__dict__ for m in model.modules()))  # those that are there
     )
-    estimate_curvature(model, list(loaded.batches()), output=loaded.output)
+    estimate_curvature(model, list(loaded.batches()), output=loaded.loss)
     watch.remove()
     assert held and max(held) <= 1
     assert {name: p.device.type for name, p in model.named_parameters()} == before
@@ -190,7 +190,7 @@ def test_gradient_checkpointing_is_quick_and_gives_the_same(
         calls += 1
 
     loaded.model.get_submodule("model.layers.0.input_layernorm").register_forward_pre_hook(count)
-    estimate_curvature(loaded.model, list(loaded.batches()), output=loaded.output)
+    estimate_curvature(loaded.model, list(loaded.batches()), output=loaded.loss)
     # The batch; in the trial, two examples at once for each of two formulas of a norm, and each alone.
     assert calls == 2 * (1 + 2 + 2), "all of it once forward, and once more in the backward pass"
     for kind in ("diagonal", "kronecker"):
@@ -277,7 +277,7 @@ def test_options_that_cannot_be_are_refused(
 
 
 def test_a_model_that_cannot_compute_again_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradmerge.tasks.models.recompute", lambda model: False)
+    monkeypatch.setattr("gradmerge.tasks.models.enable_gradient_checkpointing", lambda model: False)
     with pytest.raises(InputError, match="gradient_checkpointing"):
         load_task(place / "bert", place / "rows.jsonl", model_args={"gradient_checkpointing": True})
     loaded = load_task(

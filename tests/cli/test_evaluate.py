@@ -81,7 +81,7 @@ def test_a_process_of_its_own_prints_the_numbers_and_nothing_of_transformers(pla
 WRONG: dict[str, tuple[list[str], list[str]]] = {
     "no such data": (["bert", "nothing.jsonl"], ["nothing.jsonl"]),
     "no such model": (["nothing", "labelled.jsonl"], ["nothing"]),
-    "no labels": (["bert", "unlabelled.jsonl"], ["--columns"]),
+    "no labels": (["bert", "unlabelled.jsonl"], ["text=text,label=COLUMN"]),
     "odd columns": (["bert", "odd.jsonl", "--columns", "text=review,label=start"], ["'start'", "'stars'"]),
     "unknown key": (["bert", "odd.jsonl", "--columns", "txt=review"], ["'txt'", "'text'"]),
     "columns without =": (["bert", "odd.jsonl", "--columns", "review"], ["--columns review"]),

@@ -264,7 +264,7 @@ def test_differences_are_those_of_models_on_disk(measured: tuple[Preview, Path],
         rows.append({})
         for task in "ab":
             loaded = load_task(str(tmp_path / f"{number}"), str(texts / f"{task}.jsonl"), device="cpu")
-            rows[-1][task] = measure(loaded.model, loaded.batches(), loaded.output).rows()["accuracy"]
+            rows[-1][task] = measure(loaded.model, loaded.batches(), loaded.loss).rows()["accuracy"]
     want = sum(float((rows[0][task] - rows[1][task]).mean()) for task in "ab") / 2
     apart = found.difference(found.rows[0], found.rows[1])
     assert apart is not None and apart.value == pytest.approx(want)

@@ -66,7 +66,7 @@ def test_what_the_user_says_comes_first() -> None:
 @pytest.mark.parametrize(
     ("task", "names", "given", "named"),
     [
-        ("classify", "text", {}, "--columns text=text,"),
+        ("classify", "text", {}, "text=text,"),
         ("classify", "one two label", {}, "one, two, label"),
         ("classify", "text label", {"txet": "text"}, "'text'"),
         ("classify", "text label", {"source": "text"}, "'source'"),

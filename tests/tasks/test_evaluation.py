@@ -57,7 +57,7 @@ def test_classes(place: Path, classes: int) -> None:
     model = made(place, f"bert{classes}", tiny_bert_checkpoint, labels=classes)
     data = write_jsonl(place / f"classes{classes}.jsonl", labelled(13, classes))
     loaded = load_task(model, str(data), **EXACT)
-    assert (loaded.task, loaded.examples, loaded.output.name, loaded.missing_keys) == ("classify", 13, "classes", [])
+    assert (loaded.task, loaded.examples, loaded.loss.name, loaded.missing_keys) == ("classify", 13, "classes", [])
     told, true, losses = [], [], []
     for logits, batch in one_by_one(loaded):
         told.append(int(logits.argmax()))
@@ -101,7 +101,7 @@ def test_several_labels(place: Path) -> None:
     bits = np.random.default_rng(3).integers(0, 2, (11, 3)).tolist()
     rows = [{"text": t, "labels": b} for t, b in zip(sentences(11), bits, strict=True)]
     loaded = load_task(model, str(write_jsonl(place / "labels.jsonl", rows)), **EXACT)
-    assert loaded.output.name == "labels"
+    assert loaded.loss.name == "labels"
     made_of = one_by_one(loaded)
     told = [[z > 0 for z in logits.tolist()] for logits, _ in made_of]
     for logits, batch in made_of:
@@ -122,7 +122,7 @@ def test_regression(place: Path) -> None:
     model = made(place, "bert-number", tiny_bert_checkpoint, labels=1)
     rows = [{"sentence": t, "score": float(n) / 3} for n, t in enumerate(sentences(9))]
     loaded = load_task(model, str(write_jsonl(place / "numbers.jsonl", rows)), **EXACT)
-    assert loaded.output.name == "squared"
+    assert loaded.loss.name == "squared"
     made_of = one_by_one(loaded)
     told, true = [logits.item() for logits, _ in made_of], [batch["labels"].item() for _, batch in made_of]
     errors = [(a - b) ** 2 for a, b in zip(told, true, strict=True)]
@@ -145,7 +145,7 @@ def test_what_is_not_defined_is_none() -> None:
 
 def token_twin(loaded: LoadedTask) -> dict[str, float]:
     """Loss, hits and number of tokens, from the model's own loss on single examples."""
-    shift = loaded.output.name == "next-token"
+    shift = loaded.loss.name == "next-token"
     losses, tokens, right = [], 0, 0
     for logits, batch in one_by_one(loaded):
         labels = batch["labels"][0].tolist()
@@ -185,7 +185,7 @@ def test_texts(place: Path, family: str) -> None:
     model = made(place, family, maker)
     texts = sentences(8)
     loaded = load_task(model, str(write_jsonl(place / "texts.jsonl", [{"text": t} for t in texts])), **EXACT)
-    assert (loaded.task, loaded.output.name) == ("causal-lm", "next-token")
+    assert (loaded.task, loaded.loss.name) == ("causal-lm", "next-token")
     agrees(loaded)
     first = 1 if family == "gpt2" else 0  # without <s> nothing predicts the first word
     assert evaluate(loaded)["tokens"] == sum(len(t.split()) - first for t in texts)
@@ -291,7 +291,7 @@ def test_text_to_text(place: Path) -> None:
     ]
     columns = {"source": "knowledge+history", "target": "response"}
     loaded = load_task(model, str(write_jsonl(place / "dialogue.jsonl", rows)), columns=columns, **EXACT)
-    assert (loaded.task, loaded.output.name) == ("seq2seq", "tokens")
+    assert (loaded.task, loaded.loss.name) == ("seq2seq", "tokens")
     words = [4 + WORDS.index(w) for w in " ".join([rows[0]["knowledge"], *rows[0]["history"]]).split()]
     assert next(loaded.batches(1))["input_ids"].tolist() == [[*words, 1]]
     assert evaluate(loaded)["tokens"] == sum(len(row["response"].split()) + 1 for row in rows)

@@ -134,7 +134,7 @@ def test_prompts_are_those_of_the_data_cut_to_the_room(tmp_path: Path) -> None:
     (whole,), (cut,) = prompts(loaded, [3]), prompts(loaded, [3], 3)
     assert (whole.text, whole.reference) == (row["prompt"], row["completion"])
     assert whole.ids[0] == 2 and cut.ids == [2, *whole.ids[-2:]], "<s> stays, the beginning goes"
-    with pytest.raises(gm.InputError, match="--max-new-tokens 64"):
+    with pytest.raises(gm.InputError, match="max_new_tokens=64"):
         generate(loaded, loaded.model, [0], 64)
     empty = loaded_for(tmp_path / "empty", tiny_gpt2_checkpoint, [{"prompt": "", "completion": "a"}])
     with pytest.raises(gm.InputError, match="row 1: its prompt is empty"):

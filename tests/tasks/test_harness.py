@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.cli.app import app
 from gradmerge.tasks import load_model
-from gradmerge.tasks.lm_eval import Harness
-from gradmerge.tasks.processors import load_tokenizer
+from gradmerge.tasks.lm_eval import LMEval
+from gradmerge.tasks.loading import load_tokenizer
 
 from ..compare.conftest import tuned_from
 from ..making import write_recipe
@@ -104,8 +104,8 @@ def test_accuracy_is_that_of_the_likeliest_choice(place: Path) -> None:
 def test_groups_have_the_rows_of_their_tasks(place: Path) -> None:
     model, info = load_model(str(place / "two"), "causal-lm", device="cpu")
     words = load_tokenizer(str(place / "two"), info)
-    harness = Harness("geography", place / "tasks", batch_size=3)
-    found, again = harness.run(model, words), harness.run(model, words)
+    harness = LMEval("geography", place / "tasks", batch_size=3)
+    found, again = harness.evaluate(model, words), harness.evaluate(model, words)
     right = by_hand(place / "two")
     assert found["cities"].rows["acc"].tolist() == right and found["fewer_cities"].rows["acc"].tolist() == right[:5]
     whole = found["geography"]
@@ -160,7 +160,7 @@ def test_metrics_of_the_harness_that_are_no_means_are_compared_with_their_errors
     assert found["winner"]["weights"] == {"one": 1.0, "two": 1.0}, "the recipe's own, as BLEU ties all"
     one = gm.evaluate(place / "one", lm_eval="wiki", lm_eval_tasks=tasks, device="cpu")["lm_eval"]["wiki"]
     model, info = load_model(str(place / "one"), "causal-lm", device="cpu")
-    rows = Harness("wiki", tasks).run(model, load_tokenizer(str(place / "one"), info))["wiki"].rows
+    rows = LMEval("wiki", tasks).evaluate(model, load_tokenizer(str(place / "one"), info))["wiki"].rows
     texts = sentences(8, 3)
     for metric, units in (
         ("word_perplexity", [len(t.split()) for t in texts]),
@@ -199,12 +199,12 @@ def test_generated_text_decides_a_preview_where_it_is_asked_for(place: Path) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lm-eval", "no_such_task_at_all"], "the harness has no such task"),
-        (["--lm-eval", "cities", "--lm-eval-tasks", "nowhere"], "--lm-eval-tasks nowhere: is no folder"),
+        (["--lm-eval", "no_such_task_at_all"], "no_such_task_at_all"),
+        (["--lm-eval", "cities", "--lm-eval-tasks", "nowhere"], "--lm-eval-tasks nowhere"),
         (["--lm-eval", ","], "names no task"),
         (["--lm-eval-tasks", "."], "--lm-eval"),
-        (["--generate"], "--data SRC"),
-        ([], "--data SRC"),
+        (["--generate"], "data"),
+        ([], "--lm-eval"),
     ],
 )
 def test_what_cannot_be_asked_is_said(
@@ -213,7 +213,7 @@ def test_what_cannot_be_asked_is_said(
     from gradmerge.tasks import lm_eval as harness
 
     known = type("Manager", (), {"all_tasks": ["cities"]})()  # to index all tasks of the harness takes half a minute
-    monkeypatch.setattr(harness, "_task_manager", lambda folder, defaults: known)
+    monkeypatch.setattr(harness, "_load_task_manager", lambda folder, defaults: known)
     done = CliRunner().invoke(app, ["evaluate", str(place / "one"), *words])
     assert done.exit_code == 2 and message in done.output.replace("\n", " "), done.output
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_asked_is_said(
 def test_a_task_that_fails_and_a_model_that_cannot_write_are_said(place: Path, tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path / "tasks")
     (tasks / "cities.jsonl").unlink()
-    with pytest.raises(gm.InputError, match="--lm-eval cities: "):
+    with pytest.raises(gm.InputError, match="lm_eval=cities"):
         gm.evaluate(place / "one", lm_eval="cities", lm_eval_tasks=tasks, device="cpu")
     bert = tiny_bert_checkpoint(tmp_path / "bert")
     with pytest.raises(gm.InputError, match="classify"):
@@ -231,4 +231,4 @@ def test_a_task_that_fails_and_a_model_that_cannot_write_are_said(place: Path, t
 def test_without_the_harness_the_pip_line_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(gm.InputError, match=r"pip install 'gradmerge\[lm-eval\]'"):
-        Harness("cities")
+        LMEval("cities")

@@ -19,8 +19,8 @@ from transformers import AutoModelForSequenceClassification
 from gradmerge.checkpoints import adapter_config, open_checkpoint
 from gradmerge.checkpoints.checkpoint import Buffers
 from gradmerge.errors import InputError
-from gradmerge.tasks import causal_lm, load_model, load_task
-from gradmerge.tasks.limits import patience
+from gradmerge.tasks import load_model, load_task, text
+from gradmerge.tasks.limits import time_limit
 
 from .making import tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
 
@@ -53,7 +53,7 @@ def spin() -> None:
 @pytest.mark.parametrize("run", [in_main, in_thread])
 def test_what_does_not_end_is_stopped_in_every_thread(run: Callable[..., BaseException | None]) -> None:
     def waits() -> None:
-        with patience(0.05, "the loop"):
+        with time_limit(0.05, "the loop"):
             spin()
 
     error = run(waits)
@@ -65,7 +65,7 @@ def test_an_alarm_that_was_set_before_still_rings() -> None:
     before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with patience(0.01, "it"):
+        with time_limit(0.01, "it"):
             pass
         deadline = time.monotonic() + 20
         while not rung and time.monotonic() < deadline:
@@ -76,23 +76,18 @@ def test_an_alarm_that_was_set_before_still_rings() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+#: Chat template, and the limit that stops it.
 TEMPLATES = {
-    "loops": (
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "takes longer than 0.2",
-    ),
-    "a large power": ("{{ 9 ** (9 ** 9) }}", "takes longer than 0.2 seconds"),
-    "a large text": ("{{ 'a' * 10 ** 12 }}", "takes more than 300.0 MB of memory"),
+    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.2 seconds"),
+    "a large power": ("{{ 9 ** (9 ** 9) }}", "0.2 seconds"),
+    "a large text": ("{{ 'a' * 10 ** 12 }}", "300.0 MB"),
     "a doubled text": (
         "{% set n = namespace(x='aaaaaaaaaa') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-        "takes more than 300.0 MB of memory|takes longer than",
+        "300.0 MB|seconds",
     ),
-    "a long text": ("{{ 'a' * 32000001 }}", "makes a text longer than 32.0 MB"),
-    "a way out of the sandbox": (
-        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
-        "takes",
-    ),
-    "no template": ("{% for %}", "takes"),
+    "a long text": ("{{ 'a' * 32000001 }}", "32.0 MB"),
+    "a way out of the sandbox": ("{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}", ""),
+    "no template": ("{% for %}", ""),
 }
 
 
@@ -100,15 +95,15 @@ TEMPLATES = {
 def test_a_hostile_chat_template_is_stopped_and_named(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    template, reason = TEMPLATES[case]
-    monkeypatch.setattr(causal_lm, "SECONDS", 0.2 if "0.2" in reason else 20.0)
-    monkeypatch.setattr(causal_lm, "MEMORY", 300_000_000)
+    template, limit = TEMPLATES[case]
+    monkeypatch.setattr(text, "TEMPLATE_SECONDS", 0.2 if "0.2" in limit else 20.0)
+    monkeypatch.setattr(text, "TEMPLATE_MEMORY", 300_000_000)
     model = tiny_gpt2_checkpoint(tmp_path / "model")
     (model / "chat_template.jinja").write_text(template)
     talk = [{"role": "user", "content": "what is it ?"}]
     data = write_jsonl(tmp_path / "a.jsonl", [{"messages": talk}])
     loaded = load_task(str(model), str(data), device="cpu")
-    with pytest.raises(InputError, match=f"row 1: .*{reason}"):
+    with pytest.raises(InputError, match=f"row 1: the chat template.*({limit})"):
         next(loaded.batches(1))
 
 

@@ -15,7 +15,7 @@ import gradmerge as gm
 from gradmerge.tasks import Generation, load_task
 from gradmerge.tasks.generation import generate
 from gradmerge.tasks.standard_errors import standard_error
-from gradmerge.tasks.text_metrics import normalised, score_texts
+from gradmerge.tasks.text_metrics import normalize, score_texts
 
 from .making import sentences, tiny_gpt2_checkpoint, write_jsonl
 
@@ -44,7 +44,7 @@ def scores(*metrics: str, answers: list[str] = ANSWERS, references: list[str] = 
     ],
 )
 def test_exact_match_is_of_normalised_texts(one: str, other: str, same: bool) -> None:
-    assert (normalised(one) == normalised(other)) is same
+    assert (normalize(one) == normalize(other)) is same
 
 
 def test_exact_match_is_a_share() -> None:
@@ -128,7 +128,7 @@ def test_an_evaluation_has_both_the_loss_and_the_scores_of_generated_texts(tmp_p
     rows[0]["completion"] = answers[0]  # one answer is right
     write_jsonl(data, rows)
     found = gm.evaluate(model, data, generation=gm.Generation(max_new_tokens=4), device="cpu", progress=False)
-    want = torch.tensor([normalised(a) == normalised(row["completion"]) for a, row in zip(answers, rows, strict=True)])
+    want = torch.tensor([normalize(a) == normalize(row["completion"]) for a, row in zip(answers, rows, strict=True)])
     assert found["exact_match"] == float(want.double().mean()) > 0
     assert found["examples"] == plain["examples"] == 6
     assert set(found["standard_errors"]) == {*plain["standard_errors"], "exact_match"}

@@ -247,7 +247,7 @@ def _student(inputs: MergeInputs) -> tuple[nn.Module, dict[str, str] | None]:
     merged = inputs.merged
     if is_adapter(merged.info.folder):
         device = str(inputs.device)
-        model, _ = load_model(merged.reference, merged.info.task, device=device, dtype="float32", adapter_apart=True)
+        model, _ = load_model(merged.reference, merged.info.task, device=device, dtype="float32", merge_adapter=False)
         return model, adapter_names(model)
     model = load_whole(merged, inputs.device)
     prefix = "" if inputs.shared_head else encoder_prefix(model)

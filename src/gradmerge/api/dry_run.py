@@ -27,9 +27,9 @@ from ..quiet import quiet_transformers
 from ..recipe import Recipe, plain
 from ..tasks import LoadedTask, LoadOptions, complete
 from ..tasks.data.read import read_rows
-from ..tasks.loading import joined
+from ..tasks.loading import make_task
 from ..tasks.model_args import ModelArgs
-from ..tasks.models import device_of, model_without_weights
+from ..tasks.models import device_of, empty_model
 from ..text import size
 from ..urls import is_url
 from .estimate import check_estimate_options
@@ -183,9 +183,9 @@ def dry_run_estimate(
     check_estimate_options(likelihood, kind, precision, at_delta, max_kronecker_dim, accumulate_on, args)
     device = device_of(options["device"])
     rows = read_rows(source, limit=options["limit"])
-    empty, info = model_without_weights(model, options["task"], options["dtype"])
+    empty, info = empty_model(model, options["task"], options["dtype"])
     options["device"] = "cpu"
-    loaded = joined(model, empty, info, rows, options)
+    loaded = make_task(model, empty, info, rows, options)
     read, _ = stored_size(info.base_folder, "model")
     adapter, adapter_entries = stored_size(info.folder, "adapter_model")
     weights = sum(parameter.nbytes for parameter in empty.parameters())

@@ -259,8 +259,8 @@ def estimate_to_disk(
                 "kind kronecker: embedding models use every layer once per text, but Kronecker factors need layers "
                 "that are used once. Estimate a diagonal, or Gram matrices."
             )
-        if likelihood == "exact" and kind != "gram" and isinstance(loaded.output, TokenLoss):
-            next(loaded.output.factors(torch.empty(0)))  # raises an error that explains why this is not possible
+        if likelihood == "exact" and kind != "gram" and isinstance(loaded.loss, TokenLoss):
+            next(loaded.loss.factors(torch.empty(0)))  # raises an error that explains why this is not possible
         group.check_equal(loaded.shared_facts())
         notes = _subtract(loaded, at_delta, options) if at_delta is not None else []
         request = {
@@ -406,11 +406,11 @@ def _subtract(loaded: LoadedTask, base: str, options: LoadOptions) -> list[str]:
             device=str(loaded.device),
             dtype=options["dtype"],
             model_args=options["model_args"],
-            whole=False,
+            allow_missing=True,
         )
     except GradmergeError as error:
         raise InputError(f"--at-delta: {error}") from error
-    absent = {*info.missing_keys, *info.other_shapes}
+    absent = {*info.missing_keys, *info.mismatched_keys}
     theirs = {name: value for name, value in other.named_parameters() if name not in absent}
     kept = []
     with torch.no_grad():

@@ -1,19 +1,20 @@
-"""How good a model is, from Python."""
+"""Evaluate a model from Python.
+
+Heavy modules are imported in the functions: the command line reads the signature of :func:`evaluate` without PyTorch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-from .. import tasks
 from ..arguments import checked
-from ..distributed import SINGLE, join
 from ..errors import InputError
 from ..progress import Progress, shown
-from ..tasks import Generation, LoadedTask, LoadOptions
-from ..tasks.lm_eval import Harness, language_model
-from .publishing import MeasuredCard
+
+if TYPE_CHECKING:
+    from ..tasks import Generation, LoadedTask, LoadOptions
 
 
 @checked()
@@ -30,75 +31,94 @@ def evaluate(
     processes: bool = False,
     **loading: Unpack[LoadOptions],
 ) -> dict[str, Any]:
-    """How good a model is: on data, by what it writes, or on tasks of the lm-evaluation-harness.
+    """Evaluate a model on data, by the text that it generates, or on tasks of the lm-evaluation-harness.
 
     Args:
         model: A folder, a Hub id (`org/name@revision`) or a PEFT adapter folder.
         source: A file or folder of data, or `org/name:split` of the Hub, as in `gradmerge evaluate --data`.
-        head: Another model, whose head replaces that of the model: for a merge of encoders whose tasks have heads of
-            their own.
-        generation: Have the model write an answer to every row of the data too, and how answers are scored.
+        head: Evaluate with the head of this model instead of the model's own, such as for a merge of encoders whose
+            tasks have different heads.
+        generation: Also generate an answer to every row of the data, and score it.
         lm_eval: Tasks of the lm-evaluation-harness, a list or `"arc_easy,hellaswag"`; with or without data.
         lm_eval_tasks: A folder with task files of the harness.
-        card: Also put the numbers into the model card, and the record, of a folder that gradmerge wrote.
-        progress: A bar on long work; False for none; or what is told how far it is, in examples.
-        processes: Divide the rows over the processes that torchrun or `accelerate launch` has started, all of which
-            must call this alike and get the same numbers. The harness runs in the first alone.
-        loading: How both are loaded: the keywords of :class:`gradmerge.LoadOptions`, with all keys of ``model_args``.
+        card: Also write the metrics into the model card and the record of a folder that gradmerge wrote.
+        progress: Show a progress bar; False for none; or an object that gets the progress in examples.
+        processes: Divide the rows over the processes that torchrun or `accelerate launch` has started. All of them
+            must call this with the same arguments, and get the same numbers. The harness runs in the first only.
+        loading: The options of :class:`gradmerge.LoadOptions`, with all keys of ``model_args``.
 
     Returns:
-        On data, the task and its numbers by name: accuracy and F1, errors of a regression, or loss and perplexity.
-        ``gradmerge.tasks.MEANINGS`` says what each is: its unit, and whether a mean. `standard_errors` has how sure
-        each is, and `lm_eval` the numbers of every task of the harness.
+        On data, the task and its metrics by name: accuracy and F1, errors of a regression, or loss and perplexity.
+        ``gradmerge.tasks.MEANINGS`` describes each. `standard_errors` has their standard errors, and `lm_eval` the
+        metrics of every task of the harness.
 
     >>> evaluate("./yelp", "reviews.jsonl", columns={"text": "review", "label": "stars"})  # doctest: +SKIP
     {'task': 'classify', 'accuracy': 0.971, …}
     >>> evaluate("./chat", "dialogues.jsonl", generation=Generation(["rouge"]))["rougeL"]  # doctest: +SKIP
     0.412
     """
-    options = tasks.complete(loading, evaluate, None)
-    head = None if head is None else str(head)
-    return evaluated(model, source, generation, lm_eval, lm_eval_tasks, options, progress, card, processes, head)[0]
+    metrics, _ = evaluate_task(
+        model,
+        source,
+        head=head,
+        generation=generation,
+        lm_eval=lm_eval,
+        lm_eval_tasks=lm_eval_tasks,
+        card=card,
+        progress=progress,
+        processes=processes,
+        **loading,
+    )
+    return metrics
 
 
-def evaluated(
+def evaluate_task(
     model: str | Path,
     source: str | Path | None,
+    *,
+    head: str | Path | None,
     generation: Generation | None,
     lm_eval: Sequence[str] | str | None,
     lm_eval_tasks: str | Path | None,
-    options: LoadOptions,
-    progress: bool | Progress,
     card: bool,
-    processes: bool = False,
-    head: str | None = None,
+    progress: bool | Progress,
+    processes: bool,
+    **loading: Unpack[LoadOptions],
 ) -> tuple[dict[str, Any], LoadedTask | None]:
-    """The numbers of a model, and what it was evaluated on if that is data."""
+    """Return the metrics of :func:`evaluate`, and the loaded task if there is data."""
+    from .. import tasks
+    from ..distributed import SINGLE, join
+    from ..tasks.lm_eval import LMEval, language_model
+    from .publishing import MeasuredCard
+
+    options = tasks.complete(loading, evaluate, None)
     group = join() if processes else SINGLE
-    measured = MeasuredCard(model) if card and group.is_first else None
-    if generation is not None and source is None:
-        raise InputError("generation: answers are compared with data; give some (--data SRC)")
+    measured_card = MeasuredCard(model) if card and group.is_first else None
+    if source is None:
+        if lm_eval is None:
+            raise InputError("there is nothing to evaluate on. Give data, or tasks of the harness (lm_eval)")
+        for name, value in (("generation", generation), ("head", head)):
+            if value is not None:
+                raise InputError(f"{name}: needs data")
     if lm_eval_tasks is not None and lm_eval is None:
-        raise InputError("lm_eval_tasks: needs lm_eval (--lm-eval TASK), which names tasks of the folder")
-    if source is None and lm_eval is None:
-        raise InputError("nothing to evaluate on: give data (--data SRC), or lm_eval (--lm-eval TASK)")
-    if head is not None and source is None:
-        raise InputError("head: is for an evaluation on data")
-    limit, batch_size = options["limit"], options["batch_size"]
-    harness = None if lm_eval is None or not group.is_first else Harness(lm_eval, lm_eval_tasks, limit, batch_size)
-    found: dict[str, Any] = {}
+        raise InputError("lm_eval_tasks: needs lm_eval, which names tasks of the folder")
+    harness = None
+    if lm_eval is not None and group.is_first:
+        harness = LMEval(lm_eval, lm_eval_tasks, options["limit"], options["batch_size"])
+    metrics: dict[str, Any] = {}
     loaded = None
     if source is not None:
-        loaded = tasks.load_task(model, source, head=head, **options)
+        loaded = tasks.load_task(model, source, head=None if head is None else str(head), **options)
         group.check_equal(loaded.shared_facts())
         with shown(progress if group.is_first else False, "examples") as bar:
             bar.begin("evaluating", len(group.share(loaded.examples)) * (1 if generation is None else 2))
-            found = tasks.evaluate(loaded, advance=bar.advance, generation=generation, processes=group)
+            metrics = tasks.evaluate(loaded, advance=bar.advance, generation=generation, processes=group)
     if harness is not None:
         module, tokenizer, _ = language_model(str(model), options, loaded)
-        found["lm_eval"] = {task: one.summary() for task, one in harness.run(module, tokenizer).items()}
+        results = harness.evaluate(module, tokenizer)
+        metrics["lm_eval"] = {name: result.summary() for name, result in results.items()}
     if lm_eval is not None:
-        found = group.all_gather(found)[0]
-    if measured is not None:
-        measured.add(None if source is None else str(source), found)
-    return found, loaded
+        metrics = group.all_gather(metrics)[0]
+    if measured_card is not None:
+        measured_card.add(None if source is None else str(source), metrics)
+    return metrics, loaded

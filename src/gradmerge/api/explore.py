@@ -388,7 +388,7 @@ class Explorer(Displayed):
         metric, before, after, differences = {}, {}, {}, {}
         with self._computing(stop):
             for task, half in halves.items():
-                output = self._moves.data_of(task).loaded.output
+                output = self._moves.data_of(task).loaded.loss
                 one, other = (measure(model, half.held_out, output) for model in (merged, result.model))
                 before[task], after[task] = one.summary(), other.summary()
                 name, rows, others = headline(before[task]), one.rows(), other.rows()

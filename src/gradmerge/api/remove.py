@@ -269,7 +269,7 @@ def _on_disk(
         with open_model(base, options) as loaded:
             files = state_of(models) + state_of(data, deep=True)
             tasks = {name: loaded.with_data(source) for name, source in sources.items()}
-            datasets = {n: Dataset(RowBatches(task, range(task.examples)), task.output) for n, task in tasks.items()}
+            datasets = {n: Dataset(RowBatches(task, range(task.examples)), task.loss) for n, task in tasks.items()}
             result = _removed(loaded.model, datasets, settings, progress, round_weights=loaded.round_weights)
             if path := changed(files, state_of(models) + state_of(data, deep=True)):
                 raise MachineError(f"{path}: changed during the removal, so nothing was written. Run it again.")

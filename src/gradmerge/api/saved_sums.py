@@ -245,7 +245,7 @@ def estimate_with_saves(
         loaded.model,
         IndexedBatches(batches),
         likelihood,
-        output=loaded.output,
+        output=loaded.loss,
         device=loaded.device,
         each_batch=each_batch,
         # The same examples in all processes and runs, so that all choose the same formulas.

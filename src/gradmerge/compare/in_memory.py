@@ -20,9 +20,9 @@ from ..errors import InputError
 from ..io.reader import local_path
 from ..recipe import Recipe
 from ..tasks import Generation, LoadedTask, LoadOptions, load_task, measure
-from ..tasks.evaluation import with_written
+from ..tasks.evaluate import with_generation_metrics
 from ..tasks.models import model_with
-from ..tasks.text_metrics import written_rows
+from ..tasks.text_metrics import generation_rows
 from ..text import nearest
 from .candidates import Block, Candidate, KnownStatistics, look_at
 from .scores import headline, loss_name
@@ -122,11 +122,11 @@ class TaskData:
 
     def evaluate_rows(self, model: nn.Module) -> tuple[dict[str, Any], Rows]:
         """The same, and what they are of every row: the metric that is shown first, and the loss."""
-        found = measure(model, self.batches(), self.loaded.output)
+        found = measure(model, self.batches(), self.loaded.loss)
         metrics, rows = found.summary(), found.rows()
         if self.generation is not None:
-            written = written_rows(self.loaded, model, self.generation, lambda done: self.between())
-            metrics, rows = with_written(metrics, written), rows | written
+            written = generation_rows(self.loaded, model, self.generation, lambda done: self.between())
+            metrics, rows = with_generation_metrics(metrics, written), rows | written
         return metrics, {name: rows[name] for name in (headline(metrics), loss_name(metrics)) if name in rows}
 
     def gradient(self, model: nn.Module) -> State:
@@ -136,7 +136,7 @@ class TaskData:
         totals = {name: torch.zeros_like(p, dtype=wide[name]) for name, p in parameters.items()}
         for batch in self.batches():
             batch = moved(batch, self.loaded.device)
-            loss = self.loaded.output.losses(logits_of(model, batch), labels_of(batch)).sum()
+            loss = self.loaded.loss.losses(logits_of(model, batch), labels_of(batch)).sum()
             gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
             for name, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:

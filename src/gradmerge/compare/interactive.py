@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..recipe import Recipe
 from ..rules import METHODS
 from ..tasks import Generation, LoadOptions
-from ..tasks.weight_swap import RefilledModel
+from ..tasks.weight_swap import WeightSwap
 from ..text import size
 from .candidates import Block, Candidate, KnownStatistics, look_at, plan_of
 from .controls import to_read
@@ -71,7 +71,7 @@ class Moves(Evaluator):
         if left_out:
             what = f"{len(left_out)} of {len(inputs.sources)} models and curvature files (models: {size(whole)})"
             self.streamed = f"{what} do not fit into {size(limit)} of memory: they are read from disk for every setting"
-        self._model = RefilledModel(self._any.loaded.model)
+        self._model = WeightSwap(self._any.loaded.model)
         self._inside: Setting | str | None = None
         """What the model in memory is."""
 

@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..io.reader import local_path
 from ..recipe import Recipe
 from ..tasks import LoadedTask, LoadOptions
-from ..tasks.lm_eval import Harness, language_model
+from ..tasks.lm_eval import LMEval, language_model
 from .in_memory import Rows, TaskData, check_vocabulary
 from .scores import headline, higher_is_better
 
@@ -31,7 +31,7 @@ class HarnessTasks:
 class _NoRows:
     """Stands where data would be: the harness has its own."""
 
-    output = LOSSES["next-token"]
+    loss = LOSSES["next-token"]
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         return {}
@@ -43,15 +43,15 @@ class _NoRows:
 class HarnessData(TaskData):
     """One task of the harness, with a model that can take any weights."""
 
-    def __init__(self, loaded: LoadedTask, harness: Harness, tokenizer: Any) -> None:
+    def __init__(self, loaded: LoadedTask, harness: LMEval, tokenizer: Any) -> None:
         super().__init__(harness.names[0], loaded)
         self._harness, self._tokenizer = harness, tokenizer
 
     def evaluate_rows(self, model: nn.Module) -> tuple[dict[str, Any], Rows]:
-        found = self._harness.run(model, self._tokenizer)[self.name]
+        found = self._harness.evaluate(model, self._tokenizer)[self.name]
         self.loaded.examples = found.examples
         summary = found.summary()
-        for metric, higher in found.higher.items():
+        for metric, higher in found.higher_is_better.items():
             if higher is not higher_is_better(metric):  # a metric that is not known here to be better when it is small
                 del summary[metric]
         if not set(summary) & set(found.metrics):
@@ -72,10 +72,10 @@ def harness_data(
     given = next((one.loaded for one in known.values()), None)
     model, tokenizer, device = language_model(str(path) if path.exists() else reference, loading, given)
     found: dict[str, TaskData] = {}
-    for name in Harness.names_of(wanted.names):
+    for name in LMEval.parse_names(wanted.names):
         if name in known:
             raise InputError(f"--lm-eval {name}: a task of the recipe has this name too; rename its model's folder")
-        harness = Harness(name, wanted.folder, loading["limit"], loading["batch_size"])
-        nothing = LoadedTask(model, "lm-eval", _NoRows.output, 0, device, {}, [], _NoRows(), [])
+        harness = LMEval(name, wanted.folder, loading["limit"], loading["batch_size"])
+        nothing = LoadedTask(model, "lm-eval", _NoRows.loss, 0, device, {}, [], _NoRows(), [])
         found[name] = HarnessData(nothing, harness, tokenizer)
     return found

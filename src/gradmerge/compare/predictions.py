@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..tasks.predictions import Reply, has_right_and_wrong, questions, replies
+from ..tasks.predictions import Prediction, display_rows, has_right_and_wrong, predict
 from ..tasks.standard_errors import SHARES
 from .grid import Setting
 from .in_memory import Rows
@@ -34,10 +34,10 @@ class Answer:
     """A PIL image, for a task on images."""
     truth: str
     """What would be right; empty for a text that goes on."""
-    base: Reply | None
-    tuned: Reply | None
+    base: Prediction | None
+    tuned: Prediction | None
     """Of the task's own model; None for the base's data, or where its head does not fit."""
-    merged: Reply
+    merged: Prediction
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Flip:
     text: str | None
     image: Any
     truth: str
-    before: Reply
-    after: Reply
+    before: Prediction
+    after: Prediction
     turned: str
     """`right` or `wrong`; `better` or `worse` where there is only a loss."""
 
@@ -59,18 +59,18 @@ class Answering:
 
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
-        self._said: OrderedDict[tuple[str | Setting, str], dict[int, Reply]] = OrderedDict()
+        self._said: OrderedDict[tuple[str | Setting, str], dict[int, Prediction]] = OrderedDict()
 
     def answers(self, task: str, rows: Sequence[int], setting: Setting) -> list[Answer]:
         """Some rows, and what is said to them."""
-        asked = questions(self._moves.data_of(task).loaded, rows)
+        asked = display_rows(self._moves.data_of(task).loaded, rows)
         base = self._ask(BASE, task, rows)
         tuned = self._ask(task, task, rows) if task != BASE else [None] * len(rows)
         merged = self._ask(setting, task, rows)
         found = []
         for row, one, *said in zip(rows, asked, base, tuned, merged, strict=True):
             assert said[2] is not None
-            found.append(Answer(row, one.text, one.image, one.truth, said[0], said[1], said[2]))
+            found.append(Answer(row, one.text, one.image, one.label, said[0], said[1], said[2]))
         return found
 
     def flips(self, task: str, one: Setting | str, before: Rows, other: Setting, after: Rows) -> list[Flip]:
@@ -87,24 +87,24 @@ class Answering:
             turned = [row for row, (a, b) in enumerate(pairs) if a and b and a.right != b.right]
         old, new = self._ask(one, task, turned), self._ask(other, task, turned)
         found = []
-        for row, asked, a, b in zip(turned, questions(loaded, turned), old, new, strict=True):
+        for row, asked, a, b in zip(turned, display_rows(loaded, turned), old, new, strict=True):
             if a is not None and b is not None:
                 better = b.right if share is None else after[share][row] > before[share][row]
                 how = "right" if better else "wrong"
-                found.append(Flip(row, asked.text, asked.image, asked.truth, a, b, how))
+                found.append(Flip(row, asked.text, asked.image, asked.label, a, b, how))
         return found
 
     def _changed(self, task: str, before: Tensor, after: Tensor) -> list[Flip]:
         apart = (after - before).tolist()
         rows = sorted((row for row in range(len(apart)) if apart[row]), key=lambda row: -abs(apart[row]))[:MOST_CHANGED]
         found = []
-        for row, asked in zip(rows, questions(self._moves.data_of(task).loaded, rows), strict=True):
-            old, new = (Reply(f"loss {float(losses[row]):.4g}") for losses in (before, after))
+        for row, asked in zip(rows, display_rows(self._moves.data_of(task).loaded, rows), strict=True):
+            old, new = (Prediction(f"loss {float(losses[row]):.4g}") for losses in (before, after))
             turned = "better" if apart[row] < 0 else "worse"
-            found.append(Flip(row, asked.text, asked.image, asked.truth, old, new, turned))
+            found.append(Flip(row, asked.text, asked.image, asked.label, old, new, turned))
         return found
 
-    def _ask(self, who: Setting | str, task: str, rows: Sequence[int]) -> list[Reply | None]:
+    def _ask(self, who: Setting | str, task: str, rows: Sequence[int]) -> list[Prediction | None]:
         """What a model says; None for each where there is no such model."""
         known = self._said.setdefault((who, task), {})
         self._said.move_to_end((who, task))
@@ -115,5 +115,5 @@ class Answering:
             model = self._moves.model(who)
             if model is None:
                 return [None] * len(rows)
-            known |= zip(lacking, replies(self._moves.data_of(task).loaded, model, lacking), strict=True)
+            known |= zip(lacking, predict(self._moves.data_of(task).loaded, model, lacking), strict=True)
         return [known[row] for row in rows]

@@ -86,7 +86,7 @@ def measured_rows(models: Sequence[str], tasks: Sequence[str]) -> Measurements:
     found: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
     for folder in models:
         model, _ = load_model(folder, "image", device="cpu")
-        found[folder] = {task: measure(model, batches[task], loaded[task].output).rows() for task in tasks}
+        found[folder] = {task: measure(model, batches[task], loaded[task].loss).rows() for task in tasks}
     return found
 
 

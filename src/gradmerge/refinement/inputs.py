@@ -22,10 +22,10 @@ from ..io.reader import local_path
 from ..io.small_files import MAX_TOKENIZER, read_json
 from ..tasks import LoadOptions
 from ..tasks.encoder import encoder_prefix
+from ..tasks.loading import read_unlabeled
 from ..tasks.model_args import BASIC_KEYS, ModelArgs
 from ..tasks.models import device_of
 from ..tasks.resolve_model import folder_of
-from ..tasks.unlabeled import read_unlabeled
 from ..text import listed, nearest
 from .layers import Layer
 from .rows import TaskRows, cut_batch, hold_out

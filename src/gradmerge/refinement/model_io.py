@@ -115,7 +115,7 @@ def open_model(reference: str, options: LoadOptions) -> Iterator[LoadedModel]:
             device=options["device"],
             dtype=dtype,
             model_args=options["model_args"],
-            adapter_apart=stem == "adapter_model",
+            merge_adapter=stem != "adapter_model",
         )
         stored.config = getattr(getattr(model, "config", None), "to_dict", dict)()
         adapter = stem == "adapter_model"

@@ -1,7 +1,7 @@
-"""What a data set, a loss and a metric are: for classification, language models, text to text, images, embeddings."""
+"""Tasks: data, loss and metrics of classification, language models, text to text, images and embeddings."""
 
 from .data.columns import parse_columns
-from .evaluation import evaluate, measure
+from .evaluate import evaluate, measure
 from .loading import LoadedTask, LoadOptions, complete, load_task, tokenizer_of, with_data
 from .metrics import MEANINGS
 from .model_args import parse_model_args

@@ -1,11 +1,11 @@
-"""PEFT adapters: their base, and the model that both make."""
+"""PEFT adapters: find their base model, and merge them into it."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -15,93 +15,95 @@ from ..io.reader import local_path, open_files
 from ..text import first_line
 from .resolve_model import folder_of
 
-if TYPE_CHECKING:
-    from .models import LoadingInfo
+#: Names of the layers with one row per class, in the files of an adapter.
+_HEAD_WEIGHTS = [
+    f"base_model.model.{head}{suffix}.weight"
+    for head in ("score", "classifier", "classifier.out_proj")
+    for suffix in ("", ".modules_to_save.default")
+]
 
-#: Layers at the top whose number of rows is the number of classes.
-_HEADS, _ENDS = ("score", "classifier", "classifier.out_proj"), ("", ".modules_to_save.default")
 
-
-def base_of(reference: str, folder: Path, adapter: dict[str, Any]) -> Path:
-    """The folder of the base that an adapter's config names: from here, or from beside the adapter."""
-    stated = adapter.get("base_model_name_or_path")
-    if not stated:
+def base_folder_of(reference: str, folder: Path, adapter_config: dict[str, Any]) -> Path:
+    """Return the folder of the adapter's base model. Its path is relative to the working directory or the adapter."""
+    base = adapter_config.get("base_model_name_or_path")
+    if not base:
         raise InputError(f"{reference}: the adapter's config names no base model")
-    beside = local_path(stated, folder)
+    beside_adapter = local_path(base, folder)
     try:
-        base = beside if beside.is_dir() and not local_path(stated, None).is_dir() else folder_of(stated)
+        use_beside = beside_adapter.is_dir() and not local_path(base, None).is_dir()
+        base_folder = beside_adapter if use_beside else folder_of(base)
     except InputError as error:
         raise InputError(f"{reference}: the adapter's base cannot be opened. {error}") from error
-    if is_adapter(base):
-        raise InputError(f"{reference}: the adapter names another adapter as its base, {stated}. Merge that one first.")
-    return base
+    if is_adapter(base_folder):
+        raise InputError(f"{reference}: the adapter's base is another adapter, {base}. Merge that one first.")
+    return base_folder
 
 
-def classes_of(folder: Path) -> int | None:
-    """The number of classes of the head that an adapter brings along, if it does."""
+def num_classes(folder: Path) -> int | None:
+    """Return the number of classes of an adapter that has a classification head of its own."""
     for file in open_files(folder, "adapter_model") or []:
         with contextlib.closing(file):
-            for name in (f"base_model.model.{head}{end}.weight" for head in _HEADS for end in _ENDS):
+            for name in _HEAD_WEIGHTS:
                 if name in file.entries:
                     return file.entries[name].shape[0]
     return None
 
 
-def with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingInfo, apart: bool = False) -> nn.Module:
-    """The base with the adapter merged into it, or ``apart`` and to be trained.
+def add_adapter(reference: str, model: nn.Module, folder: Path, *, merge: bool) -> tuple[nn.Module, tuple[str, ...]]:
+    """Merge an adapter into its base model, or wrap the model for training the adapter.
 
-    ``info`` no longer names as missing what the adapter brings.
+    Returns:
+        The model, and the prefixes of the modules that the adapter replaces, such as its head.
     """
     try:
         from peft import PeftConfig, PeftModel
     except ImportError as error:
-        needs = "this is a PEFT adapter, which needs the library peft: pip install peft"
-        raise InputError(f"{reference}: {needs}") from error
+        raise InputError(
+            f"{reference}: this is a PEFT adapter, which needs the library peft: pip install peft"
+        ) from error
     try:
-        config = without_patterns(PeftConfig.from_pretrained(str(folder)), model, folder)
-        wrapped = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=apart)
-        whole = [name for name, _ in wrapped.named_modules() if name.endswith(".modules_to_save")]
-        merged = wrapped if apart else wrapped.merge_and_unload()
+        config = resolve_patterns(PeftConfig.from_pretrained(str(folder)), model, folder)
+        wrapped = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=not merge)
+        saved_modules = [name for name, _ in wrapped.named_modules() if name.endswith(".modules_to_save")]
+        result = wrapped.merge_and_unload() if merge else wrapped
     except InputError:
         raise
     except Exception as error:
-        refused = f"the adapter cannot be put on its base {info.base_folder}"
-        raise InputError(f"{reference}: {refused}: {first_line(error)}") from error
-    if not apart:
-        merged.requires_grad_(True)  # an adapter freezes its base
-    replaced = tuple(name.removeprefix("base_model.model.").removesuffix("modules_to_save") for name in whole)
-    info.missing_keys = [key for key in info.missing_keys if not key.startswith(replaced)]
-    info.other_shapes = {key: shapes for key, shapes in info.other_shapes.items() if not key.startswith(replaced)}
-    assert isinstance(merged, nn.Module)
-    return merged
+        raise InputError(f"{reference}: the adapter does not fit its base model: {first_line(error)}") from error
+    if merge:
+        result.requires_grad_(True)  # peft freezes the base model
+    assert isinstance(result, nn.Module)
+    return result, tuple(
+        name.removeprefix("base_model.model.").removesuffix("modules_to_save") for name in saved_modules
+    )
 
 
-def without_patterns(config: Any, model: nn.Module, folder: Path) -> Any:
+def resolve_patterns(config: Any, model: nn.Module, folder: Path) -> Any:
     """Replace the regular expressions in an adapter's config by the names that they match.
 
-    PEFT matches them with ``re``, which cannot be stopped after a time.
+    PEFT matches them with ``re``, which has no time limit.
     """
-    where = folder / "adapter_config.json"
-    patterns = PatternMatcher(where)
+    path = folder / "adapter_config.json"
+    matcher = PatternMatcher(path)
     modules = [name for name, _ in model.named_modules() if name]
     targets = [*modules, *(name for name, _ in model.named_parameters())] if config.target_parameters else modules
 
     def matching(pattern: str, names: list[str]) -> list[str]:
-        return [name for name in names if patterns.fullmatch(pattern, name)]
+        return [name for name in names if matcher.fullmatch(pattern, name)]
 
     for key in ("target_modules", "exclude_modules"):
         value = getattr(config, key, None)
         if isinstance(value, str) and value != "all-linear":
             setattr(config, key, set(matching(value, modules)))
     if config.target_modules is not None and not config.target_modules and not config.target_parameters:
-        raise InputError(f"{where}: target_modules fits no module of the base. Was it trained on another base?")
+        raise InputError(f"{path}: target_modules fits no module of the base. Was it trained on another base?")
     for key in ("rank_pattern", "alpha_pattern"):
         values = getattr(config, key, None) or {}
         names = {pattern: matching(rf"(.*\.)?({pattern})", targets) for pattern in values}
         setattr(config, key, {"|".join(map(re.escape, names[p])): v for p, v in values.items() if names[p]})
     for key in ("modules_to_save", "layers_pattern"):
-        stated = getattr(config, key, None) or []
-        for name in [stated] if isinstance(stated, str) else stated:
+        value = getattr(config, key, None) or []
+        for name in [value] if isinstance(value, str) else value:
             if not re.fullmatch(r"[\w.-]+", name):
-                raise InputError(f"{where}: {key} must be names of modules, not {name[:80]!r}")
+                raise InputError(f"{path}: {key} must be names of modules, not {name[:80]!r}")
     return config

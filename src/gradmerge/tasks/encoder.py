@@ -1,4 +1,4 @@
-"""The encoder of a model and its head for a task."""
+"""The encoder of a model, and its head for a task."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def encoder_prefix(module: nn.Module) -> str:
 
 @torch.no_grad()
 def with_encoder_of(model: nn.Module, head: nn.Module, reference: str, head_reference: str) -> nn.Module:
-    """Put the encoder's weights of ``model`` into ``head``, a model with the wanted head, and return it."""
+    """Copy the encoder's weights of ``model`` into ``head``, a model with the wanted head, and return it."""
     prefix = encoder_prefix(head)
     if not prefix:
         raise InputError(f"head {head_reference}: has no head apart from its encoder")
-    ours, theirs = model.state_dict(), head.state_dict()
-    for name, value in theirs.items():
+    weights = model.state_dict()
+    for name, value in head.state_dict().items():
         if name.startswith(prefix):
-            if name not in ours or ours[name].shape != value.shape:
-                found = list(ours[name].shape) if name in ours else "missing"
+            if name not in weights or weights[name].shape != value.shape:
+                shape = list(weights[name].shape) if name in weights else "missing"
                 raise InputError(
                     f"head {head_reference}: does not fit {reference}: {name} is {list(value.shape)} there, and "
-                    f"{found} in {reference}"
+                    f"{shape} in {reference}"
                 )
-            value.copy_(ours[name])
+            value.copy_(weights[name])
     return head

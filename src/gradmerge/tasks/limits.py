@@ -1,4 +1,4 @@
-"""A limit of time and memory for programs that come with data or models, such as chat templates."""
+"""Limits on time and memory for programs that come with a model, such as chat templates."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from ..errors import InputError
 from ..text import size
 
 
-class _TooLate(BaseException):
-    """Not an ``Exception``, so that code that is stopped does not catch it."""
+class _Timeout(BaseException):
+    """Not an ``Exception``, so that the code that is stopped does not catch it."""
 
 
 @contextlib.contextmanager
-def patience(seconds: float, what: str) -> Iterator[None]:
-    """Stop what runs inside, if it is Python, once it has taken too long."""
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Stop Python code that takes too long."""
     main = threading.current_thread() is threading.main_thread()
     try:
-        with _alarm(seconds) if main else _watch(seconds):
+        with _alarm(seconds) if main else _trace(seconds):
             yield
-    except _TooLate:
-        raise InputError(f"{what} takes longer than {seconds:g} seconds, which is the limit") from None
+    except _Timeout:
+        raise InputError(f"{what} takes longer than the limit of {seconds:g} seconds") from None
 
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    def ring(*_: Any) -> None:
-        raise _TooLate
+    def stop(*_: Any) -> None:
+        raise _Timeout
 
-    began = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, ring)
-    # Again and again: one that rings where errors are not passed on, as in a destructor, is lost.
-    left, every = signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    start = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, stop)
+    # Repeat every second: an exception that is raised in a destructor is lost.
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, max(left - time.monotonic() + began, 1e-3), every)
+        if remaining:
+            signal.setitimer(signal.ITIMER_REAL, max(remaining - time.monotonic() + start, 1e-3), interval)
 
 
 @contextlib.contextmanager
-def _watch(seconds: float) -> Iterator[None]:
-    """Signals reach the main thread only: elsewhere every line asks for the time, which is slow but sure."""
+def _trace(seconds: float) -> Iterator[None]:
+    """Check the time at every line of code. Signals reach the main thread only."""
     deadline = time.monotonic() + seconds
 
-    def look(*_: Any) -> Any:
+    def check(*_: Any) -> Any:
         if time.monotonic() > deadline:
-            raise _TooLate
-        return look
+            raise _Timeout
+        return check
 
     before = sys.gettrace()
-    sys.settrace(look)
+    sys.settrace(check)
     try:
         yield
     finally:
@@ -68,19 +68,19 @@ def _watch(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def little_memory(nbytes: int, what: str) -> Iterator[None]:
-    """Refuse what takes ``nbytes`` more memory than the process has now; on the main thread only."""
+def memory_limit(nbytes: int, what: str) -> Iterator[None]:
+    """Stop code that takes ``nbytes`` more memory than the process has. Linux only, on the main thread only."""
     statm = Path("/proc/self/statm")
     if threading.current_thread() is not threading.main_thread() or not statm.exists():
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = int(statm.read_text().split()[0]) * resource.getpagesize() + nbytes
-    limits = [n for n in (wanted, soft, hard) if n != resource.RLIM_INFINITY]
+    limit = int(statm.read_text().split()[0]) * resource.getpagesize() + nbytes
+    limits = [n for n in (limit, soft, hard) if n != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield
     except MemoryError:
-        raise InputError(f"{what} takes more than {size(nbytes)} of memory, which is the limit") from None
+        raise InputError(f"{what} takes more memory than the limit of {size(nbytes)}") from None
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

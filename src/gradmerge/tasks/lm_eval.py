@@ -1,4 +1,4 @@
-"""Tasks of the lm-evaluation-harness, run on a model in memory."""
+"""Tasks of the lm-evaluation-harness, evaluated on a model in memory."""
 
 from __future__ import annotations
 
@@ -20,45 +20,43 @@ from ..curvature.offload import spread_device
 from ..errors import GradmergeError, InputError
 from ..quiet import quiet_transformers
 from ..text import first_line, nearest
-from .loading import LoadedTask, LoadOptions, tokenizer_of
+from .loading import LoadedTask, LoadOptions, load_tokenizer, tokenizer_of
 from .metrics import perplexity_rows, ratio_rows
 from .models import device_of, load_model
-from .processors import load_tokenizer
 from .standard_errors import are_shares, standard_error
 
-#: Draws of the bootstrap, for standard errors of metrics that are no means.
-DRAWS = 1000
-#: Tasks whose models the harness can ask.
-WRITING = ("causal-lm", "seq2seq")
+#: Bootstrap samples for the standard errors of metrics that are not means.
+BOOTSTRAP_SAMPLES = 1000
+#: Tasks whose models the harness can evaluate.
+MODEL_TASKS = ("causal-lm", "seq2seq")
 
 
 @dataclass(frozen=True)
-class HarnessResult:
-    """What the harness found on one of its tasks."""
+class LMEvalResult:
+    """The metrics of one task of the harness."""
 
     metrics: dict[str, float]
-    """By the harness' names; with the filter behind a comma where there is one."""
+    """By the harness' names; with the filter after a comma if there is one."""
     errors: dict[str, float | None]
-    """Standard errors, as the harness gives them, or of the rows where it has none."""
+    """Standard errors of the harness, or of the rows if it has none."""
     rows: dict[str, Tensor]
-    """Metric → one number per example, whose mean is the metric; those for which that is so."""
-    higher: dict[str, bool]
-    """Metric → whether higher is better."""
+    """Metric → one number per example, whose mean is the metric. Metrics that are not such means are missing."""
+    higher_is_better: dict[str, bool]
     examples: int
 
     def summary(self) -> dict[str, Any]:
-        """As metrics of other tasks are written."""
+        """Return the metrics in the form of other tasks."""
         return {**self.metrics, "examples": self.examples, "standard_errors": self.errors}
 
 
-class Harness:
-    """Some tasks of the harness, loaded once.
+class LMEval:
+    """Tasks of the harness, loaded once.
 
     Args:
         tasks: Names of tasks or groups, a list or `"arc_easy,hellaswag"`.
         folder: A folder of task files (YAML). They may name Python functions beside them, which are run.
-        limit: How many examples of each task are taken at most.
-        batch_size: Requests at once.
+        limit: The maximum number of examples of each task.
+        batch_size: Requests per batch.
     """
 
     def __init__(
@@ -69,152 +67,161 @@ class Harness:
         batch_size: int = 8,
     ) -> None:
         if importlib.util.find_spec("lm_eval") is None:
-            lacking = "needs the lm-evaluation-harness, which is not installed"
-            raise InputError(f"--lm-eval: {lacking}: pip install 'gradmerge[lm-eval]'")
-        self.names = self.names_of(tasks)
+            raise InputError("lm_eval: the lm-evaluation-harness is not installed: pip install 'gradmerge[lm-eval]'")
+        self.names = self.parse_names(tasks)
         if folder is not None and not Path(folder).is_dir():
-            raise InputError(f"--lm-eval-tasks {folder}: is no folder")
+            raise InputError(f"lm_eval_tasks={folder}: is not a folder")
         self._limit, self._batch_size = limit, batch_size
-        with _quiet(f"--lm-eval {','.join(self.names)}"):
-            self._loaded = self._manager(folder).load(self.names)
-            for task in self._loaded["tasks"].values():
+        with self._quiet():
+            self._tasks = self._task_manager(None if folder is None else str(folder)).load(self.names)
+            for task in self._tasks["tasks"].values():
                 if task.get_config("num_fewshot") is None:
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=1234)
 
     @staticmethod
-    def names_of(tasks: Sequence[str] | str) -> list[str]:
-        """`a,b`, or a list of such, as a list."""
+    def parse_names(tasks: Sequence[str] | str) -> list[str]:
+        """Return `a,b`, or a list of such texts, as a list of names."""
         texts = [tasks] if isinstance(tasks, str) else tasks
         names = list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
         if not names:
-            raise InputError("--lm-eval: names no task")
+            raise InputError("lm_eval: names no task")
         return names
 
-    def _manager(self, folder: str | Path | None) -> Any:
-        """What finds tasks: in the folder alone where all of them are there, as reading all others takes a while."""
-        place = None if folder is None else str(folder)
-        if place is not None and set(self.names) <= set((own := _task_manager(place, False)).all_tasks):
-            return own
-        manager = _task_manager(place, True)
-        known = set(manager.all_tasks)
+    def _task_manager(self, folder: str | None) -> Any:
+        # Indexing the harness' own tasks takes half a minute, so look into the folder first.
+        if folder is not None:
+            manager = _load_task_manager(folder, False)
+            if set(self.names) <= set(manager.all_tasks):
+                return manager
+        manager = _load_task_manager(folder, True)
         for name in self.names:
-            if name not in known:
+            if name not in manager.all_tasks:
                 where = "" if folder is None else f", nor in {folder}"
-                raise InputError(f"--lm-eval {name}: the harness has no such task{where}{nearest(name, known)}")
+                raise InputError(
+                    f"lm_eval={name}: the harness has no such task{where}{nearest(name, manager.all_tasks)}"
+                )
         return manager
 
-    def run(self, model: nn.Module, tokenizer: Any) -> dict[str, HarnessResult]:
-        """What a model reaches on every task, those of groups too."""
+    def evaluate(self, model: nn.Module, tokenizer: Any) -> dict[str, LMEvalResult]:
+        """Evaluate a model on every task, and on the tasks of every group."""
         import lm_eval  # type: ignore[import-untyped]
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped]
 
-        whole: Any = model
-        with _quiet(f"--lm-eval {','.join(self.names)}"):
-            with torch.no_grad():
-                seen = HFLM(pretrained=whole, tokenizer=tokenizer, batch_size=self._batch_size)
-                found: Any = lm_eval.evaluate(
-                    lm=seen, task_dict=self._loaded, limit=self._limit, bootstrap_iters=DRAWS, log_samples=True
-                )
-            return {name: self._result(found, name) for name in found["results"]}
-
-    def _result(self, found: Any, name: str) -> HarnessResult:
-        told: dict[str, float] = {}
-        errors: dict[str, float | None] = {}
-        for key, value in found["results"][name].items():
-            metric, comma, filter_ = str(key).partition(",")
-            if not comma or not isinstance(value, int | float) or isinstance(value, bool):
-                continue
-            own = metric.removesuffix("_stderr") + ("" if filter_ == "none" else f",{filter_}")
-            (errors if metric.endswith("_stderr") else told)[own] = float(value)
-        if any(map(math.isinf, told.values())):
-            raise InputError(
-                f"--lm-eval {name}: the model's loss is not finite. Its weights are damaged, or the numbers too large "
-                "for its type (try --dtype float32)"
+        pretrained: Any = model
+        with self._quiet(), torch.no_grad():
+            output: Any = lm_eval.evaluate(
+                lm=HFLM(pretrained=pretrained, tokenizer=tokenizer, batch_size=self._batch_size),
+                task_dict=self._tasks,
+                limit=self._limit,
+                bootstrap_iters=BOOTSTRAP_SAMPLES,
+                log_samples=True,
             )
-        inside = _leaves(found.get("group_subtasks") or {}, name)
-        samples = [sample for task in inside for sample in found["samples"].get(task, ())]
-        rows = {}
-        for metric, value in told.items():
-            plain, _, filter_ = metric.partition(",")
-            each = _each([one.get(plain) for one in samples if one["filter"] == (filter_ or "none")], value)
-            if each is not None:
-                rows[metric] = each
-                # The harness has none for some metrics, and 0 where all examples are right.
-                errors[metric] = errors.get(metric) or standard_error(each, are_shares(each))
-        counts = found.get("n-samples", {})
-        higher = {
-            key: bool(good) for task in inside for key, good in (found["higher_is_better"].get(task) or {}).items()
-        }
-        return HarnessResult(
-            told,
-            {metric: error if math.isfinite(error := errors.get(metric) or math.nan) else None for metric in told},
-            rows,
-            {metric: higher.get(metric.partition(",")[0], True) for metric in told},
-            sum(int(counts[task]["effective"]) for task in inside if task in counts),
+            return {name: _result(output, name) for name in output["results"]}
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Silence the harness, and translate its errors."""
+        logger = logging.getLogger("lm_eval")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            silent = io.StringIO()
+            with quiet_transformers(), contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+                yield
+        except (GradmergeError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # tasks read files, download data and run code of their own
+            names = ",".join(self.names)
+            raise InputError(f"lm_eval={names}: {type(error).__name__}: {first_line(error)}") from error
+        finally:
+            logger.setLevel(level)
+
+
+def _result(output: Any, name: str) -> LMEvalResult:
+    """Read the metrics of a task or group from the harness' output."""
+    metrics: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for key, value in output["results"][name].items():
+        metric, comma, filter_name = str(key).partition(",")
+        if comma and isinstance(value, int | float) and not isinstance(value, bool):
+            suffix = "" if filter_name == "none" else f",{filter_name}"
+            target = errors if metric.endswith("_stderr") else metrics
+            target[metric.removesuffix("_stderr") + suffix] = float(value)
+    if any(map(math.isinf, metrics.values())):
+        raise InputError(
+            f"lm_eval={name}: the model's loss is not finite. Its weights are damaged, or the numbers too large "
+            "for its type (try dtype=float32)"
         )
+    tasks = _tasks_of(output.get("group_subtasks") or {}, name)
+    samples = [sample for task in tasks for sample in output["samples"].get(task, ())]
+    rows = {}
+    for metric, value in metrics.items():
+        plain_name, _, filter_name = metric.partition(",")
+        values = [sample.get(plain_name) for sample in samples if sample["filter"] == (filter_name or "none")]
+        metric_rows = _rows_of(values, value)
+        if metric_rows is not None:
+            rows[metric] = metric_rows
+            # The harness has no error for some metrics, and 0 if all examples are right.
+            errors[metric] = errors.get(metric) or standard_error(metric_rows, are_shares(metric_rows))
+    higher = {key: bool(better) for t in tasks for key, better in (output["higher_is_better"].get(t) or {}).items()}
+    counts = output.get("n-samples", {})
+    return LMEvalResult(
+        metrics=metrics,
+        errors={
+            metric: error if math.isfinite(error := errors.get(metric) or math.nan) else None for metric in metrics
+        },
+        rows=rows,
+        higher_is_better={metric: higher.get(metric.partition(",")[0], True) for metric in metrics},
+        examples=sum(int(counts[task]["effective"]) for task in tasks if task in counts),
+    )
+
+
+def _tasks_of(groups: dict[str, Any], name: str) -> list[str]:
+    """Return the tasks of a group, or a task itself."""
+    return [task for child in groups.get(name) or () for task in _tasks_of(groups, child)] or [name]
+
+
+def _rows_of(values: Sequence[Any], metric: float) -> Tensor | None:
+    """Return one number per example whose mean is the metric; None if the metric is not such a mean.
+
+    The harness stores a number per example, or a log-likelihood with the number of words or bytes.
+    """
+    parts = [value if isinstance(value, tuple | list) else (value,) for value in values]
+    if not parts or len({len(part) for part in parts}) > 1 or len(parts[0]) > 2:
+        return None
+    if not all(isinstance(number, bool | int | float) for part in parts for number in part):
+        return None
+    table = torch.tensor(parts, dtype=torch.float64)
+    nats = -table[:, 0] if table.shape[1] == 1 else ratio_rows(-table[:, 0], table[:, 1])
+    for rows in (-nats, perplexity_rows(nats), nats / math.log(2)):
+        if math.isclose(float(rows.mean()), metric, rel_tol=1e-9, abs_tol=1e-12):
+            return rows
+    return None
 
 
 @functools.cache
-def _task_manager(folder: str | None, defaults: bool) -> Any:
+def _load_task_manager(folder: str | None, defaults: bool) -> Any:
     from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
 
     return TaskManager(include_path=folder, include_defaults=defaults)
 
 
 def language_model(
-    reference: str, loading: LoadOptions, known: LoadedTask | None = None
+    reference: str, loading: LoadOptions, loaded: LoadedTask | None = None
 ) -> tuple[nn.Module, Any, torch.device]:
-    """A model for the harness, its tokenizer and device: of a task that is loaded already, or from its folder."""
-    task = loading["task"] if known is None else known.task
-    if known is not None and task in WRITING:
-        return known.model, known.data.tokenizer, known.device  # type: ignore[attr-defined]
-    if known is None and task in ("auto", *WRITING):
+    """Return a model for the harness, its tokenizer and device: those of ``loaded``, or from the model's folder."""
+    task = loading["task"] if loaded is None else loaded.task
+    if loaded is not None and task in MODEL_TASKS:
+        data: Any = loaded.data
+        return loaded.model, data.tokenizer, loaded.device
+    if loaded is None and task in ("auto", *MODEL_TASKS):
         device, model_args = loading["device"], loading["model_args"]
         model, info = load_model(reference, task, device=device, dtype=loading["dtype"], model_args=model_args)
-        if info.task in WRITING:
+        task = info.task
+        if task in MODEL_TASKS:
             tokenizer = load_tokenizer(reference, info, tokenizer_of(loading))
             return model, tokenizer, spread_device(model) or device_of(device)
-        task = info.task
     raise InputError(
-        f"--lm-eval: {reference} is a model for {task}; the harness asks models for {' or '.join(WRITING)}"
+        f"lm_eval: {reference} is a model for {task}; the harness evaluates models for {' or '.join(MODEL_TASKS)}"
     )
-
-
-def _each(numbers: Sequence[Any], value: float) -> Tensor | None:
-    """One number per example whose mean is a metric, of what the harness keeps of each: a number, or a log-likelihood
-    and the words or bytes that it is of. None where the metric is made of them in another way."""
-    parts = [one if isinstance(one, tuple | list) else (one,) for one in numbers]
-    if not parts or any(len(one) != len(parts[0]) or len(one) > 2 for one in parts):
-        return None
-    if not all(isinstance(number, bool | int | float) for one in parts for number in one):
-        return None
-    each = torch.tensor(parts, dtype=torch.float64)
-    nats = -each[:, 0] if each.shape[1] == 1 else ratio_rows(-each[:, 0], each[:, 1])
-    for rows in (-nats, perplexity_rows(nats), nats / math.log(2)):
-        if math.isclose(float(rows.mean()), value, rel_tol=1e-9, abs_tol=1e-12):
-            return rows
-    return None
-
-
-def _leaves(groups: dict[str, Any], name: str) -> list[str]:
-    """The tasks of a group, or a task itself."""
-    return [leaf for child in groups.get(name) or () for leaf in _leaves(groups, child)] or [name]
-
-
-@contextlib.contextmanager
-def _quiet(where: str) -> Iterator[None]:
-    """The harness without its bars and notices; what it raises in one message."""
-    log = logging.getLogger("lm_eval")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        nowhere = io.StringIO()
-        with quiet_transformers(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            yield
-    except (GradmergeError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # tasks read files, download data and run code of their own
-        raise InputError(f"{where}: {type(error).__name__}: {first_line(error)}") from error
-    finally:
-        log.setLevel(before)

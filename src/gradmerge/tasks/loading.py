@@ -1,4 +1,4 @@
-"""A model with data that fits it."""
+"""Load a model and data that fits it."""
 
 from __future__ import annotations
 
@@ -17,30 +17,39 @@ from ..curvature.losses import ExampleLoss
 from ..curvature.offload import spread_device
 from ..errors import InputError
 from ..quiet import quiet_transformers
-from ..text import nearest
-from .causal_lm import LanguageExamples, without_empty
-from .classify import TextExamples
+from ..text import first_line, nearest
 from .data.columns import Fields, choose_columns
 from .data.read import Rows, read_rows
-from .embedding import EmbeddingExamples
-from .image import ImageExamples
+from .embedding import EmbeddingData, read_sentence_config
+from .image import ImageData
 from .model_args import BASIC_KEYS, ModelArgs
 from .models import LoadingInfo, device_of, load_model
-from .processors import load_image_processor, load_tokenizer
-from .seq2seq import PairExamples
+from .resolve_model import check_small_files, folder_of, offline
+from .text import CausalLMData, ClassificationData, Seq2SeqData, TokenizedData, drop_empty_rows
+
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.tiktoken", "tekken.json")
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+#: Limit on the pixels per edge of the images that an image processor makes.
+MAX_EDGE = 10_000
+_DATA_CLASSES: Mapping[str, type[TokenizedData]] = {
+    "classify": ClassificationData,
+    "causal-lm": CausalLMData,
+    "seq2seq": Seq2SeqData,
+    "embedding": EmbeddingData,
+}
 
 
 class LoadOptions(TypedDict, total=False):
     """How a model and its data are loaded: keywords of every function that does so, options of every such command."""
 
     task: str
-    """`classify`, `causal-lm`, `seq2seq`, `image`, `embedding`, or `auto`: what the model is made for."""
+    """`classify`, `causal-lm`, `seq2seq`, `image`, `embedding`, or `auto` for the task of the model's architecture."""
     columns: Mapping[str, str] | None
-    """Which column of the data is what, `{"text": "review"}`, where names are not the usual ones."""
+    """The columns of the data if their names are not common ones, such as `{"text": "review"}`."""
     limit: int | None
-    """How many rows are read at most."""
+    """The maximum number of rows."""
     batch_size: int
-    """Examples at once; beyond rounding, results do not depend on it."""
+    """Examples per batch. Results do not depend on it, beyond rounding."""
     max_length: int | None
     """Tokens after which a text is cut; by default what the model allows, at most 1024."""
     device: str
@@ -71,7 +80,7 @@ DEFAULTS = LoadOptions(
 def complete(
     given: LoadOptions, function: Callable[..., Any], model_keys: Sequence[str] | None = BASIC_KEYS
 ) -> LoadOptions:
-    """Check the options that a function was given, and add the defaults of the others.
+    """Check the options of a call, and add the defaults of the others.
 
     ``model_keys``: the keys of ``model_args`` that the function supports; None for all.
     """
@@ -87,22 +96,22 @@ def complete(
 
 
 def tokenizer_of(options: LoadOptions) -> str | None:
-    """The tokenizer that ``model_args`` names."""
+    """Return the tokenizer that ``model_args`` names."""
     return (options["model_args"] or {}).get("tokenizer")
 
 
-class Examples(Protocol):
-    """Rows of a data set as a model takes them."""
+class TaskData(Protocol):
+    """Rows of a data set as inputs of a model."""
 
     @property
-    def output(self) -> ExampleLoss: ...
+    def loss(self) -> ExampleLoss: ...
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Some rows as keyword arguments of the model, with "labels"; padded to the longest of them."""
+        """Return rows as keyword arguments of the model, with "labels", padded to the longest of them."""
         ...
 
     def notes(self) -> list[str]:
-        """What a user should know of how the rows were read, so far."""
+        """Return what a user should know about how the rows were read so far."""
         ...
 
 
@@ -112,38 +121,38 @@ class LoadedTask:
 
     model: nn.Module
     task: str
-    output: ExampleLoss
+    loss: ExampleLoss
     examples: int
     """Number of rows."""
     device: torch.device
     columns: Fields
-    """What was read from which columns of the data."""
+    """Role → the columns of the data that it is read from."""
     missing_keys: list[str]
     """Tensors of the model that the checkpoint does not hold; none is a parameter."""
-    data: Examples
+    data: TaskData
     loading_notes: list[str]
     batch_size: int = 8
-    """Examples of a batch, where nothing else is said."""
+    """Default of :meth:`batches`."""
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know; rows that are too long are counted as batches are made."""
+        """Notes for the user. Making batches adds some, such as the number of rows that are too long."""
         return self.loading_notes + self.data.notes()
 
     def shared_facts(self) -> dict[str, Any]:
-        """What must be the same in all processes of a run: otherwise their sums do not add up."""
-        there = [p.detach() for p in self.model.parameters() if p.numel() and p.device.type != "meta"]
-        weights = sum(float(p.flatten()[0]) for p in there)
+        """Return what must be the same in all processes of a run. Otherwise their results cannot be combined."""
+        parameters = [p.detach() for p in self.model.parameters() if p.numel() and p.device.type != "meta"]
+        weights = sum(float(p.flatten()[0]) for p in parameters)
         return {"version of gradmerge": __version__, "number of rows": self.examples, "weights": repr(weights)}
 
     def batches(
         self, batch_size: int | None = None, start: int = 0, end: int | None = None
     ) -> Iterator[dict[str, Tensor]]:
-        """Batches on the CPU in the data's order, of rows ``start`` to ``end``; others are not even tokenized."""
+        """Yield batches on the CPU in the data's order, of rows ``start`` to ``end``. Does not tokenize other rows."""
         batch_size = self.batch_size if batch_size is None else batch_size
         end = self.examples if end is None else end
         if batch_size < 1:
-            raise InputError(f"--batch-size {batch_size}: at least one example is needed")
+            raise InputError(f"batch_size={batch_size}: must be at least 1")
         for first in range(start, end, batch_size):
             with quiet_transformers():
                 batch = self.data.batch(range(first, min(first + batch_size, end)))
@@ -161,10 +170,13 @@ def load_task(
 ) -> LoadedTask:
     """Load a model and data for it.
 
-    ``model_reference`` is a folder, a Hub id (`org/name@revision`) or a PEFT adapter folder; ``source`` a .jsonl, .csv,
-    .parquet or .txt file (each also .gz), an .npz, a folder of images by class, or `org/name:split` of the Hub.
-    ``gradients``, ``bytes_per_parameter`` and ``head`` are as of :func:`load_model`; the other
-    options are those of :class:`gradmerge.LoadOptions`.
+    Args:
+        model_reference: A folder, a Hub id (`org/name@revision`) or a PEFT adapter folder.
+        source: A data source, see :func:`gradmerge.read_rows`.
+        gradients: See :func:`load_model`.
+        bytes_per_parameter: See :func:`load_model`.
+        head: See :func:`load_model`.
+        loading: The options of :class:`gradmerge.LoadOptions`.
     """
     options = complete(loading, load_task, None)
     model_reference, source = str(model_reference), str(source)
@@ -179,41 +191,147 @@ def load_task(
         bytes_per_parameter=bytes_per_parameter,
         head=head,
     )
-    return joined(model_reference, model, info, rows, options)
+    return make_task(model_reference, model, info, rows, options)
 
 
 def with_data(
     model_reference: str | Path, model: nn.Module, info: LoadingInfo, source: str | Path, **loading: Unpack[LoadOptions]
 ) -> LoadedTask:
-    """Data for a model that :func:`load_model` has loaded."""
+    """Load data for a model that :func:`load_model` has loaded."""
     options = complete(loading, with_data)
-    return joined(str(model_reference), model, info, read_rows(str(source), limit=options["limit"]), options)
+    return make_task(str(model_reference), model, info, read_rows(str(source), limit=options["limit"]), options)
 
 
-def joined(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, options: LoadOptions) -> LoadedTask:
-    """A model and rows as one task."""
+def make_task(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, options: LoadOptions) -> LoadedTask:
+    """Combine a model and rows."""
     fields = choose_columns(info.task, rows, options["columns"])
     notes = list(info.notes)
     if info.task == "causal-lm":
-        rows, left_out = without_empty(rows, fields)
-        notes += left_out
-    examples: Examples
-    if info.task == "image":
-        examples = ImageExamples(rows, fields, model, load_image_processor(reference, info))
-    else:
-        kinds: dict[str, Any] = {"classify": TextExamples, "causal-lm": LanguageExamples}
-        kinds |= {"seq2seq": PairExamples, "embedding": EmbeddingExamples}
-        tokenizer = load_tokenizer(reference, info, tokenizer_of(options))
-        examples = kinds[info.task](rows, fields, model, tokenizer, options["max_length"])
+        rows, dropped = drop_empty_rows(rows, fields)
+        notes += dropped
+    data = _make_data(reference, model, info, rows, fields, options["max_length"], tokenizer_of(options))
     return LoadedTask(
         model=model,
         task=info.task,
-        output=examples.output,
+        loss=data.loss,
         examples=len(rows),
         device=spread_device(model) or device_of(options["device"]),
         columns=fields,
         missing_keys=info.missing_keys,
-        data=examples,
+        data=data,
         loading_notes=notes,
         batch_size=options["batch_size"],
     )
+
+
+def _make_data(
+    reference: str,
+    model: nn.Module,
+    info: LoadingInfo,
+    rows: Rows,
+    fields: Fields,
+    max_length: int | None,
+    tokenizer: str | None,
+    data_class: type[TokenizedData] | None = None,
+) -> Any:
+    if info.task == "image":
+        return ImageData(rows, fields, model, load_image_processor(reference, info))
+    data_class = data_class or _DATA_CLASSES[info.task]
+    return data_class(rows, fields, model, load_tokenizer(reference, info, tokenizer), max_length)
+
+
+@dataclass
+class UnlabeledRows:
+    """Rows as keyword arguments of a model, on the CPU."""
+
+    batches: list[dict[str, Tensor]]
+    count: int
+    notes: list[str]
+
+
+def read_unlabeled(
+    source: str,
+    module: nn.Module,
+    reference: str,
+    info: LoadingInfo,
+    *,
+    columns: Mapping[str, str] | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    tokenizer: str | None = None,
+) -> UnlabeledRows:
+    """Read the inputs of a model from a data source, without the columns of labels.
+
+    Language models read texts, prompts with completions, or conversations. Encoder-decoders read their targets too,
+    as inputs of the decoder: labels in the batches say which positions count.
+    """
+    rows = read_rows(source, limit=limit)
+    fields = choose_columns(info.task, rows, columns, labeled=False)
+    data_class = None
+    if info.task == "causal-lm":
+        rows, _ = drop_empty_rows(rows, fields)
+    elif info.task == "embedding":
+        sentence_config = read_sentence_config(reference, info.folder)
+        texts = [sentence_config.prepare(rows.text(index, fields["text"])) for index in range(len(rows))]
+        rows = Rows(rows.label, [{"text": text} for text in texts], ("text",), notes=rows.notes)
+        fields, data_class = {"text": ("text",)}, ClassificationData
+        max_length = sentence_config.max_length if max_length is None else max_length
+    data = _make_data(reference, module, info, rows, fields, max_length, tokenizer, data_class)
+    with quiet_transformers():
+        starts = range(0, len(rows), batch_size)
+        batches = [data.batch(range(first, min(first + batch_size, len(rows)))) for first in starts]
+    return UnlabeledRows(batches, len(rows), list(data.notes()))
+
+
+def load_tokenizer(reference: str, info: LoadingInfo, tokenizer: str | None = None) -> Any:
+    """Load the tokenizer that a user names, or the model's, or that of an adapter's base model."""
+    folders = list(dict.fromkeys([info.folder, info.base_folder]))
+    if tokenizer is not None:
+        folders = [folder_of(tokenizer)]
+        check_small_files(folders[0])
+    folder = next((f for f in folders if any(any(f.glob(name)) for name in _TOKENIZER_FILES)), None)
+    if folder is None:
+        raise InputError(
+            f"{tokenizer or reference}: there is no tokenizer in {folders[0]} (no tokenizer.json, nor a vocabulary). "
+            "Give a folder or Hub id that has one: model_args tokenizer=PATH"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet_transformers(), offline():
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # errors of every kind, from JSON to sentencepiece
+        raise InputError(
+            f"{tokenizer or reference}: the tokenizer in {folder} cannot be loaded: {first_line(error)}. "
+            "Give another folder: model_args tokenizer=PATH"
+        ) from error
+
+
+def load_image_processor(reference: str, info: LoadingInfo) -> Any:
+    """Load the model's image processor. Return None if it has none."""
+    folders = dict.fromkeys([info.folder, info.base_folder])
+    folder = next((f for f in folders if any((f / name).is_file() for name in _PROCESSOR_FILES)), None)
+    if folder is None:
+        return None
+    import transformers
+
+    processor_class: Any = transformers.AutoImageProcessor
+    try:
+        with quiet_transformers(), offline():
+            # Pillow gives the same pixels with and without torchvision, which resizes differently.
+            processor = processor_class.from_pretrained(
+                folder, backend="pil", local_files_only=True, trust_remote_code=False
+            )
+            sizes = [dict(getattr(processor, key, None) or {}) for key in ("size", "crop_size", "pad_size")]
+    except Exception as error:
+        raise InputError(
+            f"{reference}: the image processor in {folder} cannot be loaded: {first_line(error)}"
+        ) from error
+    edge = max((n for size in sizes for n in size.values() if isinstance(n, int)), default=0)
+    if edge > MAX_EDGE:
+        raise InputError(
+            f"{reference}: the image processor in {folder} makes images of {edge} pixels per edge. The limit is "
+            f"{MAX_EDGE}."
+        )
+    return processor

@@ -1,4 +1,9 @@
-"""Numbers that say how good a model is, gathered batch by batch."""
+"""Metrics of a model on labeled data, collected batch by batch.
+
+Every metric is the mean of one number per example. For ratios and correlations, which are not means, an example's
+number is the metric plus what the example adds to it, to first order (the influence function). So the standard error
+of every metric is that of a mean, and two models can be compared example by example.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +21,15 @@ from ..errors import InputError
 from .standard_errors import standard_errors
 
 Number = int | float | None
-"""None where a number is not defined, such as the correlation with a constant."""
+"""None if a metric is not defined, such as the correlation with a constant."""
+PerExample = dict[str, Tensor | None]
+"""Metric → one float64 per example, whose mean is the metric; None if the metric is not defined."""
 
-#: What each number is.
+#: What each number means.
 MEANINGS: Mapping[str, str] = {
     "accuracy": "share of examples whose most likely class is right; of embeddings, whose positive is the nearest",
     "spearman_r": "correlation of the ranks of cosines and scores",
-    "mean_reciprocal_rank": "1 / place of the positive among its candidates, mean over examples",
+    "mean_reciprocal_rank": "1 / rank of the positive among its candidates, mean over examples",
     "macro_f1": "mean of F1 over the classes that occur in data or predictions",
     "f1": "F1 of class 1",
     "loss_per_example": "loss of an example (the sum over its labels or tokens), mean over examples, nats",
@@ -46,146 +53,143 @@ MEANINGS: Mapping[str, str] = {
 
 
 class Metrics(ABC):
-    """What is kept of every example, and the numbers made of it."""
+    """Collects what is needed of every example, and computes metrics from it."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, ...]] = []
+        self._batches: list[tuple[Tensor, ...]] = []
 
     def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-        """Take in a batch: what the model says, what is right, and the loss of each example."""
-        self._kept.append((losses.double().cpu(), *(one.cpu() for one in self.facts(logits, labels))))
+        """Add a batch."""
+        self._batches.append((losses.double().cpu(), *(part.cpu() for part in self.collect(logits, labels))))
 
     @abstractmethod
-    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        """What is kept of a batch beside the losses: tensors with one entry, or one row, per example."""
+    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        """Return what to keep of a batch besides the losses: tensors with one entry, or one row, per example."""
 
     @abstractmethod
-    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
-        """Metric → one number per example, as :meth:`rows` has them; None where a metric is not defined."""
+    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+        """Compute all metrics of all examples."""
 
     def join(self, processes: Processes) -> None:
-        """Add the rows of the other processes, by rank."""
+        """Add the examples of the other processes, by rank."""
         if processes.world_size == 1:
             return
-        every = processes.all_gather(vars(self))
-        for other in every:  # a process without examples does not know everything, such as the number of classes
-            vars(self).update(other)
-        self._kept = [part for other in every for part in other["_kept"]]
+        states = processes.all_gather(vars(self))
+        for state in states:  # a process without examples does not know the number of classes
+            vars(self).update(state)
+        self._batches = [batch for state in states for batch in state["_batches"]]
 
-    def _measured(self) -> dict[str, Tensor | None]:
-        return self.measure(*(torch.cat(parts) for parts in zip(*self._kept, strict=True)))
+    def _compute(self) -> PerExample:
+        return self.compute(*(torch.cat(parts) for parts in zip(*self._batches, strict=True)))
 
     @property
     def examples(self) -> int:
-        return sum(len(losses) for losses, *_ in self._kept)
-
-    def numbers(self) -> dict[str, Number]:
-        """The numbers of everything that was taken in."""
-        means = {name: None if rows is None else rows.mean().item() for name, rows in self._measured().items()}
-        return {**means, **self.counts(), "examples": self.examples}
+        return sum(len(losses) for losses, *_ in self._batches)
 
     def counts(self) -> dict[str, int]:
-        """What is counted beside the examples."""
+        """Return counts besides the number of examples."""
         return {}
 
-    def rows(self) -> dict[str, Tensor]:
-        """Metric → one float64 per example, in their order, whose mean is the metric.
+    def numbers(self) -> dict[str, Number]:
+        """Return the metrics of all examples, and counts."""
+        means = {name: None if rows is None else rows.mean().item() for name, rows in self._compute().items()}
+        return {**means, **self.counts(), "examples": self.examples}
 
-        Their standard deviation / √n is the metric's standard error: a ratio, a correlation and what else is no mean
-        over examples is written as itself plus what each example adds to it, to first order (its influence function).
-        """
+    def rows(self) -> dict[str, Tensor]:
+        """Return metric → one float64 per example, in their order, whose mean is the metric."""
         return {
-            name: rows for name, rows in self._measured().items() if rows is not None and bool(rows.isfinite().all())
+            name: rows for name, rows in self._compute().items() if rows is not None and bool(rows.isfinite().all())
         }
 
     def summary(self) -> dict[str, Any]:
-        """The numbers, and their standard errors under `standard_errors`."""
+        """Return the metrics and counts, and under `standard_errors` the metrics' standard errors."""
         return {**self.numbers(), "standard_errors": standard_errors(self.rows())}
 
 
 class ClassMetrics(Metrics):
-    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
         self._classes = logits.shape[-1]
         return logits.argmax(-1), labels
 
-    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
-        told, true = facts
-        right = (told == true).double()
-        seen = torch.bincount(torch.cat([told, true]), minlength=self._classes)
-        f1 = (
-            2 * torch.bincount(true, right, self._classes) / seen
-        )  # NaN for a class that occurs neither in the data nor in the predictions
-        # Of the classes, an example has to do with the true one and the one that the model says only.
-        adds = len(told) / seen
-        of_true, of_told = (((right - f1[one]) * adds[one]) for one in (true, told))
-        occurring = seen > 0
-        macro = f1[occurring].mean() + (of_true + of_told) / occurring.sum()
-        found: dict[str, Tensor | None] = {"accuracy": right, "macro_f1": macro}
+    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+        predicted, labels = collected
+        right = (predicted == labels).double()
+        occurrences = torch.bincount(torch.cat([predicted, labels]), minlength=self._classes)
+        # NaN for a class that occurs neither in the data nor in the predictions
+        f1 = 2 * torch.bincount(labels, right, self._classes) / occurrences
+        # An example changes F1 of two classes only: its label and the predicted one.
+        scale = len(predicted) / occurrences
+        of_label, of_predicted = (((right - f1[classes]) * scale[classes]) for classes in (labels, predicted))
+        occurring = occurrences > 0
+        macro = f1[occurring].mean() + (of_label + of_predicted) / occurring.sum()
+        result: PerExample = {"accuracy": right, "macro_f1": macro}
         if self._classes == 2:
-            found["f1"] = f1[1] + of_true * true + of_told * told if occurring[1] else None
-        return {**found, "loss_per_example": losses}
+            result["f1"] = f1[1] + of_label * labels + of_predicted * predicted if occurring[1] else None
+        return {**result, "loss_per_example": losses}
 
 
 class LabelMetrics(Metrics):
-    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
         return logits > 0, labels > 0.5
 
-    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
-        told, true = facts
-        hits, seen = 2.0 * (told & true).double(), told.double() + true.double()
-        occurring = seen.any(0)
+    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+        predicted, labels = collected
+        hits, total = 2.0 * (predicted & labels).double(), predicted.double() + labels.double()
+        occurring = total.any(0)
+        defined = bool(occurring.any())
         return {
-            "micro_f1": ratio_rows(hits.sum(1), seen.sum(1)) if bool(occurring.any()) else None,
-            "macro_f1": ratio_rows(hits[:, occurring], seen[:, occurring]).mean(1) if bool(occurring.any()) else None,
-            "exact_match": (told == true).all(-1).double(),
+            "micro_f1": ratio_rows(hits.sum(1), total.sum(1)) if defined else None,
+            "macro_f1": ratio_rows(hits[:, occurring], total[:, occurring]).mean(1) if defined else None,
+            "exact_match": (predicted == labels).all(-1).double(),
             "loss_per_example": losses,
         }
 
 
 class SquaredMetrics(Metrics):
-    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
         return logits.double().flatten(1), labels.double().reshape(len(labels), -1)
 
-    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
-        told, true = facts
-        error, spread = (told - true).square(), (true - true.mean(0)).square()
+    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+        outputs, labels = collected
+        error, spread = (outputs - labels).square(), (labels - labels.mean(0)).square()
         return {
             "mse": error.mean(1),
-            "pearson_r": _pearson(told, true),
-            # The mean of the labels adds nothing of first order: it is where their squared distance is smallest.
+            "pearson_r": _pearson(outputs, labels),
+            # The mean of the labels adds nothing to first order: it minimizes their squared distance.
             "r2": 1 - ratio_rows(error, spread).mean(1) if bool((spread.sum(0) > 0).all()) else None,
         }
 
 
 class CosineMetrics(SquaredMetrics):
-    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
-        found = super().measure(losses, *facts)
-        told, true = facts
-        return {"spearman_r": _spearman(told[:, 0], true[:, 0]), "pearson_r": found["pearson_r"], "mse": found["mse"]}
+    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+        result = super().compute(losses, *collected)
+        outputs, labels = collected
+        spearman = _spearman(outputs[:, 0], labels[:, 0])
+        return {"spearman_r": spearman, "pearson_r": result["pearson_r"], "mse": result["mse"]}
 
 
 class RankingMetrics(Metrics):
-    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
         positive = logits.gather(1, labels[:, None])
-        # Candidates that are as near as the positive count as nearer: a model that embeds all alike finds nothing.
+        # Candidates as near as the positive count as nearer: equal embeddings get the worst rank.
         return ((logits >= positive).sum(1).double(),)
 
-    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
-        (places,) = facts
-        return {"accuracy": (places == 1).double(), "mean_reciprocal_rank": 1 / places, "loss_per_example": losses}
+    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+        (ranks,) = collected
+        return {"accuracy": (ranks == 1).double(), "mean_reciprocal_rank": 1 / ranks, "loss_per_example": losses}
 
 
 class TokenMetrics(Metrics):
-    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
         counts = labels != MASKED
         right = (logits.argmax(-1) == labels) & counts
         return counts.sum(1).double(), right.sum(1).double()
 
     def counts(self) -> dict[str, int]:
-        return {"tokens": int(sum(tokens.sum() for _, tokens, _ in self._kept))}
+        return {"tokens": int(sum(tokens.sum() for _, tokens, _ in self._batches))}
 
-    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
-        tokens, right = facts
+    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+        tokens, right = collected
         if not bool(tokens.any()):
             raise InputError("the data has no token to predict: its texts are too short, or cut before what counts")
         per_token = ratio_rows(losses, tokens)
@@ -198,11 +202,11 @@ class TokenMetrics(Metrics):
 
 
 class NextTokenMetrics(TokenMetrics):
-    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        return super().facts(logits[:, :-1], labels[:, 1:])
+    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        return super().collect(logits[:, :-1], labels[:, 1:])
 
 
-#: The metrics that go with a loss, by its name.
+#: The name of a loss → its metrics.
 METRICS: Mapping[str, type[Metrics]] = {
     "classes": ClassMetrics,
     "labels": LabelMetrics,
@@ -214,52 +218,52 @@ METRICS: Mapping[str, type[Metrics]] = {
 }
 
 
-def ratio_rows(tops: Tensor, bottoms: Tensor) -> Tensor:
-    """A ratio of two means over examples, as a mean over examples: r + (top − r · bottom) / mean bottom."""
-    whole = bottoms.mean(0)
-    ratio = tops.mean(0) / whole
-    rows: Tensor = ratio + (tops - ratio * bottoms) / whole
+def ratio_rows(numerators: Tensor, denominators: Tensor) -> Tensor:
+    """Write a ratio of two means over examples as a mean over examples: r + (n − r · d) / mean d."""
+    mean = denominators.mean(0)
+    ratio = numerators.mean(0) / mean
+    rows: Tensor = ratio + (numerators - ratio * denominators) / mean
     return rows
 
 
 def perplexity_rows(losses: Tensor) -> Tensor:
-    """exp of a mean over examples, likewise. Beyond 700 it is no float64; rows that are not finite have no error."""
+    """Write exp of a mean over examples as a mean over examples. A mean above 700 gives infinity."""
     mean = losses.mean()
     return mean.exp() * (1 + losses - mean) if mean < 700 else torch.full_like(losses, math.inf)
 
 
-def _pearson(told: Tensor, true: Tensor) -> Tensor | None:
-    """The correlation of each column with its own; their mean."""
-    told, true = told - told.mean(0), true - true.mean(0)
-    return _correlation(told * true, told.square(), true.square())
+def _pearson(outputs: Tensor, labels: Tensor) -> Tensor | None:
+    """The correlation of each column of the outputs with that of the labels; their mean."""
+    outputs, labels = outputs - outputs.mean(0), labels - labels.mean(0)
+    return _correlation(outputs * labels, outputs.square(), labels.square())
 
 
-def _correlation(covariance: Tensor, one: Tensor, other: Tensor) -> Tensor | None:
-    """c / √(v w) of three means over examples, as a mean over examples; None where v or w is 0."""
-    scales = one.mean(0), other.mean(0)
-    if not all(bool((scale > 1e-300).all()) for scale in scales):
+def _correlation(covariance: Tensor, variance_x: Tensor, variance_y: Tensor) -> Tensor | None:
+    """Write c / √(v w) of three means over examples as a mean over examples; None if v or w is 0."""
+    means = variance_x.mean(0), variance_y.mean(0)
+    if not all(bool((mean > 1e-300).all()) for mean in means):
         return None
-    whole = (scales[0] * scales[1]).sqrt()
-    r = covariance.mean(0) / whole
-    rows = r + covariance / whole - r * (one / scales[0] + other / scales[1]) / 2
+    scale = (means[0] * means[1]).sqrt()
+    r = covariance.mean(0) / scale
+    rows = r + covariance / scale - r * (variance_x / means[0] + variance_y / means[1]) / 2
     return rows.flatten(1).mean(1) if rows.ndim > 1 else rows
 
 
-def _spearman(told: Tensor, true: Tensor) -> Tensor | None:
-    """The correlation of ranks, equal values sharing the mean of theirs."""
+def _spearman(outputs: Tensor, labels: Tensor) -> Tensor | None:
+    """The correlation of ranks. Equal values share the mean of their ranks."""
 
     def above(values: Tensor, weights: Tensor) -> Tensor:
         """For every example, the mean over all of the weights of those with a larger value, and half of equal ones."""
-        _, own = values.unique(return_inverse=True)
-        sums = weights.new_zeros(int(own.max()) + 1).index_add(0, own, weights)
-        return (sums.flip(0).cumsum(0).flip(0) - sums / 2)[own] / len(values)
+        _, groups = values.unique(return_inverse=True)
+        sums = weights.new_zeros(int(groups.max()) + 1).index_add(0, groups, weights)
+        return (sums.flip(0).cumsum(0).flip(0) - sums / 2)[groups] / len(values)
 
     def covariance(x: Tensor, y: Tensor) -> Tensor:
-        """Of ranks as shares f and g, whose means are ½: an example has its own f·g, and moves all ranks above it."""
+        """Of ranks as shares f and g, whose means are ½. An example adds f·g, and changes all ranks above its own."""
         f, g = (1 - above(values, torch.ones_like(values)) for values in (x, y))
         rows: Tensor = f * g + above(x, g) + above(y, f) - 2 * (f * g).mean() - 0.25
         return rows
 
-    varying = all(bool((values != values[0]).any()) for values in (told, true))
-    pairs = ((told, true), (told, told), (true, true))
-    return _correlation(*(covariance(*pair) for pair in pairs)) if varying else None
+    if not all(bool((values != values[0]).any()) for values in (outputs, labels)):
+        return None
+    return _correlation(covariance(outputs, labels), covariance(outputs, outputs), covariance(labels, labels))

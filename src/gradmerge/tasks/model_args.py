@@ -49,8 +49,7 @@ class ModelArgs:
     def parse(cls, given: Mapping[str, Any] | None, allowed: Sequence[str] | None = None) -> ModelArgs:
         """Check keys and values. ``allowed``: the keys that the calling function supports, by default all."""
         types = get_type_hints(cls)
-        given = dict(given or {})
-        for key, value in given.items():
+        for key, value in (given or {}).items():
             if key in REFUSED:
                 raise InputError(f"model_args: {key} is not allowed: {REFUSED[key]}")
             if key not in types:
@@ -63,7 +62,7 @@ class ModelArgs:
                     f"{' and '.join(allowed)}"
                 )
             check(f"model_args: {key}", value, types[key])
-        args = cls(**given)
+        args = cls(**(given or {}))
         check_implementation("attn_implementation", args.attn_implementation, "model_args: attn_implementation")
         if args.load_in_4bit and args.load_in_8bit:
             raise InputError("model_args: load_in_4bit and load_in_8bit are both true. Give one of them.")
@@ -91,63 +90,60 @@ class ModelArgs:
         """Arguments of ``from_pretrained``.
 
         Args:
+            config: The model's config.
+            dtype: The type to compute in, by name.
+            device: Where a model without ``device_map`` goes.
             quantized: The model computes with bitsandbytes weights, stored ones or those that ``bits`` asks for.
             bytes_per_parameter: Memory that a parameter needs on its device besides its value, such as for a sum.
         """
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if self.attn_implementation is not None:
-            given["attn_implementation"] = self.attn_implementation
+            arguments["attn_implementation"] = self.attn_implementation
         if self.device_map is None and not quantized:
-            return given
+            return arguments
         return_freed_memory()
         for library in ("accelerate", "bitsandbytes"):
-            logging.getLogger(library).setLevel(logging.ERROR)  # gradmerge's notes say what matters of their warnings
+            logging.getLogger(library).setLevel(logging.ERROR)  # notes of gradmerge replace their warnings
         if self.bits:
-            given["quantization_config"] = _bitsandbytes_config(self.bits, config, dtype)
-        given["device_map"] = {"": device} if self.device_map is None else self.device_map
+            arguments["quantization_config"] = _bitsandbytes_config(self.bits, config, dtype)
+        arguments["device_map"] = {"": device} if self.device_map is None else self.device_map
         if self.device_map == "auto":
             from accelerate.utils import get_max_memory  # type: ignore[import-untyped]
 
             size = _compute_dtype(config, dtype).itemsize
-            given["max_memory"] = {
+            arguments["max_memory"] = {
                 key: int(free * size / (size + bytes_per_parameter)) for key, free in get_max_memory().items()
             }
-        return given
+        return arguments
 
 
 def parse_model_args(text: str) -> dict[str, Any]:
     """Read `KEY=VALUE,…` from the command line. `true` and `false` become booleans."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for part in text.split(","):
         key, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not key or not value:
             raise InputError(f"--model-args {text}: write KEY=VALUE, such as attn_implementation=sdpa")
-        if key in found:
-            raise InputError(f"--model-args {text}: {key} is given twice")
-        truth = {"true": True, "false": False}.get(value.lower())
-        found[key] = truth if truth is not None else as_url(value) or value
-    return found
+        if key in result:
+            raise InputError(f"--model-args {text}: {key} is repeated")
+        boolean = {"true": True, "false": False}.get(value.lower())
+        result[key] = boolean if boolean is not None else as_url(value) or value
+    return result
 
 
 def _read_device_map(value: str | Mapping[str, Any]) -> str | dict[str, Any]:
     if value == "auto":
         return "auto"
     if isinstance(value, str) and not Path(value).is_file():
+        raise InputError(f"model_args: device_map {value} is not auto, nor a JSON file that maps layers to devices")
+    devices = read_json(Path(value)) if isinstance(value, str) else dict(value)
+    known = ["cpu", "disk", *(f"{prefix}{n}" for n in range(torch.cuda.device_count()) for prefix in ("", "cuda:"))]
+    if not devices or any(str(device) not in known for device in devices.values()):
         raise InputError(
-            f"model_args: device_map is {value}, but must be auto, or a JSON file that maps layers to devices"
+            'model_args: device_map must map layers to devices, such as {"model.layers.0": 0, "lm_head": "cpu"}. '
+            f"Devices here are {', '.join(known)}."
         )
-    found = read_json(Path(value)) if isinstance(value, str) else dict(value)
-    gpus = range(torch.cuda.device_count())
-    known = {"cpu", "disk", *map(str, gpus), *(f"cuda:{number}" for number in gpus)}
-    odd = [device for device in found.values() if str(device) not in known]
-    if odd or not found:
-        example = '{"model.layers.0": 0, "lm_head": "cpu"}'
-        wrong = f", not {str(odd[0])[:80]!r}" if odd else ""
-        raise InputError(
-            f"model_args: device_map must map layers to devices, such as {example}. "
-            f"Devices are {', '.join(sorted(known))}{wrong}."
-        )
-    return found
+    return devices
 
 
 def _bitsandbytes_config(bits: int, config: Any, dtype: str) -> Any:
@@ -159,11 +155,12 @@ def _bitsandbytes_config(bits: int, config: Any, dtype: str) -> Any:
         raise InputError(f"model_args: load_in_{bits}bit: the model is already stored quantized. Leave the key out.")
     import transformers
 
-    kind: Any = transformers.BitsAndBytesConfig
+    config_class: Any = transformers.BitsAndBytesConfig
     if bits == 8:
-        return kind(load_in_8bit=True)
-    computes = _compute_dtype(config, dtype)
-    return kind(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computes)
+        return config_class(load_in_8bit=True)
+    return config_class(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=_compute_dtype(config, dtype)
+    )
 
 
 def _compute_dtype(config: Any, dtype: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Where a model lies on this machine, and what must be true of the folder before transformers or peft may open it."""
+"""Find the folder of a model, and check its files before transformers or peft open them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..io.small_files import MAX_CONFIG, MAX_TOKENIZER, read_bounded, require_wi
 from ..text import size
 from ..urls import remote_url
 
-#: What is read of a folder beside weights, by the ends of names.
-_ENDS = (
+#: Ends of the names of the files that transformers and peft read, apart from weights.
+_SMALL_FILES = (
     *("config.json", "tokens.json", "tokens_map.json", "tokenizer.json", "tekken.json", "vocab.json", "vocab.txt"),
     *("merges.txt", "chat_template.json", ".jinja", ".model", ".tiktoken", ".spm", ".codes"),
 )
 
 
 def folder_of(reference: str) -> Path:
-    """The folder of a model, as it is or fetched from the Hub or a URL."""
+    """Return the folder of a model. Downloads a model of the Hub or at a URL."""
     if (url := remote_url(reference)) is not None:
         from ..io.remote import download_model
 
@@ -32,7 +32,7 @@ def folder_of(reference: str) -> Path:
     if path.is_dir():
         return require_utf8_path(path)
     if path.is_file():
-        raise InputError(f"{reference}: a file is not enough to run a model; give the folder with its config.json")
+        raise InputError(f"{reference}: a file is not enough to run a model. Give the folder with its config.json")
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):
         return fetch_from_hub(reference, allow_pickle=False)
     raise InputError(f"{reference}: no such folder ({path.absolute()})")
@@ -40,7 +40,7 @@ def folder_of(reference: str) -> Path:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Without the Hub: all that a model needs lies in its folder by now, whatever its config may ask for."""
+    """Keep huggingface_hub off the network. All files of a model are local by now, whatever its config names."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -52,44 +52,42 @@ def offline() -> Iterator[None]:
 
 
 def check_small_files(folder: Path) -> None:
-    """Refuse configs and tokenizer files that are no files, too large, or links out of the folder."""
+    """Raise if a config or tokenizer file is a pipe or device, too large, or a link to outside the folder."""
     try:
-        places = [place for place in (folder, folder / "additional_chat_templates") if place.is_dir()]
-        found = [path for place in places for path in sorted(place.iterdir()) if path.name.endswith(_ENDS)]
+        folders = [path for path in (folder, folder / "additional_chat_templates") if path.is_dir()]
+        files = [path for parent in folders for path in sorted(parent.iterdir()) if path.name.endswith(_SMALL_FILES)]
     except OSError as error:
         raise InputError(f"{folder}: cannot be read: {error.strerror}") from error
-    for path in found:
+    for path in files:
         require_within(path, folder)
-        if not os.access(path, os.F_OK) or path.is_dir():  # a link to nothing is as good as no file
+        if not os.access(path, os.F_OK) or path.is_dir():  # transformers ignores both
             continue
         if not path.is_file():
-            raise InputError(f"{path}: is no file but a pipe or a device")
+            raise InputError(f"{path}: is not a file but a pipe or a device")
         limit = MAX_CONFIG if path.name.endswith("config.json") else MAX_TOKENIZER
         if path.stat().st_size > limit:
             raise InputError(f"{path}: larger than {size(limit)}, the limit for such a file")
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
         try:
-            named = json.loads(read_bounded(settings, MAX_CONFIG)).get("fast_tokenizer_files") or []
+            names = json.loads(read_bounded(settings, MAX_CONFIG)).get("fast_tokenizer_files") or []
         except (ValueError, AttributeError, RecursionError):
-            return  # what is wrong with it is said when the tokenizer is loaded
-        if not isinstance(named, list) or any(not isinstance(n, str) or "/" in n or "\\" in n for n in named):
+            return  # loading the tokenizer raises the error
+        if not isinstance(names, list) or any(not isinstance(n, str) or "/" in n or "\\" in n for n in names):
             raise InputError(f"{settings}: fast_tokenizer_files must be names of files in the folder")
 
 
 def check_weights(reference: str, folder: Path, stem: str) -> None:
-    """Refuse weights that are no safetensors, or whose headers or index a merge would refuse.
+    """Raise unless the weights are safetensors files in the folder whose headers and index are valid.
 
-    transformers and peft open pickles without a word where an index names one, or where there is nothing else.
+    transformers and peft open pickles silently if an index names one, or if the folder has nothing else.
     """
     single = folder / f"{stem}.safetensors"
-    # peft knows no shards: beside their index it would look for a pickle.
+    # peft does not read shards: it ignores their index and looks for a pickle.
     files = open_files(folder, stem) if stem == "model" or single.is_file() else None
     if files is None:
-        raise InputError(
-            f"{reference}: no {stem}.safetensors in {folder}. Models in other formats are not loaded here."
-        )
+        raise InputError(f"{reference}: there is no {stem}.safetensors in {folder}. Save the model as safetensors.")
     close_files(files)
-    if single.is_file():  # where there is an index too, transformers and peft take this one
+    if single.is_file():  # transformers and peft prefer this file to an index
         require_within(single, folder)
         TensorFile(single).close()

@@ -1,14 +1,13 @@
-"""How sure a number is that was measured on examples, and whether two numbers can be told apart.
+"""Standard errors of metrics, and whether the difference of two is significant.
 
-- The error of a share (accuracy, exact match) is binomial, √(p(1 − p)/n). Where all examples are right, or all wrong,
-  that would be 0; there two right and two wrong ones are added first (Agresti and Coull), so that two standard errors
-  reach to about 3/n.
-- The error of any other metric is that of a mean over examples, √(variance/n): every metric is written as the mean of
-  one number per example (``Metrics.rows``), to first order.
-- Two models are compared on the same examples: the error is that of the mean of the differences. Of right and wrong
-  answers, one example is added that only the one has right, and one that only the other has (Bonett and Price), as
-  few examples differ.
-- Two numbers are tied where they differ by no more than two standard errors. Nothing is corrected for the number of
+- The error of a share (accuracy, exact match) is binomial, √(p(1 − p)/n). If all examples are right, or all wrong, that
+  would be 0. Then two right and two wrong ones are added first (Agresti and Coull), so that two standard errors are
+  about 3/n.
+- The error of any other metric is that of a mean over examples, √(variance/n), see :mod:`.metrics`.
+- Two models are compared on the same examples: the error is that of the mean of the differences. For right and wrong
+  answers, one example is added that only the first model has right, and one that only the second has (Bonett and
+  Price), because few examples differ.
+- Two numbers are tied if they differ by at most two standard errors. There is no correction for the number of
   comparisons.
 """
 
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-#: Numbers that differ by no more than so many standard errors are tied.
+#: Numbers that differ by at most this many standard errors are tied.
 TIE = 2.0
 #: Metrics that are shares of the examples.
 SHARES = frozenset({"accuracy", "exact_match"})
@@ -32,16 +31,16 @@ class Difference:
 
     value: float
     error: float
-    """Standard error of ``value``; NaN where a single example says nothing of it."""
+    """Standard error of ``value``; NaN for a single example."""
 
     @property
     def tied(self) -> bool:
-        """Whether the examples cannot tell the two apart."""
+        """Whether the difference is not significant."""
         return not abs(self.value) > TIE * self.error
 
 
 def standard_error(rows: Tensor, share: bool = False) -> float:
-    """Standard error of the mean of one number per example; NaN where they are all the same, as a single one is.
+    """Return the standard error of the mean of one number per example; NaN if all numbers are equal.
 
     Args:
         rows: One number per example.
@@ -58,27 +57,28 @@ def standard_error(rows: Tensor, share: bool = False) -> float:
 
 
 def standard_errors(rows: Mapping[str, Tensor]) -> dict[str, float | None]:
-    """The standard error of every metric; None where it is not known, as nothing varies."""
-    found = {name: standard_error(values, name in SHARES) for name, values in rows.items()}
-    return {name: error if math.isfinite(error) else None for name, error in found.items()}
+    """Return the standard error of every metric; None if all of its numbers are equal."""
+    errors = {name: standard_error(values, name in SHARES) for name, values in rows.items()}
+    return {name: error if math.isfinite(error) else None for name, error in errors.items()}
 
 
 def are_shares(rows: Tensor) -> bool:
-    """Whether the mean of one number per example is a share of the examples."""
+    """Whether every number is 0 or 1, so that their mean is a share of the examples."""
     return bool(((rows == 0) | (rows == 1)).all())
 
 
 def difference(rows: Tensor, others: Tensor) -> Difference:
-    """How much larger the mean of ``rows`` is than that of ``others``: the same examples in the same order."""
-    apart, count = rows.double() - others.double(), len(rows)
-    value = float(apart.mean())
+    """Return how much larger the mean of ``rows`` is than that of ``others``: the same examples in the same order."""
+    differences, count = rows.double() - others.double(), len(rows)
+    value = float(differences.mean())
     if not (are_shares(rows) and are_shares(others)):
-        return Difference(value, float(apart.std()) / math.sqrt(count) if count > 1 else math.nan)
-    more = count + 2
-    return Difference(value, math.sqrt(float(apart.square().sum()) + 2 - float(apart.sum()) ** 2 / more) / more)
+        return Difference(value, float(differences.std()) / math.sqrt(count) if count > 1 else math.nan)
+    total = count + 2
+    variance = float(differences.square().sum()) + 2 - float(differences.sum()) ** 2 / total
+    return Difference(value, math.sqrt(variance) / total)
 
 
 def averaged(differences: Sequence[Difference]) -> Difference:
-    """The mean of differences on examples that have nothing to do with each other, such as those of several tasks."""
-    value = sum(one.value for one in differences) / len(differences)
-    return Difference(value, math.hypot(*(one.error for one in differences)) / len(differences))
+    """Return the mean of differences on independent examples, such as those of several tasks."""
+    value = sum(difference.value for difference in differences) / len(differences)
+    return Difference(value, math.hypot(*(difference.error for difference in differences)) / len(differences))

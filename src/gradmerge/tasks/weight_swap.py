@@ -1,4 +1,4 @@
-"""One model in memory that takes the weights of one merge after another."""
+"""A model in memory whose weights are replaced again and again."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from ..errors import InputError
 from .models import model_with
 
 
-class RefilledModel:
-    """A model like another, with weights by the names of checkpoint files, which are copied into it.
+class WeightSwap:
+    """A model like another, which takes weights by the names of checkpoint files.
 
-    transformers loads the first weights, and what it made of them says which tensor goes where. Where that is not one
-    tensor for each parameter, as it is, it loads all of them.
+    transformers loads the first weights. That shows which stored tensor belongs to which parameter, so later weights
+    are copied. If parameters are not stored one by one and unchanged, transformers loads all weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._like = model
-        self._made: nn.Module | None = None
-        self._places: list[tuple[Tensor, str]] | None = None
+        self._template = model
+        self._model: nn.Module | None = None
+        self._sources: list[tuple[Tensor, str]] | None = None
 
     def with_state(self, state: Mapping[str, Tensor], name: str | None = None) -> nn.Module:
-        """The model, which the next call fills anew; ``name`` is for errors."""
-        if self._made is None or self._places is None:
-            made: nn.Module = model_with(self._like, state, name)
-            if self._made is None:
-                self._made, self._places = made, _places(made, state)
-            return made
+        """Return the model with these weights, until the next call. ``name`` is for errors."""
+        if self._model is None or self._sources is None:
+            model: nn.Module = model_with(self._template, state, name)
+            if self._model is None:
+                self._model, self._sources = model, _sources(model, state)
+            return model
         with torch.no_grad():
-            for own, stored in self._places:
-                own.copy_(state[stored])
-        return self._made
+            for tensor, stored_name in self._sources:
+                tensor.copy_(state[stored_name])
+        return self._model
 
 
-def _places(model: nn.Module, state: Mapping[str, Tensor]) -> list[tuple[Tensor, str]] | None:
-    """Every tensor of a model that was loaded from a state, with its name there; None if some is not as it is there."""
+def _sources(model: nn.Module, state: Mapping[str, Tensor]) -> list[tuple[Tensor, str]] | None:
+    """Return every tensor of the model with its name in the state; None if one is not stored unchanged."""
     try:
-        names = {own: stored for stored, own in stored_sources(model).items()}
-    except InputError:  # names that cannot be worked out
+        stored_names = {name: stored for stored, name in stored_sources(model).items()}
+    except InputError:  # the names cannot be derived
         return None
     saved = model.state_dict()
     buffers = {name: value for name, value in model.named_buffers() if name in saved}
-    found = []
-    for own, tensor in (*model.named_parameters(), *buffers.items()):
-        stored = names.get(own, own)
-        if own in buffers and stored not in state:
-            continue  # it makes itself
-        value = state.get(stored)
+    sources = []
+    for name, tensor in (*model.named_parameters(), *buffers.items()):
+        stored_name = stored_names.get(name, name)
+        if name in buffers and stored_name not in state:
+            continue  # the model computes it
+        value = state.get(stored_name)
         if value is None or value.shape != tensor.shape or not torch.equal(value.to(tensor), tensor.detach()):
             return None
-        found.append((tensor, stored))
-    return found
+        sources.append((tensor, stored_name))
+    return sources

@@ -63,8 +63,10 @@ ANCHORS = (
 )
 SCORE = ("score", "similarity", "similarity_score", "label", "labels")
 
-Fields = dict[str, tuple[str, ...]]
-"""Role → the columns that it is read from, in order."""
+Columns = tuple[str, ...]
+"""The columns of a role, in order. Several are joined."""
+Fields = dict[str, Columns]
+"""Role → its columns."""
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
@@ -93,7 +95,7 @@ class _Chooser:
         self.by_name = {name.lower(): name for name in reversed(rows.columns)}
         self.given = {role: self._parse(role, value) for role, value in columns.items()}
 
-    def _parse(self, role: str, value: str) -> tuple[str, ...]:
+    def _parse(self, role: str, value: str) -> Columns:
         """Check the user's choice for a role: a column, or several joined by +."""
         roles = ROLES[self.task]
         if role not in roles:
@@ -109,9 +111,7 @@ class _Chooser:
     def _known(self) -> str:
         return f"The data has the columns {', '.join(map(str, self.rows.columns))[:2000] or 'none'}."
 
-    def find(
-        self, role: str, names: Sequence[str], taken: Sequence[str] = (), *, only_text: bool = False
-    ) -> tuple[str, ...]:
+    def find(self, role: str, names: Sequence[str], taken: Sequence[str] = (), *, only_text: bool = False) -> Columns:
         """The user's choice, else the first common name that is not taken, else with ``only_text`` the only text."""
         if role in self.given:
             return self.given[role]
@@ -122,18 +122,15 @@ class _Chooser:
             free = texts if len(texts) == 1 else []
         return tuple(free[:1])
 
-    def find_pair(self, pairs: Sequence[tuple[str, str]], taken: Sequence[str] = ()) -> Sequence[str]:
+    def find_pair(self, pairs: Sequence[tuple[str, str]], taken: Sequence[str] = ()) -> Columns:
         """The columns of the first pair that the data has."""
-        for pair in pairs:
-            columns = [self.by_name[name] for name in pair if name in self.by_name]
-            if len(columns) == 2 and not set(columns) & set(taken):
-                return columns
-        return ()
+        found = [tuple(self.by_name[name] for name in pair if name in self.by_name) for pair in pairs]
+        return next((pair for pair in found if len(pair) == 2 and not set(pair) & set(taken)), ())
 
-    def require(self, columns: tuple[str, ...], what: str, example: str) -> tuple[str, ...]:
+    def require(self, columns: Columns, what: str, example: str) -> Columns:
         """Return the columns, or raise an error with an example of how to name them."""
         if not columns:
-            hint = f"{self._known()} Name the columns: --columns {example}"
+            hint = f"{self._known()} Name the columns in `columns`, such as {example}."
             raise InputError(f"{self.rows.label}: task {self.task} needs {what}.\n  {hint}")
         return columns
 
@@ -151,7 +148,7 @@ def _classify(chooser: _Chooser) -> Fields:
     labels = chooser.find_label(LABEL, [name for names in texts.values() for name in names], example)
     [label] = labels.values()
     if not texts and (pair := chooser.find_pair(PAIRS, label)):
-        texts = {"text": (pair[0],), "text2": (pair[1],)}
+        texts = {"text": pair[:1], "text2": pair[1:]}
     if "text" not in texts:
         text = chooser.find("text", TEXT, (*label, *texts.get("text2", ())), only_text=True)
         texts["text"] = chooser.require(text, "a text", f"text=COLUMN,label={'+'.join(label)}")
@@ -199,7 +196,7 @@ def _embedding(chooser: _Chooser) -> Fields:
     if {"score", "negative"} <= given.keys():
         raise InputError("columns: give either score (a number for the pair) or negative (texts to tell apart)")
     pair = chooser.find_pair((*ANCHORS, *PAIRS))
-    fields = {role: given.get(role, tuple(pair[n : n + 1])) for n, role in enumerate(("anchor", "positive"))}
+    fields = {"anchor": given.get("anchor", pair[:1]), "positive": given.get("positive", pair[1:])}
     for columns in fields.values():
         chooser.require(columns, "two texts", "anchor=COLUMN,positive=COLUMN,score=COLUMN")
     taken = [column for columns in fields.values() for column in columns]

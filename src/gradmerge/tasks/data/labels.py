@@ -26,14 +26,12 @@ def read_labels(rows: Rows, fields: Fields, config: Any) -> Tensor:
         return _read_regression(rows, columns, classes.count)
     cells = list(rows.column(columns[0])) if len(columns) == 1 else []
     several = not cells or isinstance(cells[0], list | tuple)
-    if several and problem == "single_label_classification":
+    wanted = {"single_label_classification": False, "multi_label_classification": True}.get(problem or "", several)
+    if several is not wanted:
+        count = ("one label", "a list of labels, or several label columns (columns labels=a+b+c)")
         raise InputError(
-            f"{rows.label}: {'+'.join(columns)} has several labels per row, but the model's config says {problem}"
-        )
-    if not several and problem == "multi_label_classification":
-        raise InputError(
-            f"{rows.label}: {columns[0]!r} is {shorten(cells[0])}, but the model needs several labels per row: a list, "
-            "or several columns (--columns labels=a+b+c)"
+            f"{rows.label}: {'+'.join(columns)} has {count[several]} per row, but the model's config says {problem}, "
+            f"which needs {count[wanted]}"
         )
     if not cells:
         return _read_label_columns(rows, columns, classes)
@@ -96,20 +94,21 @@ def _class_numbers(rows: Rows, column: str, cells: Sequence[tuple[int, Any]], cl
     from_data = _match_classes(rows, column, classes)
     numbers = []
     for (index, cell), label in zip(cells, labels, strict=True):
-        problem = f"{column!r} is {shorten(cell)}"
         if label is None:
-            raise rows.error(index, f"{problem}, but must be the number or name of a class")
+            raise rows.error(index, f"{column!r} is {shorten(cell)}, but must be the number or name of a class")
         number = int(label) if _is_number(label) and not by_name else classes.number(label)
-        if number is None and (number := {"true": 1, "false": 0}.get(label)) is None:
+        if number is None:
+            number = {"true": 1, "false": 0}.get(label)
+        if number is not None:
+            number = from_data.get(number, number)
+        if number is None or not 0 <= number < classes.count:
+            hint = "\n  -1 usually marks rows without a label." if number == -1 else ""
             values = ", ".join(list(dict.fromkeys(str(cell)[:40] for _, cell in cells))[:8])
             raise rows.error(
                 index,
-                f"{problem}, not a class of the model.\n  Its classes are {classes}.\n  The data has {values}.",
+                f"{column!r} is {shorten(cell)}, not one of the {classes.count} classes of the model.\n"
+                f"  Its classes are {classes}.\n  The data has {values}.{hint}",
             )
-        number = from_data.get(number, number)
-        if not 0 <= number < classes.count:
-            hint = "; -1 usually marks rows without a label" if number == -1 else ""
-            raise rows.error(index, f"{problem}, but the model has the classes 0 to {classes.count - 1}{hint}")
         numbers.append(number)
     return numbers
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
-import io
 import json
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -25,6 +24,7 @@ from ...urls import as_url, remote_url, strip_file_scheme, unredact
 FORMATS = (
     ".jsonl, .csv, .parquet or .txt (each also .gz), .npz, a folder of images by class, or org/name:split of the Hub"
 )
+SUFFIXES = (".npz", ".parquet", ".jsonl", ".csv", ".txt")
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 HUB_DATASET = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.+-]+))?")
 SPLIT = re.compile(r"(?P<location>.+):(?P<split>\w[\w.-]*)")
@@ -190,32 +190,39 @@ def dataset_type(name: str) -> str:
 def _format(location: str) -> str | None:
     """Return the format of a file by its name, such as `.csv` for `a.csv.gz`."""
     name = location.lower().removesuffix(".gz")
-    return next((suffix for suffix in (".npz", ".parquet", *_LINE_FORMATS) if name.endswith(suffix)), None)
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
 def _read_file(source: str, path: Path, split: str | None, limit: int | None) -> Rows:
-    kind = _format(path.name)
-    if kind is None:
+    suffix = _format(path.name)
+    if suffix is None:
         raise InputError(f"{source}: unknown format. Data is {FORMATS}")
-    if kind == ".npz":
-        return _read_npz(source, path, split, limit)
-    if split is not None:
-        raise InputError(f"{source}: a {kind} file has no splits. Remove :{split}")
-    if kind == ".parquet":
-        return _read_parquet(source, require_utf8_path(path), limit)
+    if split is not None and suffix != ".npz":
+        raise InputError(f"{source}: a {suffix} file has no splits. Remove :{split}")
     try:
-        rows = list(islice(_LINE_FORMATS[kind](source, path), limit))
-    except (EOFError, zlib.error, gzip.BadGzipFile, PermissionError) as error:
+        if suffix == ".npz":
+            return _read_npz(source, path, split, limit)
+        if suffix == ".parquet":
+            return _read_parquet(source, require_utf8_path(path), limit)
+        readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".txt": _read_txt}
+        rows = list(islice(readers[suffix](source, path), limit))
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:  # damaged files raise errors of gzip, zip, numpy and pyarrow
+        if isinstance(error, OSError) and error.errno == errno.EIO:
+            raise MachineError(f"{source}: reading failed: {error.strerror}") from error
         raise InputError(f"{source}: cannot be read: {first_line(error)}") from error
-    except OSError as error:
-        raise MachineError(f"{source}: reading failed: {error.strerror or error}") from error
     return Rows(source, rows, tuple(rows[0]) if rows else (), folder=path.parent)
+
+
+def _is_packed(path: Path) -> bool:
+    return path.name.lower().endswith(".gz")
 
 
 def _lines(source: str, path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and text of each line of a UTF-8 file, unpacked if it is a .gz."""
-    packed = path.name.lower().endswith(".gz")
     number = total = 0
+    packed = _is_packed(path)
     with gzip.open(path) if packed else path.open("rb") as file:
         while line := file.readline(MAX_LINE + 1):
             number, total = number + 1, total + len(line)
@@ -264,69 +271,43 @@ def _read_txt(source: str, path: Path) -> Iterator[Row]:
     return ({"text": line.rstrip("\r\n")} for _, line in _lines(source, path) if line.strip())
 
 
-_LINE_FORMATS: Mapping[str, Callable[[str, Path], Iterator[Row]]] = {
-    ".jsonl": _read_jsonl,
-    ".csv": _read_csv,
-    ".txt": _read_txt,
-}
-
-
 def _read_parquet(source: str, path: Path, limit: int | None) -> Rows:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     rows: list[Row] = []
     unpacked = 0
-    try:
-        with pyarrow.parquet.ParquetFile(_unpack(path)) as file:
-            columns = tuple(file.schema_arrow.names)
-            # Every row may be as long as its row group: a dictionary stores a text once for many rows.
-            longest = max([1, *(file.metadata.row_group(n).total_byte_size for n in range(file.num_row_groups))])
-            batch_size = max(1, min(limit or 4096, 4096, BATCH_BYTES // longest))
-            for batch in file.iter_batches(batch_size=batch_size):
-                unpacked += batch.nbytes
-                require_unpackable(path, unpacked)
-                rows += batch.to_pylist()
-                if limit is not None and len(rows) >= limit:
-                    break
-    except InputError:
-        raise
-    except Exception as error:  # of pyarrow, of gzip, or of Python for dates and numbers that it does not have
-        raise InputError(f"{source}: the parquet file cannot be read: {first_line(error)}") from error
+    with pyarrow.parquet.ParquetFile(gzip.open(path) if _is_packed(path) else path) as file:
+        columns = tuple(file.schema_arrow.names)
+        # Every row may be as long as its row group: a dictionary stores a text once for many rows.
+        longest = max([1, *(file.metadata.row_group(n).total_byte_size for n in range(file.num_row_groups))])
+        batch_size = max(1, min(limit or 4096, 4096, BATCH_BYTES // longest))
+        for batch in file.iter_batches(batch_size=batch_size):
+            unpacked += batch.nbytes
+            require_unpackable(path, unpacked)
+            rows += batch.to_pylist()
+            if limit is not None and len(rows) >= limit:
+                break
     return Rows(source, rows[:limit], columns, folder=path.parent)
-
-
-def _unpack(path: Path) -> Path | io.BytesIO:
-    """Unpack a .gz into memory, up to the limit."""
-    if not path.name.lower().endswith(".gz"):
-        return path
-    content = bytearray()
-    with gzip.open(path) as file:
-        while chunk := file.read(1 << 24):
-            content += chunk
-            require_unpackable(path, len(content))
-    return io.BytesIO(content)
 
 
 def _read_npz(source: str, path: Path, split: str | None, limit: int | None) -> Rows:
     import numpy as np
 
     wanted = [f"{letter}_{split.lower()}" if split else letter for letter in "xy"]
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            names = {name.lower(): name for name in file.files}
-            if missing := [name for name in wanted if name not in names]:
-                splits = sorted(name[2:] for name in names if name.startswith("x_") and f"y_{name[2:]}" in names)
-                hint = f" Name a split, such as {source}:{splits[0]}." if splits and not split else ""
-                raise InputError(
-                    f"{source}: the file has no array {missing[0]}.{hint} It has\n{listed(file.files) or '  nothing'}"
-                )
-            entries = [file.zip.getinfo(f"{names[name]}.npy") for name in wanted]
-            require_unpackable(path, sum(entry.file_size for entry in entries))
+    with np.load(path, allow_pickle=False) as file:
+        names = {name.lower(): name for name in file.files}
+        if missing := [name for name in wanted if name not in names]:
+            splits = sorted(name[2:] for name in names if name.startswith("x_") and f"y_{name[2:]}" in names)
+            hint = f" Name a split, such as {source}:{splits[0]}." if splits and not split else ""
+            raise InputError(
+                f"{source}: the file has no array {missing[0]}.{hint} It has\n{listed(file.files) or '  nothing'}"
+            )
+        entries = [file.zip.getinfo(f"{names[name]}.npy") for name in wanted]
+        require_unpackable(path, sum(entry.file_size for entry in entries))
+        try:
             x, y = (np.asarray(file[names[name]]) for name in wanted)
-    except InputError:
-        raise
-    except Exception as error:  # a damaged archive or header, a pickle, or an array larger than the memory
-        raise InputError(f"{source}: the arrays cannot be read: {first_line(error)}") from error
+        except MemoryError as error:  # the header of an array claims any shape
+            raise InputError(f"{source}: cannot be read: {first_line(error)}") from error
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if x.ndim not in (3, 4) or y.ndim != 1 or len(x) != len(y):
@@ -346,10 +327,10 @@ def _read_image_folder(source: str, folder: Path, split: str | None, limit: int 
 
     try:
         classes = [entry for entry in entries(root) if entry.is_dir()]
-        inside = [(path, number) for number, folder in enumerate(classes) for path in entries(folder)]
+        files = [(path, number) for number, folder in enumerate(classes) for path in entries(folder)]
     except OSError as error:
         raise InputError(f"{source}: {error.filename} cannot be read: {error.strerror}") from error
-    files = [(path, number) for path, number in inside if path.suffix.lower() in IMAGES]
+    files = [(path, number) for path, number in files if path.suffix.lower() in IMAGES]
     if not files:
         raise InputError(
             f"{source}: no images. A folder of data has one folder per class, with images in it. Or name a split, such "

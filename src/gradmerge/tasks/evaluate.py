@@ -1,4 +1,4 @@
-"""Evaluating a model on data."""
+"""Evaluate a model on data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..text import first_line
 from .loading import LoadedTask
 from .metrics import METRICS, Metrics
 from .standard_errors import standard_errors
-from .text_metrics import Generation, written_rows
+from .text_metrics import Generation, generation_rows
 
 Advance = Callable[[int], None]
 """Called with the number of examples of every batch that is done."""
@@ -30,30 +30,34 @@ def evaluate(
     generation: Generation | None = None,
     processes: Processes = SINGLE,
 ) -> dict[str, Any]:
-    """The metrics of a loaded model on its data, with standard errors; ``batch_size`` changes nothing but rounding.
+    """Return the metrics of a loaded model on its data, with standard errors.
 
-    With ``generation`` also those of what it writes; every row is then counted twice as done. Of several ``processes``
-    each runs its share of the rows, and all get the metrics of all.
+    Args:
+        loaded: The model and its data.
+        batch_size: Examples per batch. The result does not depend on it, beyond rounding.
+        advance: Called with the number of examples of every batch that is done. Generating counts every row again.
+        generation: Also generate answers, and score them.
+        processes: Each process evaluates its share of the rows. All get the metrics of all rows.
     """
-    mine = processes.share(loaded.examples)
-    batches = loaded.batches(batch_size, mine.start, mine.stop)
-    found = measure(loaded.model, batches, loaded.output, advance, processes, mine.start)
-    if generation is None:
-        return {"task": loaded.task, **found.summary()}
-    written = written_rows(loaded, loaded.model, generation, advance, processes)
-    return {"task": loaded.task, **with_written(found.summary(), written)}
+    own_rows = processes.share(loaded.examples)
+    batches = loaded.batches(batch_size, own_rows.start, own_rows.stop)
+    metrics = measure(loaded.model, batches, loaded.loss, advance, processes, own_rows.start).summary()
+    if generation is not None:
+        rows = generation_rows(loaded, loaded.model, generation, advance, processes)
+        metrics = with_generation_metrics(metrics, rows)
+    return {"task": loaded.task, **metrics}
 
 
-def with_written(metrics: dict[str, Any], written: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Metrics with those of generated text before them."""
-    errors = standard_errors(written) | metrics["standard_errors"]
-    return {name: rows.mean().item() for name, rows in written.items()} | metrics | {"standard_errors": errors}
+def with_generation_metrics(metrics: dict[str, Any], rows: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Put the metrics of generated texts before other metrics."""
+    errors = standard_errors(rows) | metrics["standard_errors"]
+    return {name: values.mean().item() for name, values in rows.items()} | metrics | {"standard_errors": errors}
 
 
 def measure(
     model: nn.Module,
     batches: Iterable[Any],
-    output: ExampleLoss,
+    loss: ExampleLoss,
     advance: Advance | None = None,
     processes: Processes = SINGLE,
     first: int = 0,
@@ -61,11 +65,17 @@ def measure(
     """Measure a model on batches: keyword arguments with "labels", or sequences that end with the labels.
 
     The model is in eval mode during the evaluation. The result has ``numbers()``, ``rows()`` with one number per
-    example, and ``summary()``, the metrics with their standard errors.
+    example, and ``summary()``, the metrics with their standard errors. All processes get the metrics of all examples.
 
-    ``first`` is the place in the data where the batches of this process begin; what it gets are the metrics of all.
+    Args:
+        model: The model.
+        batches: The batches of this process.
+        loss: The loss of an example, which says what the outputs and labels mean.
+        advance: Called with the number of examples of every batch that is done.
+        processes: The processes that measure.
+        first: The index of this process' first example in the data, for messages.
     """
-    metrics = METRICS[output.name]()
+    metrics = METRICS[loss.name]()
     device = input_device(model)
     training = model.training
     model.eval()
@@ -75,9 +85,9 @@ def measure(
             for batch in batches:
                 batch = moved(batch, device)
                 logits, labels = _logits(model, batch, done), labels_of(batch)
-                output.check(logits.shape, labels)
-                # One example at a time: a whole batch of logits over a large vocabulary, widened, may not fit memory.
-                losses = torch.cat([output.losses(logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
+                loss.check(logits.shape, labels)
+                # One example at a time: the logits of a batch over a large vocabulary may not fit in float32.
+                losses = torch.cat([loss.losses(logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
                 _check_finite(losses, done)
                 metrics.add(logits, labels, losses)
                 done += len(labels)
@@ -99,8 +109,8 @@ def _logits(model: nn.Module, batch: Any, done: int) -> Tensor:
     except Exception as error:  # a config may describe a model that can be built but not run
         reason = first_line(error)
         if "allocate memory" in reason:
-            raise MachineError(f"out of memory: {reason}. Try a smaller --batch-size.") from error
-        raise InputError(f"the model cannot be run on the batch from example {done + 1} on: {reason}") from error
+            raise MachineError(f"out of memory: {reason}. Try a smaller batch_size.") from error
+        raise InputError(f"the model cannot be run on the batch that starts at example {done + 1}: {reason}") from error
 
 
 def _check_finite(losses: Tensor, done: int) -> None:
@@ -108,5 +118,5 @@ def _check_finite(losses: Tensor, done: int) -> None:
     if bool(wrong.any()):
         raise InputError(
             f"example {done + int(wrong.nonzero()[0]) + 1}: the model's loss is not finite. "
-            "Its weights are damaged, or the numbers too large for its type (try --dtype float32)"
+            "Its weights are damaged, or the numbers too large for its type (try dtype=float32)"
         )
