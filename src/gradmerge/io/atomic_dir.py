@@ -152,9 +152,9 @@ class AtomicDir:
             self.upload.check_replaceable(self.folder, self.force, resume, _are_ours)
         elif self.out.exists() or self.out.is_symlink():
             if not self.force:
-                raise InputError(f"{self.out}: exists already. Choose another output, or pass --force to replace it.")
+                raise InputError(f"{self.out}: exists already. Choose another output, or set force=True to replace it.")
             if not self.out.is_dir() or self.out.is_symlink():
-                raise InputError(f"{self.out}: is not a folder. --force replaces only folders.")
+                raise InputError(f"{self.out}: is not a folder. force=True replaces only folders.")
             _check_ours(self.out)
 
     def _lock_folder(self) -> None:
@@ -208,8 +208,8 @@ class AtomicDir:
                 self.upload.finish()
             except GradmergeError as error:
                 raise type(error)(
-                    f"{error}\n  The remaining files are in {self.folder}. Run the same command with --resume, if it "
-                    "has this option."
+                    f"{error}\n  The remaining files are in {self.folder}. Run the same command with resume=True, "
+                    "if it has this option."
                 ) from None
             self._remove()
             return
@@ -278,8 +278,8 @@ def _contains(folder: Path, path: Path) -> bool:
 def _check_ours(folder: Path) -> None:
     if any(folder.iterdir()) and not _written_by_us(folder):
         raise InputError(
-            f"{folder}: was not written by gradmerge, so --force does not replace it. Choose another output, or remove "
-            "the folder yourself."
+            f"{folder}: was not written by gradmerge, so force=True does not replace it. Choose another output, or "
+            "remove the folder yourself."
         )
 
 

@@ -35,8 +35,8 @@ SMALL_FILES = (
     *("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.yml", "*.yaml"),
     *("README.md", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*"),
 )
-#: Limits of a model folder: number of files, of subfolders, and bytes of all small files.
-MAX_FILES, MAX_FOLDERS, MAX_SMALL_BYTES = 10_000, 64, 1_000_000_000
+#: Limit on the bytes of all small files of a folder.
+MAX_SMALL_BYTES = 1_000_000_000
 #: Seconds for which a listing is reused while a recipe is being opened.
 FRESH = 10.0
 #: Bytes of each request when a whole file is downloaded.
@@ -133,15 +133,15 @@ def download_model(url: str) -> Path:
     copy = _local_copy(url, 0)
     if "" in copy.files:
         raise InputError(f"{url}: is a file. To run a model, pass the folder with its config.json.")
-    download([copy.path / name for name in copy.files if name.endswith(".safetensors")])
+    download(copy.path / name for name in copy.files if name.endswith(".safetensors"))
     return copy.path
 
 
 def download_file(url: str) -> Path:
-    """Return the local copy of a data file at a URL, with its content."""
+    """Return the local copy of a file at a URL, with its content."""
     copy = _local_copy(url, 0)
     if "" not in copy.files:
-        raise InputError(f"{url}: is a folder. Data at a URL must be one file.")
+        raise InputError(f"{url}: is a folder. Pass the URL of one file.")
     download([copy.path])
     return copy.path
 
@@ -185,12 +185,10 @@ def states_of(paths: Iterable[Path]) -> dict[Path, list[Any]]:
 
 
 def read_whole(url: str, limit: int) -> bytes:
-    """Return the content of a file at a URL of at most ``limit`` bytes."""
+    """Return the content of a file at a URL of at most ``limit`` bytes, without a local copy."""
     file = list_files(url)[0].get("")
-    if file is None:
-        raise InputError(f"{url}: is a folder, not a file")
-    if file.size > limit:
-        raise InputError(f"{url}: larger than {size(limit)}, the limit for such a file")
+    if file is None or file.size > limit:
+        raise InputError(f"{url}: is not a file of at most {size(limit)}")
     return file.fetch(0, file.size)
 
 
@@ -244,7 +242,7 @@ def _create(copy: LocalCopy) -> None:
             unfinished.path.rename(copy.path)
     except OSError as error:
         if not copy.path.exists():  # otherwise another process has created it meanwhile
-            advice = "Set GRADMERGE_CACHE (--cache) to another folder."
+            advice = "Set the environment variable GRADMERGE_CACHE to another folder."
             raise MachineError(f"{copy.path}: cannot be written: {error.strerror}. {advice}") from error
 
 
@@ -268,17 +266,11 @@ def _list(fs: Any, path: str, url: str) -> dict[str, RemoteFile]:
     info = fs.info(path)
     if info["type"] != "directory":
         return {"": _remote_file(fs, url, info)}
-    entries = fs.ls(path, detail=True)
-    folders = [entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"]
-    wanted = [folder for folder in folders if not last_part(folder).startswith((".", "checkpoint-"))]
-    for folder in wanted[:MAX_FOLDERS]:
-        if folder != path.rstrip("/"):
-            entries += fs.ls(folder, detail=True)
     files = {}
-    for entry in entries[:MAX_FILES]:
-        name = entry["name"].removeprefix(path.rstrip("/")).strip("/")
-        parts = name.split("/")
-        if entry["type"] != "directory" and entry["name"] != name and all(map(is_plain_name, parts)):
+    for name, entry in fs.find(path, maxdepth=2, detail=True).items():
+        name = name.removeprefix(path.rstrip("/")).strip("/")
+        is_skipped = "/" in name and name.startswith((".", "checkpoint-"))
+        if name and not is_skipped and all(map(is_plain_name, name.split("/"))):
             files[name] = _remote_file(fs, f"{url}/{name}", entry)
     return files
 
@@ -359,14 +351,13 @@ def translate_fs_error(url: str, error: Exception) -> GradmergeError:
     if isinstance(error, FileNotFoundError) or status == 404 or kind in ("RepositoryNotFoundError", "NoSuchBucket"):
         return InputError(f"{url}: does not exist, or you may not see it ({reason})")
     if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in kind or "Token" in kind:
-        missing = f" Records and messages do not contain the secrets that {REDACTED} replaces." * (REDACTED in url)
         return InputError(
-            f"{url}: access denied ({reason}). Set the credentials of this file system, for example in the "
-            f"environment or a profile.{missing}"
+            f"{url}: access denied ({reason}). Set the credentials of this file system, for example in the environment "
+            f"or a profile. Records do not contain secrets: give a URL with {REDACTED} again in full."
         )
     if isinstance(error, ImportError):
-        command = "pip install 'gradmerge[remote]'" if url.startswith(("s3://", "s3a://")) else reason
-        return InputError(f"{url}: a package is not installed: {command}")
+        package = "pip install 'gradmerge[remote]'" if url.startswith(("s3://", "s3a://")) else reason
+        return InputError(f"{url}: a package is not installed: {package}")
     if isinstance(error, ValueError | NotImplementedError) or kind == "ParamValidationError":
         return InputError(f"{url}: cannot be used: {reason}. Check the address, or download the file.")
     return MachineError(f"{url}: the network or the store failed: {kind}: {reason}")

@@ -66,13 +66,13 @@ class Upload:
         if unfinished and not force and not (resume and folder.exists()):
             raise InputError(
                 f"{self.url}: contains an unfinished result, or another process is writing to it. Resume it on the "
-                "machine where it was started (--resume), choose another output, or pass --force to replace it."
+                "machine where it was started (resume=True), choose another output, or set force=True to replace it."
             )
         if names and not unfinished and not force:
-            raise InputError(f"{self.url}: exists already. Choose another output, or pass --force to replace it.")
+            raise InputError(f"{self.url}: exists already. Choose another output, or set force=True to replace it.")
         if names and not unfinished and not ours:
             raise InputError(
-                f"{self.url}: was not written by gradmerge, so --force does not replace it. Choose another output, "
+                f"{self.url}: was not written by gradmerge, so force=True does not replace it. Choose another output, "
                 "or remove the files yourself."
             )
         # A resumed run keeps what the earlier run sent, unless a complete old result is still there.

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from ..arguments import checked
 from ..errors import InputError
 from ..io.reader import local_path
+from ..io.small_files import read_bounded
 from ..notes import Note
 from ..rules import METHODS
 from ..text import nearest
@@ -48,14 +49,7 @@ def load_recipe(path: str | Path, *, allow_code: bool = False) -> Recipe:
         file: Path = UrlPath(url)
         return recipe_of_text(read_whole(url, MAX_BYTES), file.parent, url, file, allow_code)
     path = Path(strip_file_scheme(path))
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder; a recipe is a YAML file")
-    try:
-        with path.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    return recipe_of_text(raw, path.parent, str(path), path, allow_code)
+    return recipe_of_text(read_bounded(path, MAX_BYTES), path.parent, str(path), path, allow_code)
 
 
 def recipe_of_text(raw: bytes, folder: Path, where: str, file: Path | None = None, allow_code: bool = False) -> Recipe:

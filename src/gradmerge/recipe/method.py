@@ -39,7 +39,7 @@ def load_rule(method: str, folder: Path, *, allow_code: bool) -> Rule:
     if not allow_code:
         raise InputError(
             f"method: {method} is Python code that the merge would run. Read {path}; if you trust it, set "
-            "allow_code=True (--allow-code on the command line)"
+            "allow_code=True"
         )
     try:
         source = path.read_bytes()
