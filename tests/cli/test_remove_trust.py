@@ -1,4 +1,4 @@
-"""`gradmerge remove`: strengths, and the note about a step that is too long."""
+"""`gradmerge remove --model`: the note about a step that is too long."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import gradmerge as gm
@@ -66,8 +65,8 @@ def test_the_note_is_in_json_in_the_record_and_in_a_dry_run(models: list[Path], 
     arguments = ("--base", base, "--model", a, *UNBOUNDED)
     (note,) = json.loads(remove(*arguments, "-o", tmp_path / "out", "--json", "--accept-untrusted")[0])["notes"]
     assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["notes"] == [note]
-    assert json.loads(remove(*arguments, "--dry-run", "--json")[0])["notes"] == [note]
-    assert f"note: {note}" in remove(*arguments, "--dry-run")[0]
+    words = ["merge", "-m", "removal", *map(str, arguments), "--dry-run", "--json"]
+    assert json.loads(runner.invoke(app, words).stdout)["notes"] == [note]
     assert not list(tmp_path.glob("*partial*"))
 
 
@@ -88,21 +87,3 @@ def test_by_default_the_step_is_bounded_and_nothing_is_to_be_said(models: list[P
 def test_negation_is_not_judged(models: list[Path], tmp_path: Path) -> None:
     _, noted = remove("--method", "task-arithmetic", "--base", models[0], "--model", models[1], "-o", tmp_path / "out")
     assert noted == ""
-
-
-@pytest.mark.parametrize("method", ["removal", "task-arithmetic"])
-def test_strength_multiplies_that_of_every_model(models: list[Path], tmp_path: Path, method: str) -> None:
-    base, a, b = models
-    start = ("-m", method, "--base", base, "--accept-untrusted")
-    remove(*start, "--model", f"{a}=0.8", "--model", b, "--strength", "0.5", "-o", tmp_path / "s")
-    remove(*start, "--model", f"{a}=0.4", "--model", f"{b}=0.5", "-o", tmp_path / "own")
-    one, other = read_model(tmp_path / "s"), read_model(tmp_path / "own")
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
-    remove(*start, "--model", a, "--strength", "0", "-o", tmp_path / "nothing")
-    begun = read_model(base)
-    assert all(torch.equal(value, begun[name]) for name, value in read_model(tmp_path / "nothing").items())
-
-
-def test_a_strength_that_is_no_finite_number_is_refused(models: list[Path], tmp_path: Path) -> None:
-    for strength in ("nan", "inf", "much"):
-        remove("--base", models[0], "--model", models[1], "--strength", strength, "-o", tmp_path / "out", status=2)

@@ -323,14 +323,14 @@ def test_several_steps_forget_more_than_one_within_the_same_budget(task: Any) ->
 
 
 def test_an_error_during_a_step_leaves_the_model_as_it_was(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, losses, calls = copy.deepcopy(task[0]), influence._losses, iter(range(100))
+    model, losses, calls = copy.deepcopy(task[0]), influence._Run.losses, iter(range(100))
 
     def interrupted(*arguments: Any) -> Tensor:
         if next(calls) == 5:
             raise KeyboardInterrupt
         return losses(*arguments)
 
-    monkeypatch.setattr(influence, "_losses", interrupted)
+    monkeypatch.setattr(influence._Run, "losses", interrupted)
     with pytest.raises(KeyboardInterrupt):
         gm.remove(model, forget=batches(task[2]), retain=batches(task[1]), progress=False)
     assert torch.equal(weights(model), weights(task[0]))

@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -23,17 +22,17 @@ from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
 from ..refinement.influence import Dataset, RemovalResult, remove_influence
-from ..refinement.model_io import LoadedModel, notes_of_folder, open_model, write_folder
+from ..refinement.model_io import notes_of_folder, open_model, write_folder
 from ..refinement.rows import RowBatches, as_batches, count_common_rows, count_rows, hold_out
 from ..report.page import write_report
 from ..report.removal_page import removal_card, removal_page
-from ..tasks import LoadedTask, LoadOptions, complete, tokenizer_of
+from ..tasks import LoadOptions, complete, tokenizer_of
 from ..tasks.data.read import data_paths, dataset_metadata
 from ..tasks.resolve_model import folder_of
 from .merge import merge
 
 #: Methods with fine-tuned models → merge rules.
-METHODS = {"removal": "removal", "negation": "task-arithmetic"}
+METHODS = {"removal": "removal", "negation": "task-arithmetic", "task-arithmetic": "task-arithmetic"}
 
 
 @overload
@@ -103,83 +102,90 @@ def remove(
     >>> remove(module, forget=toxic_batches, retain=other_batches).used  # doctest: +SKIP
     >>> remove("./gpt2", "./gpt2-clean", forget="toxic.jsonl", retain="other.jsonl", budget="2%")  # doctest: +SKIP
     """
-    options = complete(cast(LoadOptions, loading), remove)
     by_influence = {"forget": forget, "retain": retain, "retain_size": retain_size, "budget": budget, "steps": steps}
     by_influence |= {"unseen": unseen, "until": until, "max_kronecker_dim": max_kronecker_dim}
     if models is not None or method is not None:
         method = method or "removal"
         check_known(f"method {method!r}", method, METHODS)
-        for name, value in by_influence.items():
-            if value is not None:
-                raise InputError(f"{name} does not go with {method}, which takes models")
+        if given := [name for name, value in by_influence.items() if value is not None]:
+            raise InputError(f"{given[0]} does not go with method and models")
         if isinstance(base, nn.Module) or out is None or not models:
-            raise InputError(f"{method} takes the folders of base, out and models")
-        sign = -1.0 if method == "negation" else 1.0
-        strengths = dict(models) if isinstance(models, Mapping) else {str(one): 1.0 for one in models}
-        tuned = [{"model": name, "weight": sign * strength} for name, strength in strengths.items()]
-        recipe = {"method": METHODS[method], "base": str(base), "models": tuned}
-        device = "cpu" if options["device"] == "auto" else options["device"]
-        return merge(recipe, out, device=device, force=force, progress=progress)
+            raise InputError("models and method take the folders of base, out and models")
+        device = complete(cast(LoadOptions, loading), remove)["device"]
+        return merge(
+            _recipe(str(base), models, METHODS[method]),
+            out,
+            device="cpu" if device == "auto" else device,
+            force=force,
+            progress=progress,
+        )
+    rows = {
+        name: value for name, value in (("forget", forget), ("retain", retain), ("unseen", unseen)) if value is not None
+    }
     if forget is None or retain is None:
         raise InputError("give forget and retain, the rows to forget and rows to keep; or models")
-    settings = _settings(retain_size, budget, steps, unseen is not None, until, max_kronecker_dim)
-    module = isinstance(base, nn.Module)
-    for name, value in (("forget", forget), ("retain", retain), ("unseen", unseen)):
-        if value is not None and module is isinstance(value, str | os.PathLike):
-            expected = "batches, for a module" if module else "a path or name, for a model on disk"
+    in_memory = isinstance(base, nn.Module)
+    for name, value in rows.items():
+        if in_memory is isinstance(value, str | os.PathLike):
+            expected = "batches, for a module" if in_memory else "a path or name, for a model on disk"
             raise InputError(f"{name} is {type(value).__name__}, but must be {expected}")
-    wrong: dict[str, Any] = {"out": out, **loading} if module else {"output": output}
+    wrong: dict[str, Any] = {"out": out, **loading} if in_memory else {"output": output}
     if given := [name for name, value in wrong.items() if value is not None]:
-        raise InputError(f"{given[0]} is an option for a {'model on disk' if module else 'module'}")
-    with shown(progress, "batches") as reported:
+        raise InputError(f"{given[0]} is an option for a {'model on disk' if in_memory else 'module'}")
+    settings = _settings(retain_size, budget, steps, unseen is not None, until, max_kronecker_dim)
+    begun = time.perf_counter()
+    with shown(progress, "batches") as settings["progress"]:
         if isinstance(base, nn.Module):
-            rows = {"forget": forget, "retain": retain, "unseen": unseen}
-            batches = {name: cast(Iterable[Any], value) for name, value in rows.items() if value is not None}
-            return _in_memory(base, batches, loss_named(output), settings, reported)
+            loss = loss_named(output)
+            batches = {
+                name: Dataset(as_batches(name, cast(Iterable[Any], value)), loss) for name, value in rows.items()
+            }
+            result = _remove_rows(base, batches, **settings)
+            result.seconds = time.perf_counter() - begun
+            return result
         if out is None:
             raise InputError("out is None, but must be the folder to write, for a model on disk")
-        sources = {"forget": str(forget), "retain": str(retain)} | ({} if unseen is None else {"unseen": str(unseen)})
-        return _on_disk(str(base), Path(out), sources, options, settings, reported, command, force)
+        sources, options = (
+            {name: str(value) for name, value in rows.items()},
+            complete(cast(LoadOptions, loading), remove),
+        )
+        return _remove_on_disk(str(base), Path(out), sources, options, settings, command, force)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    retain_size: int | None
-    budget: float
-    steps: int
-    until: float | None
-    max_kronecker_dim: int
+def _recipe(base: str, models: Sequence[str | Path] | Mapping[str, float], rule: str) -> dict[str, Any]:
+    """Return the recipe of a removal with fine-tuned models: a list, or models and their strengths."""
+    sign = -1.0 if rule == "task-arithmetic" else 1.0
+    strengths = dict(models) if isinstance(models, Mapping) else {str(one): 1.0 for one in models}
+    tuned = [{"model": name, "weight": sign * strength} for name, strength in strengths.items()]
+    return {"method": rule, "base": base, "models": tuned}
 
 
 def _settings(
     retain_size: int | None,
     budget: float | str | None,
     steps: int | None,
-    unseen: bool,
+    has_unseen: bool,
     until: float | None,
     max_kronecker_dim: int | None,
-) -> _Settings:
+) -> dict[str, Any]:
     """The options of influence steps with their defaults; raises InputError if they are wrong."""
-    steps, max_kronecker_dim = (
-        1 if steps is None else steps,
-        MAX_KRONECKER_DIM if max_kronecker_dim is None else max_kronecker_dim,
-    )
+    steps = 1 if steps is None else steps
     if steps < 1:
         raise InputError(f"steps {steps}: at least one step is needed")
-    if unseen and until is not None:
+    if has_unseen and until is not None:
         raise InputError("give unseen or until, not both: each sets the loss at which removal stops")
-    if steps > 1 and not unseen and until is None:
+    if steps > 1 and not has_unseen and until is None:
         raise InputError(
             f"steps {steps}: more than one step needs a loss at which removal stops, or the model forgets too much. "
             "Give unseen (rows of the same kind that the model has not seen) or until (a mean loss)"
         )
     if until is not None and not (math.isfinite(until) and until > 0):
         raise InputError(f"until {until}: must be a mean loss in nats, more than 0")
-    if max_kronecker_dim < 0:
-        raise InputError(
-            f"max_kronecker_dim {max_kronecker_dim}: a number of inputs or outputs, or 0 for diagonals only"
-        )
-    return _Settings(retain_size, read_budget(0.02 if budget is None else budget), steps, until, max_kronecker_dim)
+    dim = MAX_KRONECKER_DIM if max_kronecker_dim is None else max_kronecker_dim
+    if dim < 0:
+        raise InputError(f"max_kronecker_dim {dim}: a number of inputs or outputs, or 0 for diagonals only")
+    share = read_budget(0.02 if budget is None else budget)
+    return {"retain_size": retain_size, "budget": share, "steps": steps, "until": until, "max_kronecker_dim": dim}
 
 
 def read_budget(budget: float | str) -> float:
@@ -196,64 +202,34 @@ def read_budget(budget: float | str) -> float:
     return share
 
 
-def _in_memory(
-    model: nn.Module,
-    rows: Mapping[str, Iterable[Any]],
-    loss: ExampleLoss | None,
-    settings: _Settings,
-    progress: Progress,
-) -> RemovalResult:
-    begun = time.perf_counter()
-    datasets = {name: Dataset(as_batches(name, batches), loss) for name, batches in rows.items()}
-    result = _removed(model, datasets, settings, progress)
-    result.seconds = time.perf_counter() - begun
-    return result
-
-
-def _removed(
-    model: nn.Module, datasets: Mapping[str, Dataset], settings: _Settings, progress: Progress, **options: Any
+def _remove_rows(
+    model: nn.Module, rows: Mapping[str, Dataset], *, retain_size: int | None, **settings: Any
 ) -> RemovalResult:
     """Check the rows, hold out some of the retain set, and take the steps."""
-    forget, retain, unseen = datasets["forget"], datasets["retain"], datasets.get("unseen")
-    retain_rows, forget_rows = count_rows(retain.batches), count_rows(forget.batches)
-    if settings.retain_size is not None and settings.retain_size < retain_rows:
-        raise InputError(f"retain_size {settings.retain_size}: retain has {retain_rows} rows, which is more")
-    for name in ("retain", "unseen"):
-        if name in datasets and (common := count_common_rows(forget.batches, datasets[name].batches)):
+    forget, retain = rows["forget"], rows["retain"]
+    counts = {f"{name}_rows": count_rows(one.batches) for name, one in rows.items()}
+    if retain_size is not None and retain_size < counts["retain_rows"]:
+        raise InputError(f"retain_size {retain_size}: retain has {counts['retain_rows']} rows, which is more")
+    for name in rows.keys() - {"forget"}:
+        if common := count_common_rows(forget.batches, rows[name].batches):
             raise InputError(
-                f"{common} of the {forget_rows} rows to forget {'is' if common == 1 else 'are'} also in {name}, with "
-                "the same label. Remove them from one of the two"
+                f"{common} of the {counts['forget_rows']} rows to forget are also in {name}, with the same label. "
+                "Remove them from one of the two"
             )
-    rest, held_out = hold_out("retain", retain.batches)
-    retain_size = settings.retain_size or retain_rows
-    result = remove_influence(
-        model,
-        forget,
-        Dataset(rest, retain.loss),
-        Dataset(held_out, retain.loss),
-        retain_size=retain_size,
-        budget=settings.budget,
-        steps=settings.steps,
-        until=settings.until,
-        unseen=unseen,
-        max_kronecker_dim=settings.max_kronecker_dim,
-        progress=progress,
-        **options,
-    )
-    result.rows = {"forget_rows": forget_rows, "retain_rows": count_rows(rest), "held_out_rows": count_rows(held_out)}
-    result.rows["retain_size"] = retain_size
-    if unseen is not None:
-        result.rows["unseen_rows"] = count_rows(unseen.batches)
+    fit, held_out = (Dataset(batches, retain.loss) for batches in hold_out("retain", retain.batches))
+    size = retain_size or counts["retain_rows"]
+    result = remove_influence(model, forget, fit, held_out, retain_size=size, unseen=rows.get("unseen"), **settings)
+    counts["retain_rows"] = count_rows(fit.batches)
+    result.rows = counts | {"held_out_rows": count_rows(held_out.batches), "retain_size": size}
     return result
 
 
-def _on_disk(
+def _remove_on_disk(
     base: str,
     out: Path,
     sources: Mapping[str, str],
     options: LoadOptions,
-    settings: _Settings,
-    progress: Progress,
+    settings: Mapping[str, Any],
     command: str | None,
     force: bool,
 ) -> RemovalResult:
@@ -269,45 +245,34 @@ def _on_disk(
         with open_model(base, options) as loaded:
             files = state_of(models) + state_of(data, deep=True)
             tasks = {name: loaded.with_data(source) for name, source in sources.items()}
-            datasets = {n: Dataset(RowBatches(task, range(task.examples)), task.loss) for n, task in tasks.items()}
-            result = _removed(loaded.model, datasets, settings, progress, round_weights=loaded.round_weights)
+            rows = {n: Dataset(RowBatches(task, range(task.examples)), task.loss) for n, task in tasks.items()}
+            result = _remove_rows(loaded.model, rows, round_weights=loaded.round_weights, **settings)
             if path := changed(files, state_of(models) + state_of(data, deep=True)):
                 raise MachineError(f"{path}: changed during the removal, so nothing was written. Run it again.")
-            _finish(staging, loaded, tasks, result, settings, sources, command, time.perf_counter() - begun)
+            notes = [*staging.notes, *(note for task in tasks.values() for note in task.notes)]
+            result.notes = list(dict.fromkeys([*notes, *notes_of_folder(loaded), *result.notes]))
+            result.seconds = time.perf_counter() - begun
+            numbers = {
+                "task": loaded.info.task,
+                "loss_per_example": result.after.retain,
+                "examples": result.rows["held_out_rows"],
+                "standard_errors": {"loss_per_example": result.standard_errors["after"]["retain"]},
+            }
+            described = "held-out rows of the retain set, which chose the step length"
+            facts = {**sources, "max_kronecker_dim": settings["max_kronecker_dim"], **result.facts()}
+            write_folder(
+                staging,
+                loaded.stored,
+                loaded.info,
+                loaded.changed_tensors(),
+                action="removal",
+                card=removal_card(result),
+                facts={"removal": facts},
+                inputs=[input_entry("start", loaded.reference, loaded.stored.files())],
+                measured=[evaluation(*dataset_metadata(sources["retain"]), numbers, described)],
+                seconds=result.seconds,
+                notes=result.notes,
+            )
+            write_report(staging.folder, removal_page(result, base, sources, [command] if command else []))
     result.output = out
     return result
-
-
-def _finish(
-    staging: AtomicDir,
-    loaded: LoadedModel,
-    tasks: Mapping[str, LoadedTask],
-    result: RemovalResult,
-    settings: _Settings,
-    sources: Mapping[str, str],
-    command: str | None,
-    seconds: float,
-) -> None:
-    """Write the model folder with its record, card and report."""
-    notes = [*staging.notes, *(note for task in tasks.values() for note in task.notes), *notes_of_folder(loaded)]
-    result.notes = list(dict.fromkeys([*notes, *result.notes]))
-    result.seconds = seconds
-    numbers = {"task": loaded.info.task, "loss_per_example": result.after.retain}
-    numbers |= {"examples": result.rows["held_out_rows"]}
-    numbers["standard_errors"] = {"loss_per_example": result.standard_errors["after"]["retain"]}
-    described = "held-out rows of the retain set, which chose the step length"
-    write_folder(
-        staging,
-        loaded.stored,
-        loaded.info,
-        loaded.changed_tensors(),
-        action="removal",
-        card=removal_card(result),
-        facts={"removal": {**sources, "max_kronecker_dim": settings.max_kronecker_dim, **result.facts()}},
-        inputs=[input_entry("start", loaded.reference, loaded.stored.files())],
-        measured=[evaluation(*dataset_metadata(sources["retain"]), numbers, described)],
-        seconds=result.seconds,
-        notes=result.notes,
-    )
-    page = removal_page(result, loaded.reference, sources, [command] if command else [])
-    write_report(staging.folder, page)

@@ -18,16 +18,15 @@ one. The steps end when the loss on the forget set reaches a given level.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..curvature.batches import moved
+from ..curvature.batches import moved, with_progress
 from ..curvature.estimate import estimate_curvature, prepared
 from ..curvature.gradients import estimate_gradient
 from ..curvature.kronecker import MAX_KRONECKER_DIM, KroneckerCurvature
@@ -69,6 +68,8 @@ class StepTrial:
     """On the held-out rows of the retain set."""
     forget: float | None
     """On the forget set; None if the step is not within the budget."""
+    allowed: bool = False
+    """Whether more is forgotten after this step, within the budget and up to the stopping level."""
 
 
 @dataclass
@@ -199,14 +200,13 @@ def remove_influence(
         round_weights: Rounds the model's weights to the dtypes in which they are stored.
         progress: Reports batches.
     """
-    progress = progress or NoProgress()
-    weights = _Weights(model, round_weights)
-    rows_before = {"retain": _losses(model, held_out, progress), "forget": _losses(model, forget, progress)}
-    before = MeanLosses(**{name: float(rows.mean()) for name, rows in rows_before.items()})
+    run = _Run(model, forget, retain, held_out, _Weights(model, round_weights), progress or NoProgress())
+    rows_before = run.row_losses()
+    before = _means(rows_before)
     if not (math.isfinite(before.retain) and math.isfinite(before.forget)):
         raise InputError("the model's loss is not finite on these rows")
     if unseen is not None:
-        until = float(_losses(model, unseen, progress).mean())
+        until = run.loss(unseen)
     if until is not None and before.forget >= until:
         raise InputError(
             f"the loss on the forget set is {before.forget:.4g} already, which is not below the stopping level of "
@@ -214,58 +214,35 @@ def remove_influence(
         )
     result = RemovalResult(model, before, before, budget, until)
     sample = Dataset(sample_rows(retain.batches, SAMPLE_ROWS), retain.loss)
-    scale = retain_size / count_rows(retain.batches)
-    reached, forgotten = False, before.forget
-
-    def measure(direction: Mapping[str, Tensor], limit: float, s: float) -> StepTrial:
-        weights.move(direction, s)
-        retained = float(_losses(model, held_out, progress).mean())
-        return StepTrial(s, retained, float(_losses(model, forget, progress).mean()) if retained <= limit else None)
-
-    def allowed(trial: StepTrial) -> bool:
-        if trial.forget is None or not math.isfinite(trial.forget):
-            return False
-        return trial.forget > forgotten and (until is None or trial.forget <= until)
-
-    def correct(basis: KroneckerBasis, damping: float) -> None:
-        """Lower the loss on the held-out rows by steps along the gradient of the retain set."""
-        kept = float(_losses(model, held_out, progress).mean())
-        for _ in range(CORRECTIONS):
-            gradient = _gradient(model, retain, progress)
-            direction = basis.solve({name: -scale * value for name, value in gradient.items()}, damping)
-            best = 0.0
-            for s in (2.0**-halvings for halvings in range(HALVINGS)):
-                weights.move(direction, s)
-                loss = float(_losses(model, held_out, progress).mean())
-                if loss < kept:
-                    kept, best = loss, s
-                elif best:
-                    break
-            weights.take(direction, best)
-            if not best:
-                return
-
-    with weights:
+    forgotten, reached = before.forget, False
+    try:
         for number in range(1, steps + 1):
-            curvature = _curvature(model, sample, max_kronecker_dim, progress)
+            curvature = run.curvature(sample, max_kronecker_dim)
             basis = KroneckerBasis(curvature, retain_size / curvature.examples)
             damping = DAMPING * basis.mean()
             if number > 1:
-                correct(basis, damping)
-                forgotten = float(_losses(model, forget, progress).mean())
-            direction = basis.solve(_gradient(model, forget, progress), damping)
+                run.correct(basis, damping, retain_size / count_rows(retain.batches))
+                forgotten = run.loss(forget)
+            direction = basis.solve(run.gradient(forget), damping)
             del curvature, basis
             limit = before.retain * (1 + budget * number / steps)
-            trials = _bisect(partial(measure, direction, limit), allowed)
-            found = [(trial.forget, trial.s) for trial in trials if trial.forget is not None and allowed(trial)]
-            forgotten, s = max(found, default=(forgotten, 0.0))
-            weights.take(direction, s)
+            trials = run.try_lengths(direction, limit, forgotten, math.inf if until is None else until)
+            best = max(
+                (trial for trial in trials if trial.allowed), key=lambda trial: trial.forget or 0.0, default=None
+            )
+            if best is not None and best.forget is not None:
+                forgotten = best.forget
+            s = 0.0 if best is None else best.s
+            run.weights.take(direction, s)
             result.steps.append(InfluenceStep(s, damping, trials))
             reached = until is not None and any(trial.forget is not None and trial.forget > until for trial in trials)
             if reached or s == 0:
                 break
-    rows_after = {"retain": _losses(model, held_out, progress), "forget": _losses(model, forget, progress)}
-    result.after = MeanLosses(**{name: float(rows.mean()) for name, rows in rows_after.items()})
+    except BaseException:
+        run.weights.restore()
+        raise
+    rows_after = run.row_losses()
+    result.after = _means(rows_after)
     result.standard_errors = _errors(rows_before, rows_after)
     if result.after.forget <= before.forget:
         result.notes.append("The loss on the forget set did not rise: no step within the budget raises it.")
@@ -278,10 +255,7 @@ def remove_influence(
 
 
 class _Weights:
-    """A model's trainable weights, in float32 or wider, so that small steps add up.
-
-    If the ``with`` block ends with an error, the model has the weights that were taken last.
-    """
+    """A model's trainable weights, in float32 or wider, so that small steps add up."""
 
     def __init__(self, model: nn.Module, round_weights: Callable[[], None]) -> None:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
@@ -293,88 +267,119 @@ class _Weights:
             for name, p in self._parameters.items()
         }
 
+    @torch.no_grad()
     def move(self, direction: Mapping[str, Tensor], s: float) -> None:
         """Set the model's weights to a point on the line from the weights that were taken last."""
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self._values[name] + s * direction[name])
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._values[name] + s * direction[name])
         self._round()
 
     def take(self, direction: Mapping[str, Tensor], s: float) -> None:
         """Take a step."""
         for name, value in self._values.items():
             value += s * direction[name]
-        self._restore()
+        self.restore()
 
-    def _restore(self) -> None:
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self._values[name])
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set the model's weights to those that were taken last."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._values[name])
         self._round()
 
-    def __enter__(self) -> None:
-        pass
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._restore()
+@dataclass
+class _Run:
+    """What the steps of a removal compute on the model and its rows."""
+
+    model: nn.Module
+    forget: Dataset
+    retain: Dataset
+    held_out: Dataset
+    weights: _Weights
+    progress: Progress
+
+    def losses(self, rows: Dataset) -> Tensor:
+        """The loss of every example, in float64 on the CPU."""
+        device, found = next(self.model.parameters()).device, []
+        with prepared(self.model), torch.no_grad():
+            for batch in with_progress(rows.batches, self.progress, "loss"):
+                batch = moved(batch, device)
+                logits, labels = logits_of(self.model, batch), labels_of(batch)
+                loss = rows.loss or loss_of(self.model, labels)
+                loss.check(logits.shape, labels)
+                found.append(loss.losses(logits, labels).double().cpu())
+        return torch.cat(found)
+
+    def loss(self, rows: Dataset) -> float:
+        """The mean loss of an example."""
+        return float(self.losses(rows).mean())
+
+    def row_losses(self) -> dict[str, Tensor]:
+        """The losses of all examples of the held-out rows and of the forget set."""
+        return {"retain": self.losses(self.held_out), "forget": self.losses(self.forget)}
+
+    def gradient(self, rows: Dataset) -> Mapping[str, Tensor]:
+        """The gradient of the summed loss."""
+        batches = with_progress(rows.batches, self.progress, "gradient")
+        return estimate_gradient(self.model, batches, output=rows.loss)
+
+    def curvature(self, rows: Dataset, max_kronecker_dim: int) -> KroneckerCurvature:
+        """Kronecker curvature with labels sampled from the model; with two classes, the exact expectation over both."""
+        batch = moved(rows.batches[0], next(self.model.parameters()).device)
+        with prepared(self.model), torch.no_grad():
+            logits = logits_of(self.model, batch)
+        by_token = isinstance(rows.loss or loss_of(self.model, labels_of(batch)), TokenLoss)
+        return estimate_curvature(
+            self.model,
+            with_progress(rows.batches, self.progress, "curvature"),
+            "exact" if logits[0].numel() <= 2 and not by_token else "sampled",
+            structure="kronecker",
+            output=rows.loss,
+            max_kronecker_dim=max_kronecker_dim,
+        )
+
+    def correct(self, basis: KroneckerBasis, damping: float, scale: float) -> None:
+        """Lower the loss on the held-out rows by steps along the gradient of the retain set."""
+        kept = self.loss(self.held_out)
+        for _ in range(CORRECTIONS):
+            gradient = {name: -scale * value for name, value in self.gradient(self.retain).items()}
+            direction, best = basis.solve(gradient, damping), 0.0
+            for s in (2.0**-halvings for halvings in range(HALVINGS)):
+                self.weights.move(direction, s)
+                loss = self.loss(self.held_out)
+                if loss < kept:
+                    kept, best = loss, s
+                elif best:
+                    break
+            self.weights.take(direction, best)
+            if not best:
+                return
+
+    def try_lengths(
+        self, direction: Mapping[str, Tensor], limit: float, forgotten: float, until: float
+    ) -> list[StepTrial]:
+        """Try step lengths, from 1 on, until the longest allowed one is known up to ``PRECISION``.
+
+        A length is allowed if the loss on the held-out rows is at most ``limit``, and the loss on the forget set rises
+        above ``forgotten``, but not above ``until``.
+        """
+        trials: list[StepTrial] = []
+        low, high, s = 0.0, math.inf, 1.0
+        while len(trials) < TRIALS and low < LONGEST and not (low > 0 and high / low <= PRECISION):
+            self.weights.move(direction, s)
+            trial = StepTrial(s, self.loss(self.held_out), None)
+            if trial.retain <= limit:
+                trial.forget = self.loss(self.forget)
+                trial.allowed = math.isfinite(trial.forget) and forgotten < trial.forget <= until
+            low, high = (s, high) if trial.allowed else (low, s)
+            trials.append(trial)
+            s = 2 * low if high == math.inf else high / 2 if low == 0 else math.sqrt(low * high)
+        return sorted(trials, key=lambda trial: trial.s)
 
 
-def _bisect(measure: Callable[[float], StepTrial], allowed: Callable[[StepTrial], bool]) -> list[StepTrial]:
-    """Try step lengths, from 1 on, until the longest allowed one is known up to ``PRECISION``."""
-    trials: list[StepTrial] = []
-    low, high, s = 0.0, math.inf, 1.0
-    while len(trials) < TRIALS and low < LONGEST and not (low > 0 and high / low <= PRECISION):
-        trials.append(measure(s))
-        if allowed(trials[-1]):
-            low = s
-        else:
-            high = s
-        s = 2 * low if high == math.inf else high / 2 if low == 0 else math.sqrt(low * high)
-    return sorted(trials, key=lambda trial: trial.s)
-
-
-def _losses(model: nn.Module, rows: Dataset, progress: Progress) -> Tensor:
-    """The loss of every example, in float64 on the CPU."""
-    device, found = next(model.parameters()).device, []
-    progress.begin("loss", len(rows.batches))
-    with prepared(model), torch.no_grad():
-        for batch in _counted(rows.batches, progress):
-            batch = moved(batch, device)
-            logits, labels = logits_of(model, batch), labels_of(batch)
-            loss = rows.loss or loss_of(model, labels)
-            loss.check(logits.shape, labels)
-            found.append(loss.losses(logits, labels).double().cpu())
-    return torch.cat(found)
-
-
-def _gradient(model: nn.Module, rows: Dataset, progress: Progress) -> Mapping[str, Tensor]:
-    progress.begin("gradient", len(rows.batches))
-    return estimate_gradient(model, _counted(rows.batches, progress), output=rows.loss)
-
-
-def _curvature(model: nn.Module, rows: Dataset, max_kronecker_dim: int, progress: Progress) -> KroneckerCurvature:
-    """Kronecker curvature with labels sampled from the model; with two classes, the exact expectation over both."""
-    progress.begin("curvature", len(rows.batches))
-    batch = moved(rows.batches[0], next(model.parameters()).device)
-    with prepared(model), torch.no_grad():
-        logits = logits_of(model, batch)
-    few = logits[0].numel() <= 2 and not isinstance(rows.loss or loss_of(model, labels_of(batch)), TokenLoss)
-    return estimate_curvature(
-        model,
-        rows.batches,
-        "exact" if few else "sampled",
-        structure="kronecker",
-        output=rows.loss,
-        max_kronecker_dim=max_kronecker_dim,
-        each_batch=lambda _: progress.advance(1),
-    )
-
-
-def _counted(batches: Iterable[Any], progress: Progress) -> Iterator[Any]:
-    for batch in batches:
-        yield batch
-        progress.advance(1)
+def _means(rows: Mapping[str, Tensor]) -> MeanLosses:
+    return MeanLosses(**{name: float(losses.mean()) for name, losses in rows.items()})
 
 
 def _errors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
