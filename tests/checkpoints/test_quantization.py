@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import gradmerge as gm
@@ -73,11 +73,10 @@ READABLE = {"bitsandbytes-4", "bitsandbytes-8", "fp8"}
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("source", ["quantization_config", "compression_config", "text_config", "tensors alone"])
+@pytest.mark.parametrize("source", ["text_config", "tensors alone"])
 def test_the_method_is_recognized_by_the_config_or_the_tensors(case: str, source: str) -> None:
     codes, settings, method = CASES[case]
-    config = {"text_config": {"quantization_config": settings}} if source == "text_config" else {source: settings}
-    config = {} if source == "tensors alone" else config
+    config = {} if source == "tensors alone" else {"text_config": {"quantization_config": settings}}
     found = detect_quantization(Checkpoint("m", memory=BODY | codes, config=config))
     assert found is not None and found.readable == (case in READABLE)
     assert found.method == method if config else method in found.method
@@ -119,23 +118,6 @@ def test_a_config_that_calls_plain_weights_quantized_is_refused(tmp_path: Path) 
         gm.merge({"method": "average", "base": str(base), "models": [str(tuned)]}, tmp_path / "out")
 
 
-def test_an_adapter_on_a_quantized_base_is_refused(tmp_path: Path) -> None:
-    base, _ = write_pair(tmp_path, BNB4, {"quantization_config": {"load_in_4bit": True}})
-    adapter = tmp_path / "adapter"
-    write_model(adapter, {f"base_model.model.{Q}.lora_A.weight": torch.ones(2, 8)})
-    (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
-    for recipe in ({"models": [str(adapter)]}, {"base": base, "models": [str(adapter)]}):
-        with pytest.raises(InputError, match="bitsandbytes"):
-            gm.merge({"method": "average", **recipe}, tmp_path / "out")
-
-
-def test_inspect_shows_the_method_and_refuses_to_merge(tmp_path: Path) -> None:
-    base, tuned = write_pair(tmp_path, GPTQ, {"quantization_config": {"quant_method": "gptq", "bits": 4}})
-    assert "gptq" in json.loads(run("inspect", base, "--json").stdout)["models"][0]["quantized"]
-    run("inspect", base, tuned, status=2)
-
-
 # Integers that belong to no known method
 
 
@@ -151,24 +133,9 @@ def test_integer_matrices_with_other_values_are_refused_unless_they_are_excluded
     one, other = ({"codes": integers(torch.int64, 700, 400, seed=seed)} for seed in (0, 1))
     assert len(two(one, other)[0]) == 1 and not two(one, other, exclude=["codes"])[0]
     assert two(one, one) == ([], []) and two(one, {"codes": one["codes"].int()}) == ([], [])
-    last = {"codes": one["codes"].clone()}
-    last["codes"][-1, -1] += 1
-    assert len(two(one, last)[0]) == 1
-
-
-def test_integers_of_other_shapes_or_types_are_refused() -> None:
-    one = {"table": integers(torch.int32, 4)}
-    for other in ({"table": integers(torch.int32, 5)}, {"table": torch.ones(4)}):
-        assert len(two(one, other)[0]) == 1 and len(two(other, one)[0]) == 1
-
-
-def test_small_integers_that_differ_are_a_note() -> None:
-    one, other = {"step": torch.tensor(3), "ids": torch.arange(4)}, {"step": torch.tensor(4), "ids": torch.arange(4)}
-    for theirs in (other, {"ids": torch.arange(4)}):
-        problems, (note,) = two(one, theirs)
-        assert not problems and "step" in note and "ids" not in note
-    known = {"bert.embeddings.position_ids": torch.arange(4), "bn.num_batches_tracked": torch.tensor(1)}
-    assert two(known, {name: value + 1 for name, value in known.items()}) == ([], [])
+    for wrong in (one["codes"][:5], one["codes"].float()):
+        assert len(two(one, {"codes": wrong})[0]) == 1
+    assert two({"step": torch.tensor(3)}, {"step": torch.tensor(4)}) == ([], [])
 
 
 # Dequantization
@@ -201,7 +168,7 @@ GROUPS = {"group_0": {"weights": {"strategy": "block", "block_structure": [2, 3]
 FLOAT8: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str, dict[str, Any]]] = {
     # shape, shape of the scales, block, end of the scales' name, quantization_config
     "blocks": ((7, 10), (3, 3), (3, 4), "_scale_inv", {"quant_method": "fp8", "weight_block_size": [3, 4]}),
-    "default blocks": ((256, 140), (2, 2), (128, 128), "_scale_inv", {"quant_method": "fp8"}),
+    "default blocks": ((129, 140), (2, 2), (128, 128), "_scale_inv", {"quant_method": "fp8"}),
     "experts": ((2, 6, 8), (2, 2, 2), (1, 3, 4), "_scale_inv", {"quant_method": "fp8", "weight_block_size": [3, 4]}),
     "tensor": ((7, 10), (), (7, 10), "_scale", {"quant_method": "compressed-tensors"}),
     "tensor, one entry": ((7, 10), (1,), (7, 10), "_scale", {"quant_method": "modelopt"}),
@@ -212,10 +179,9 @@ FLOAT8: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str, 
 
 
 @pytest.mark.parametrize("case", FLOAT8)
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_float8_codes_are_multiplied_by_their_scales(case: str, dtype: torch.dtype) -> None:
+def test_float8_codes_are_multiplied_by_their_scales(case: str) -> None:
     shape, of_scales, block, end, settings = FLOAT8[case]
-    wide = torch.float32 if dtype == torch.float8_e4m3fn else torch.bfloat16
+    dtype, wide = (torch.float8_e4m3fn, torch.float32) if "rows" not in case else (torch.float8_e5m2, torch.bfloat16)
     codes, scales = float8(*shape, dtype=dtype), scales_of(*of_scales, dtype=wide)
     name = "mlp.experts.gate_up_proj" if case == "experts" else WEIGHT
     state = {name.replace("weight", "input_scale"): torch.ones(()), name: codes, name + end: scales}
@@ -282,19 +248,6 @@ def test_quantized_models_merge_to_a_plain_model(tmp_path: Path) -> None:
         assert any("fp8" in note for note in result.notes)
     run("inspect", base, tuned, status=2)
     run("inspect", base, tuned, "--dequantize")
-
-
-def test_a_dequantized_base_takes_an_adapter(tmp_path: Path) -> None:
-    base, plain = write_fp8(tmp_path / "base", 0)
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    a, b = torch.randn(2, 10), torch.randn(7, 2)
-    module = f"base_model.model.{Q}"
-    save_file({f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "base_model_name_or_path": str(base), "lora_alpha": 2, "r": 2}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    with open_checkpoint(adapter, dequantize=True) as opened:
-        torch.testing.assert_close(whole(opened, WEIGHT).double(), plain + (b @ a).double(), atol=1e-5, rtol=1e-5)
 
 
 NF4 = {n: v for n, v in load_file(STORED).items() if n.startswith("nf4.")}

@@ -15,10 +15,9 @@ from transformers import BertConfig, BertForMaskedLM, WhisperConfig, WhisperForC
 
 import gradmerge as gm
 from gradmerge.checkpoints import Checkpoint, compare
-from gradmerge.checkpoints.tied_weights import tied_to
 from gradmerge.errors import InputError
 from tests.forked import forked
-from tests.making import assert_close, random_state, read_model, write_model
+from tests.making import assert_close, random_state, write_model
 
 from .families import make, randomise
 
@@ -107,13 +106,6 @@ def test_a_merge_is_that_of_the_models_that_transformers_loads_or_is_refused(
     assert_close(loaded(tmp_path / "out", family), want, 1e-6)
 
 
-def test_random_masks_keep_tied_weights_equal(tmp_path: Path) -> None:
-    folders = [write(tmp_path / str(i), "llama", "stored twice", i) for i in (0, 1)]
-    gm.merge({"method": "dare", "base": str(folders[0]), "models": [str(folders[1])]}, tmp_path / "out")
-    got = read_model(tmp_path / "out")
-    assert got["lm_head.weight"].equal(got["model.embed_tokens.weight"])
-
-
 def test_defaults_of_the_class_count_where_a_config_does_not_mention_ties(tmp_path: Path) -> None:
     plain, untied, contradictory = (
         write(tmp_path / name, "llama", kind, i)
@@ -137,31 +129,6 @@ def test_a_stack_with_other_embeddings_than_the_shared_ones_is_refused() -> None
     moved = copies | {"encoder.embed_tokens.weight": state["shared.weight"] + 1}
     assert not compare(base, [same]).problems
     assert len(compare(base, [Checkpoint("tuned", memory=state | moved, config=config)]).problems) == 1
-
-
-# Which tensor is tied to which
-
-WHISPER = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], KEY: True}
-HEAD, EMBEDDING = "proj_out.weight", "model.decoder.embed_tokens.weight"
-SHAPES = {EMBEDDING: (6, 4), "model.decoder.layers.0.fc1.weight": (4, 4)}
-
-
-def checkpoint(label: str, head: Tensor | None = None, **config: Any) -> Checkpoint:
-    state = random_state(0, SHAPES)
-    if head is not None:
-        state[HEAD] = head
-    return Checkpoint(label, memory=state, config=WHISPER | config)
-
-
-def test_transformers_is_asked_about_a_head_that_the_table_does_not_have() -> None:
-    assert tied_to(HEAD, checkpoint("one")) == EMBEDDING
-    assert tied_to(HEAD, checkpoint("one", tie_word_embeddings=False)) is None
-    assert tied_to("model.decoder.embed_positions.weight", checkpoint("one")) is None
-
-
-@pytest.mark.parametrize("architecture", ["NoSuchModel", "__path__", "", 5, None, "BertForSequenceClassification"])
-def test_a_class_that_has_no_ties_or_is_none_is_no_error(architecture: Any) -> None:
-    assert tied_to("some_head.weight", checkpoint("one", architectures=[architecture])) is None
 
 
 LLAMA_EMBEDDING, LLAMA_HEAD = "model.embed_tokens.weight", "lm_head.weight"

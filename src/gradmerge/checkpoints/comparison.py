@@ -141,9 +141,7 @@ def _compare_tensors(
     missing: list[str] = []
     different: list[str] = []
     vocabulary: list[str] = []
-    for name in result.merged:
-        if name in other.absent:
-            continue
+    for name in (name for name in result.merged if name not in other.absent):
         stored = name if name in other.tensors else tied_to(name, other)
         if stored is None:
             missing.append(name)
@@ -190,24 +188,20 @@ def _compare_tensors(
 def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, names: set[str]) -> None:
     """Compare integers, which are copied from the first model. Only vectors may have other values."""
     refused: list[str] = []
-    noted: list[str] = []
-    for name in (n for n in result.copied if n in names):
-        ours, theirs = first.tensors[name], other.tensors.get(name)
+    for name in (n for n in result.copied if n in names and n in other.tensors):
+        ours, theirs = first.tensors[name], other.tensors[name]
         if ours.is_float or is_buffer(name, ours):
             continue
-        if theirs is None:
-            noted.append(name)
-        elif theirs.is_float or theirs.shape != ours.shape:
+        same_kind = not theirs.is_float and theirs.shape == ours.shape
+        if not same_kind or (
+            len(ours.shape) > 1 and not equal((first, name), (other, name), lambda block: block.to(torch.int64))
+        ):
             refused.append(name)
-        elif not equal((first, name), (other, name), lambda block: block.to(torch.int64)):
-            (refused if len(ours.shape) > 1 else noted).append(name)
     result.refuse(
         refused,
         f"{other.label}: integer tensors, which cannot be merged, differ from those of {first.label}",
         f"Convert the model, or exclude these tensors to keep those of {first.label}.",
     )
-    if noted:
-        result.notes.append(f"{other.label}: integers that differ are taken from {first.label}: {some(noted)}")
 
 
 def _note_unrelated(
@@ -215,8 +209,7 @@ def _note_unrelated(
 ) -> None:
     """Add a warning if the weight matrices of two models are too far apart for a common base."""
     ours, theirs = (list(unwrap_chain(unwrap(checkpoint))) for checkpoint in (first, other))
-    bases = [inner.base for inner in theirs if hasattr(inner, "base")]
-    if any(is_same(base, inner) for base in bases for inner in ours):
+    if any(is_same(part.base, inner) for part in theirs if hasattr(part, "base") for inner in ours):
         return  # an adapter on the first model, or on the base of the first model
     shared = [name for name in result.merged if name in other.tensors and name not in aliases]
     same_shape = [name for name in shared if other.tensors[name].shape == first.tensors[name].shape]
@@ -261,15 +254,12 @@ def _note_tokens(first: Checkpoint, other: Checkpoint, result: Comparison) -> No
         return
     lines = "; ".join(difference.lines)
     shapes = [first.tensors[name].shape for name in result.merged if not in_layer(name)]
+    text = f"{other.label}: its tokenizer differs from that of {first.label}, which the result gets: {lines}. {MATCH}"
     if difference.moved and any(len(shape) > 1 and shape[0] >= min(difference.sizes) for shape in shapes):
-        text = (
-            f"WARNING: {other.label}: its tokenizer maps tokens to other rows than that of {first.label}, so the merge "
-            f"mixes embeddings of different tokens: {lines}. {MATCH}"
-        )
+        text = f"WARNING: the merge mixes embeddings of different tokens. {text}"
         result.notes.append(Note(text, Kind.TOKENS, moved=len(difference.moved)))
     else:
-        text = f"{other.label}: its tokenizer differs from that of {first.label}, which the result gets"
-        result.notes.append(f"{text}: {lines}. {MATCH}")
+        result.notes.append(text)
 
 
 def _compare_configs(

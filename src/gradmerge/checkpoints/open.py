@@ -32,10 +32,6 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 #: The file that lists the parts of a diffusers pipeline, and the name of its weight files.
 PIPELINE = "model_index.json"
 DIFFUSERS = "diffusion_pytorch_model"
-GGUF_ADVICE = (
-    "GGUF files hold quantized weights under other names and cannot be merged. Use the safetensors checkpoint that the "
-    "file was made from, or load it with transformers (from_pretrained(gguf_file=…)) and save it with save_pretrained."
-)
 
 
 @checked()
@@ -67,27 +63,23 @@ def open_checkpoint(
     """
     reference = as_url(reference) or str(reference)
     path, hub_id = _resolve(reference, relative_to, allow_pickle)
-    if path.is_dir() and is_adapter(path):
-        base = adapter_base
-        while isinstance(base, AdapterCheckpoint):  # adapters name models, not other adapters, as their base
-            base = base.base
-        if base is not None:
-            return _open_adapter(reference, path, base, False, allow_pickle, hub_id)
-        base = _open_named_base(path, allow_pickle, dequantize)
-        try:
-            return _open_adapter(reference, path, base, True, allow_pickle, hub_id)
-        except BaseException:
-            base.close()
-            raise
-    if path.is_dir():
-        checkpoint = _open_folder(reference, path, allow_pickle, hub_id)
-    else:
-        checkpoint = Checkpoint(reference, files=[_open_file(path, allow_pickle)])
-    try:
-        return dequantized(checkpoint) if dequantize else checkpoint
-    except BaseException:
-        checkpoint.close()
-        raise
+    with ExitStack() as opened:
+        if path.is_dir() and is_adapter(path):
+            base = adapter_base
+            while isinstance(base, AdapterCheckpoint):  # adapters name models, not other adapters, as their base
+                base = base.base
+            if base is None:
+                base = opened.enter_context(_open_named_base(path, allow_pickle, dequantize))
+            checkpoint: Checkpoint = _open_adapter(reference, path, base, adapter_base is None, allow_pickle, hub_id)
+        else:
+            if path.is_dir():
+                stored = _open_folder(reference, path, allow_pickle, hub_id)
+            else:
+                stored = Checkpoint(reference, files=[_open_file(path, allow_pickle)])
+            opened.enter_context(stored)
+            checkpoint = dequantized(stored) if dequantize else stored
+        opened.pop_all()
+    return checkpoint
 
 
 def put_adapter(
@@ -164,8 +156,6 @@ def _open_file(path: Path, allow_pickle: bool) -> PositionalFile:
     if path.suffix in SUFFIXES:
         _require_pickle_allowed(path, allow_pickle)
         return PickleFile(path)
-    if path.suffix == ".gguf":
-        raise InputError(f"{path}: {GGUF_ADVICE}")
     suffixes = ", ".join(sorted(SUFFIXES))
     raise InputError(f"{path}: a checkpoint file ends in .safetensors (or, with allow_pickle, {suffixes})")
 
@@ -255,22 +245,19 @@ def stem_of(folder: Path) -> str:
 
 def _weight_files(folder: Path, stem: str, allow_pickle: bool, opened: ExitStack) -> list[PositionalFile]:
     """Open the weight files of a folder. ``opened`` closes them if something fails later."""
-    files: list[PositionalFile] = [*(open_files(folder, stem) or [])]
-    for file in files:
-        opened.callback(file.close)
-    if files:
-        return files
+    if stored := open_files(folder, stem):
+        for file in stored:
+            opened.callback(file.close)
+        return [*stored]
     single = folder / ("pytorch_model.bin" if stem == "model" else f"{stem}.bin")
     index = single.with_name(f"{single.name}.index.json")
-    if index.is_file():
-        paths = [folder / name for name in read_index(index)]
-    elif single.is_file():
-        require_within(single, folder)
-        paths = [single]
-    else:
+    paths = [folder / name for name in read_index(index)] if index.is_file() else [single]
+    if not paths[0].is_file():
         raise InputError(_no_weights(folder, stem))
     _require_pickle_allowed(paths[0], allow_pickle)
+    files: list[PositionalFile] = []
     for path in paths:
+        require_within(path, folder)
         files.append(PickleFile(path))
         opened.callback(files[-1].close)
     return files
@@ -278,12 +265,8 @@ def _weight_files(folder: Path, stem: str, allow_pickle: bool, opened: ExitStack
 
 def _no_weights(folder: Path, stem: str) -> str:
     message = f"{folder}: no {stem}.safetensors and no {stem}.safetensors.index.json in this folder"
-    if any(folder.glob("*.gguf")):
-        return f"{message}, but a .gguf file. {GGUF_ADVICE}"
     others = sorted(p.name for p in folder.glob("*.safetensors"))
-    if others:
-        message += f". To merge one of these files, give its path:\n{listed(others)}"
-    return message
+    return f"{message}. To merge one of these files, give its path:\n{listed(others)}" if others else message
 
 
 # Adapters
@@ -299,12 +282,8 @@ def _open_adapter(
         adapter = AdapterCheckpoint(label, folder, config, files, base, owns_base, hub_id)
         opened.pop_all()
     name = config.get("base_model_name_or_path")
-    names = [
-        base.label.partition("@")[0],
-        str(base.config.get("_name_or_path", "")),
-        str((base.folder or Path()).absolute()),
-    ]
-    if name is not None and Path(name).name not in [Path(known).name for known in names]:
+    known = (base.label.partition("@")[0], base.config.get("_name_or_path", ""), (base.folder or Path()).absolute())
+    if name is not None and Path(name).name not in [Path(str(other)).name for other in known]:
         adapter.notes.append(f"{label}: the adapter's config says it was trained on {name!r}; applied to {base.label}")
     return adapter
 
