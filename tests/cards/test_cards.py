@@ -238,7 +238,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         (config("BertModel") | {"modules.json": []}, "sentence-similarity", "SentenceTransformer"),
         (config("__import__('os')"), None, "AutoModel.from"),
         ({"config.json": {"architecture": "resnet18"}}, "image-classification", "timm"),
-        ({"model_index.json": {"_class_name": "StableDiffusionImg2ImgPipeline"}}, "image-to-image", "DiffusionPipe"),
+        ({"model_index.json": {"_class_name": "StableDiffusionPipeline"}}, None, "DiffusionPipe"),
         ({}, None, "open_checkpoint"),
     ],
 )

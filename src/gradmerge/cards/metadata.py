@@ -26,6 +26,8 @@ from ..yaml import parse_yaml
 
 CARD, RECORD = "README.md", "gradmerge.json"
 MAX_CARD = 5_000_000
+#: Longest front matter without evaluation results that is parsed, because PyYAML is slow.
+MAX_FRONT = 50_000
 #: First parts of relative paths that look like an owner on the Hub.
 FOLDER_NAMES = """
     checkpoint checkpoints content data demo experiments home kaggle merged mnt model models opt out output outputs
@@ -89,7 +91,8 @@ def _front_matter(folder: Path | None) -> dict[str, Any]:
         return {}
     with contextlib.suppress(InputError):
         match = FRONT_MATTER.match(read_bounded(path, MAX_CARD).decode("utf-8", "replace"))
-        front = parse_yaml(EVAL_RESULTS.sub("", match[1]), str(path)) if match else {}
+        text = EVAL_RESULTS.sub("", match[1]) if match else ""
+        front = parse_yaml(text, str(path)) if len(text) <= MAX_FRONT else {}
         return front if isinstance(front, dict) else {}
     return {}
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.open import PIPELINE
 from ..checkpoints.sidecars import library_of
 from ..io.small_files import readable_json
 
@@ -29,37 +27,34 @@ TASKS = {
     "ForCTC": "automatic-speech-recognition",
     "ForSeq2SeqLM": "text-generation",
 }
+#: Library → the lines that load a model: imports, and what follows the name. None: no library, only tensors.
+LOADERS = {
+    None: ("from gradmerge import open_checkpoint", "print(list(open_checkpoint(name).tensors))"),
+    "diffusers": ("from diffusers import DiffusionPipeline", "model = DiffusionPipeline.from_pretrained(name)"),
+    "timm": ("import timm", "model = timm.create_model(name, pretrained=True)"),
+    "sentence-transformers": (
+        "from sentence_transformers import SentenceTransformer",
+        "model = SentenceTransformer(name)",
+        'print(model.encode(["A sentence.", "Another one."]).shape)',
+    ),
+}
 PREPROCESSING = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config.json")
 
 
 def pipeline_tag(folder: Path | None) -> str | None:
     """Return the Hub's name of a model's task, or None if the files do not say."""
     library = None if folder is None else library_of(folder)
-    if folder is None or library is None:
+    if folder is None or library in (None, "diffusers"):
         return None
-    if library == "diffusers":
-        name = str((readable_json(folder / PIPELINE) or {}).get("_class_name", ""))
-        to_image = "image-to-image" if re.search("Img2Img|Inpaint|Upscale", name) else "text-to-image"
-        return ("text-to-video" if "Video" in name else to_image) if name else None
     by_library = {"sentence-transformers": "sentence-similarity", "timm": "image-classification"}
-    return by_library.get(library) or TASKS.get(_head(_config(folder)))
+    return by_library.get(str(library)) or TASKS.get(_head(_config(folder)))
 
 
 def usage(folder: Path, name: str) -> str:
     """Return Python code that loads the model of a folder. `gradmerge push` replaces ``name`` by the Hub id."""
     library = library_of(folder)
-    if library == "diffusers":
-        loader = "DiffusionPipeline" if (folder / PIPELINE).is_file() else "AutoModel"
-        return _code(name, f"from diffusers import {loader}", f"model = {loader}.from_pretrained(name)")
-    if library == "sentence-transformers":
-        encode = 'print(model.encode(["A sentence.", "Another one."]).shape)'
-        imports = "from sentence_transformers import SentenceTransformer"
-        return _code(name, imports, "model = SentenceTransformer(name)", encode)
-    if library == "timm":
-        return _code(f"local-dir:{name}", "import timm", "model = timm.create_model(name, pretrained=True)")
-    if library is None:
-        show = "print(list(model.tensors))"
-        return _code(name, "from gradmerge import open_checkpoint", "model = open_checkpoint(name)", show)
+    if library in LOADERS:
+        return _code(f"local-dir:{name}" if library == "timm" else name, *LOADERS[library])
     head, has_files = _head(_config(folder)), any((folder / file).is_file() for file in PREPROCESSING)
     if head in TASKS and has_files and head != "ForSeq2SeqLM":  # pipelines of transformers 5 lack this task
         example = ['print(pipe("A sentence."))'] if TASKS[head].startswith(("text", "token")) else []

@@ -6,9 +6,8 @@ the key; what has no effect is a note.
 
 from __future__ import annotations
 
-import difflib
 import glob
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
@@ -165,16 +164,15 @@ class _Translation:
     # Keys
 
     def _check_keys(self, part: Part, where: str) -> None:
-        """Note unknown keys; raise an error for one that looks misspelled."""
+        """Note unknown keys, which mergekit ignores."""
         for key in part.model_extra or {}:
-            self._check_spelling(f"{where}{key}", key, type(part).model_fields)
-            self._note(f"{where}{key} is not a mergekit key and has no effect")
+            self._note(f"{where}{key} is not a mergekit key and has no effect{nearest(key, type(part).model_fields)}")
         for name in type(part).model_fields:
             for key, inner in _parts(f"{where}{name}", getattr(part, name)):
                 self._check_keys(inner, f"{key}.")
 
     def _check_parameters(self, level: Level, of_model: bool) -> None:
-        """Note parameters without effect; raise an error for one that looks misspelled."""
+        """Note parameters without effect."""
         method = self.document.merge_method
         known = {parameter.name: parameter for parameter in self.method.parameters}
         for name, value in level.values.items():
@@ -187,14 +185,8 @@ class _Translation:
                     raise InputError(f"{where}: values above 1e-6 are not supported")
                 self._note(f"{where} does not change the result")
             else:
-                if name not in ALL_PARAMETERS:
-                    self._check_spelling(where, name, [*known, *self.method.ignored])
-                self._note(f"{where} is not a parameter of {method} and has no effect")
-
-    def _check_spelling(self, where: str, word: str, known: Collection[str]) -> None:
-        close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.8)
-        if close:
-            raise InputError(f"{where}: mergekit ignores this key; did you mean {close[0]!r}?")
+                hint = "" if name in ALL_PARAMETERS else nearest(name, known)
+                self._note(f"{where} is not a parameter of {method} and has no effect{hint}")
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -255,7 +247,7 @@ class _Translation:
                 sources = [*sources, Source.model_construct(model=base)]
             base = None
         if len(set(references)) < len(references):
-            raise InputError(f"{where}: {_repeated(references).model}: a model can be a source only once")
+            raise InputError(f"{where}: a model can be a source only once")
         if base is not None and in_slice and base not in references:
             raise InputError(f"{where}: {name} needs the base_model among the sources")
         merge: dict[str, Any] = {"models": []}
@@ -334,13 +326,6 @@ class _Translation:
                 raise InputError(f"{where}: a list over the layers is only supported for numbers")
             return values if any(value != values[0] for value in values) else values[0]
         value = _number(parameter.kind, setting, where)
-        options = METHODS[self.method.rule].options
-        limits = next((option.help for option in options if option.name == parameter.option), None)
-        if limits is not None and parameter.kind is not bool:
-            if (limits.ge is not None and value < limits.ge) or (limits.gt is not None and value <= limits.gt):
-                raise InputError(f"{where}: {value:g} is too small for {parameter.option}")
-            if limits.le is not None and value > limits.le:
-                raise InputError(f"{where}: {value:g} is too large; the maximum is {limits.le:g}")
         return parameter.values.get(value, value)
 
     # Output
@@ -428,7 +413,3 @@ def _number(kind: type, value: Any, where: str) -> Any:
     except ValidationError:
         expected = {bool: "true or false", int: "a whole number"}.get(kind, "a number")
         raise InputError(f"{where}: should be {expected}, but it is {str(value)[:60]!r}") from None
-
-
-def _repeated(references: Sequence[ModelReference]) -> ModelReference:
-    return next(reference for i, reference in enumerate(references) if reference in references[:i])
