@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from gradmerge.compare.candidates import Candidate
-from gradmerge.compare.in_memory import TaskData, materialise
-from gradmerge.compare.predict import open_to_look, predict
+from gradmerge.compare.evaluate import TaskData, merge_in_memory
+from gradmerge.compare.predict import open_for_prediction, predict
 from gradmerge.recipe import make_recipe
 from gradmerge.tasks import load_task
+from gradmerge.tasks.models import model_with
 
 from .precision import add_arguments, circumstances, fine_tune_all, measure_all, rows_of
 
@@ -62,7 +63,7 @@ def measure_merges(args: argparse.Namespace, names: list[str]) -> list[dict[str,
     )
     tasks = names[1:]
     candidates = [merge(m, w, len(tasks)) for m in METHODS for w in WEIGHTS if _matters(m, w)]
-    plan = open_to_look(recipe)
+    plan = open_for_prediction(recipe)
     try:
         prediction = predict(plan, tasks, candidates)
         given = {"limit": args.limit, "batch_size": 64, "max_length": 256, "device": args.device}
@@ -70,14 +71,14 @@ def measure_merges(args: argparse.Namespace, names: list[str]) -> list[dict[str,
         data = {name: TaskData(name, task) for name, task in loaded.items()}
         rows = []
         for candidate in candidates:
-            (state,) = materialise(plan, [candidate])
+            (state,) = merge_in_memory(plan, [candidate])
             row: dict[str, Any] = {
                 "merge": candidate.name,
                 "method": candidate.method,
                 "weight": float(candidate.name.split()[-1]),
             }
             for name, task in data.items():
-                metrics = task.evaluate(task.model_with(state))
+                metrics, _ = task.evaluate(model_with(task.loaded.model, state))
                 row[name] = {
                     "predicted": prediction.excess(candidate.name, name),
                     "loss": metrics["loss_per_example"],

@@ -16,18 +16,17 @@ if TYPE_CHECKING:
     from .api.extract_lora import extract_lora as extract_lora
     from .api.merge import merge as merge
     from .api.posterior import sample_posterior as sample_posterior
-    from .api.preview import preview as preview, suggest_weights as suggest_weights
+    from .api.preview import preview as preview
     from .api.publishing import push as push
     from .api.remove import remove as remove
     from .api.state_dicts import merge_state_dicts as merge_state_dicts
     from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from .compare.controls import Control as Control
-    from .compare.diagnosis import Diagnosis as Diagnosis
-    from .compare.grid import Setting as Setting
+    from .compare.diagnose import Diagnosis as Diagnosis
     from .compare.interactive import Superseded as Superseded
     from .compare.predictions import Answer as Answer, Flip as Flip
-    from .compare.preview import Outcome as Outcome, Preview as Preview
-    from .compare.search import Suggestion as Suggestion
+    from .compare.ranking import Outcome as Outcome, Preview as Preview
+    from .compare.settings import Setting as Setting
     from .curvature import Curvature as Curvature
     from .curvature.from_optimizer import import_curvature as import_curvature
     from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
@@ -60,7 +59,7 @@ _NAMES = {
     "api.explore": "Explorer explore",
     "api.extract_lora": "extract_lora",
     "api.merge": "merge",
-    "api.preview": "preview suggest_weights",
+    "api.preview": "preview",
     "api.publishing": "push",
     "api.remove": "remove",
     "api.posterior": "sample_posterior",
@@ -72,11 +71,10 @@ _NAMES = {
     "curvature.from_optimizer": "import_curvature",
     "compare.predictions": "Answer Flip",
     "compare.controls": "Control",
-    "compare.diagnosis": "Diagnosis",
-    "compare.grid": "Setting",
+    "compare.diagnose": "Diagnosis",
     "compare.interactive": "Superseded",
-    "compare.preview": "Outcome Preview",
-    "compare.search": "Suggestion",
+    "compare.ranking": "Outcome Preview",
+    "compare.settings": "Setting",
     "engine.run": "MergeResult",
     "errors": "GradmergeError InputError MachineError",
     "notes": "Note",

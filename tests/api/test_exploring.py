@@ -17,10 +17,9 @@ import yaml
 from safetensors.torch import save_file
 
 import gradmerge as gm
-from gradmerge.compare import sampled_predictor as quick_predictor
-from gradmerge.compare.in_memory import TaskData
-from gradmerge.compare.pareto import unbeaten
-from gradmerge.tasks import Generation
+from gradmerge.compare import interactive
+from gradmerge.compare.evaluate import TaskData
+from gradmerge.compare.ranking import unbeaten
 
 from ..making import near, random_curvature, read_model, weight_bytes, write_recipe
 from ..tasks.making import (
@@ -129,10 +128,13 @@ def test_nothing_is_read_from_disk_for_a_further_setting(
     assert explorer.predict(explorer.setting(weights={"a": 0.6}))
 
 
-def test_what_does_not_fit_memory_is_streamed_and_gives_the_same(texts: Path, shared: gm.Explorer) -> None:
+def test_what_does_not_fit_memory_is_streamed_and_gives_the_same(
+    texts: Path, shared: gm.Explorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     some = (texts / "base" / "model.safetensors").stat().st_size + 1
     for memory, streamed in ((0, "6 of 6"), (some, "5 of 6")):
-        with gm.explore(texts / "recipe.yml", data_of(texts), memory=memory) as found:
+        monkeypatch.setattr(interactive, "free_memory", lambda memory=memory: 2 * memory)
+        with gm.explore(texts / "recipe.yml", data_of(texts)) as found:
             assert any(streamed in note and "read from disk" in note for note in found.notes)
             setting = found.setting(weights={"a": 0.45})
             assert found.measure(setting).metrics == shared.measure(setting).metrics
@@ -154,10 +156,10 @@ def test_of_a_large_model_a_sample_is_predicted(
 ) -> None:
     settings = [shared.setting("task-arithmetic", {"a": 0.5, "b": 0.5}), shared.setting(weights={"a": 0.2})]
     whole = [shared._predicted(setting) for setting in settings]
-    monkeypatch.setattr(quick_predictor, "ENTRIES", 2400)
-    monkeypatch.setattr(quick_predictor, "RUN", 16)
-    sampled = quick_predictor.QuickPredictor(shared.recipe, shared._moves.plan, 1)
-    assert isinstance(sampled.plan, quick_predictor.SampledPlan)
+    monkeypatch.setattr(interactive, "SAMPLED_ENTRIES", 2400)
+    monkeypatch.setattr(interactive, "RANGE", 16)
+    sampled = interactive.SampledPredictor(shared.recipe, shared._moves.plan, 1)
+    assert isinstance(sampled.plan, interactive.SampledPlan)
     seen: dict[str, list[tuple[int, int]]] = {}
     for block in sampled.plan.blocks():
         seen.setdefault(block.job.name, []).append((block.start, block.stop))
@@ -170,7 +172,7 @@ def test_of_a_large_model_a_sample_is_predicted(
         assert sampled.plan.scale(job) == pytest.approx(job.info.numel / total)
     assert 2000 < sum(stop - start for stretches in seen.values() for start, stop in stretches) < 3200
     for setting, wanted in zip(settings, whole, strict=True):
-        found = sampled.look([setting])[0]
+        found = sampled.evaluate([setting])[0]
         assert wanted is not None and found.parts.keys() == wanted.parts.keys()
         for task, cost in wanted.costs.items():
             assert found.costs[task] == pytest.approx(cost, rel=0.25)
@@ -233,8 +235,8 @@ def test_models_are_evaluated_with_the_first_setting_and_none_of_them_twice(
     texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    evaluate = TaskData.evaluate_rows
-    monkeypatch.setattr(TaskData, "evaluate_rows", lambda data, model: asked.append(data.name) or evaluate(data, model))
+    evaluate = TaskData.evaluate
+    monkeypatch.setattr(TaskData, "evaluate", lambda data, model: asked.append(data.name) or evaluate(data, model))
     with gm.explore(texts / "plain.yml", data_of(texts)) as found:
         assert found.notes and asked == []  # a page is there before anything is evaluated
         polls = iter(range(1000))
@@ -531,27 +533,6 @@ def test_every_task_is_measured_and_answered(tmp_path: Path, make: Any) -> None:
             assert answer.merged.probability is not None
             right = [one.merged.right for one in found.answers("a", list(range(6)), setting)]
             assert sum(map(bool, right)) / 6 == pytest.approx(outcome.values["a"])
-
-
-def test_answers_that_are_written_can_be_what_settings_are_compared_by(tmp_path: Path) -> None:
-    data = make_prompts(tmp_path)
-    tuned(tmp_path / "base", tmp_path / "a", 1)
-    recipe = {"method": "task-arithmetic", "base": str(tmp_path / "base"), "models": [str(tmp_path / "a")]}
-    rows = gm.read_rows(data["a"]).rows
-    with gm.explore(recipe, data) as found:  # what the tuned model writes is right from now on
-        said = [answer.tuned.text for answer in found.answers("a", list(range(6)), found.own) if answer.tuned]
-    completed = [{"prompt": row["prompt"], "completion": text} for row, text in zip(rows, said, strict=True)]
-    write_jsonl(Path(data["a"]), completed)
-    how = Generation(metrics=["exact-match"])
-    with gm.explore(recipe, data, generation=how) as found:
-        assert found.alone["a"]["a"]["exact_match"] == 1
-        shares: list[float] = []
-        setting = found.setting(weights={"a": 0.0})
-        outcome = found.measure(setting, advance=shares.append)
-        assert outcome.values == {"a": found.alone["base"]["a"]["exact_match"]} and shares == sorted(shares)
-        flips = found.flips("a", setting, "tuned")
-        assert len(flips) == 6 * (1 - outcome.values["a"]) > 0
-        assert all(flip.turned == "wrong" and flip.before.text == said[flip.row] for flip in flips)
 
 
 def test_the_folder_of_a_demo_is_a_recipe_with_data(tmp_path: Path) -> None:

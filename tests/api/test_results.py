@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import gradmerge as gm
-from gradmerge.api.preview import suggest_weights
 from gradmerge.curvature.kronecker import LayerFactors
 
 from ..making import random_curvature, three_models, write_recipe
@@ -52,7 +51,6 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             "Recipe": recipe,
             "MergeResult": gm.merge(recipe, folder / f"{name.replace('/', '-')}-merged"),
             "Preview": gm.preview(path, weights="0:1:0.5"),
-            "Suggestion": suggest_weights(path),
             "Diagnosis": gm.diagnose(path),
             "Curvature": gm.Curvature(sums, 7, name),
             "Gram": gm.Gram(sums, 7),
@@ -65,7 +63,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         }
 
 
-TABLES = ("MergeResult", "Preview", "Suggestion", "Diagnosis", "Curvature", "Gram", "KroneckerCurvature", "Estimate")
+TABLES = ("MergeResult", "Preview", "Diagnosis", "Curvature", "Gram", "KroneckerCurvature", "Estimate")
 
 
 @pytest.mark.parametrize("kind", [*TABLES, "Recipe", "Checkpoint", "Rows"])
@@ -78,7 +76,7 @@ def test_a_result_is_a_line_at_a_prompt(results: dict[str, Any], kind: str) -> N
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_result_is_a_table_in_a_notebook(results: dict[str, Any], kind: str) -> None:
     html, _, frame = results[kind]._repr_html_().partition("<iframe ")
-    assert bool(frame) == (kind in ("Preview", "Suggestion", "Diagnosis"))
+    assert bool(frame) == (kind in ("Preview", "Diagnosis"))
     assert 'sandbox="allow-scripts allow-downloads"' in frame[:200] if frame else True
     assert Tags(f"<iframe {frame}").names <= {"iframe"} and len(frame) < 600_000
     assert Tags(html).names <= {"div", "strong", "p", "table", "tr", "th", "td"}

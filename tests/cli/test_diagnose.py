@@ -192,6 +192,6 @@ def test_what_is_wrong_gets_one_message(place: Path, tmp_path: Path) -> None:
     said = refused(place / "recipe.yml", "--data", "onne=x.jsonl", "-o", out)
     assert "'one'" in said and "one, two, base" in said
     assert "--data" in refused(place / "recipe.yml", "--data", "one", "-o", out)
-    assert "--data" in refused(place / "recipe.yml", "--target", place / "joint", "-o", out)
+    assert "--target" in refused(place / "recipe.yml", "--target", place / "joint", "-o", out)
     refused(place / "recipe.yml", "-o", place / "report")
     assert not out.exists() and not out.with_name("report.gradmerge-partial").exists()

@@ -1,17 +1,23 @@
-"""Plans over state dicts, for which everything is float64."""
+"""Recipes, models and plans over state dicts, in float64."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
+import gradmerge as gm
 from gradmerge.checkpoints.checkpoint import Checkpoint
 from gradmerge.engine.build_plan import make_plan
 from gradmerge.engine.inputs import CurvatureInput, Inputs
 from gradmerge.engine.plan import Plan
 from gradmerge.engine.settings import LayerSettings, Stretch
 from gradmerge.recipe import make_recipe
+
+from ..making import random_curvature, three_models
 
 State = Mapping[str, Tensor]
 
@@ -37,3 +43,53 @@ def memory_plan(
     )
     recipe = make_recipe({"method": "gradient-matching", "base": "base", "models": ["model"] * len(tuned)})
     return make_plan(recipe, inputs)
+
+
+def two_tasks(weights: Sequence[float] = (1.0, 1.0), method: str = "task-arithmetic") -> gm.Recipe:
+    models = [{"model": name, "weight": weight} for name, weight in zip(("x/a", "x/b"), weights, strict=True)]
+    return make_recipe({"method": method, "base": "x/base", "models": models})
+
+
+class ThreeModels:
+    """A base and two tuned models in float64, with curvature of unequal numbers of examples."""
+
+    def __init__(self, path: Path, **keys: Any) -> None:
+        self.path = path
+        (self.base, self.a, self.b), self.states = three_models(path, torch.float64)
+        self.examples = [100, 40, 250]
+        self.curvature = []
+        for seed, (name, state, count) in enumerate(zip(("base", "a", "b"), self.states, self.examples, strict=True)):
+            curvature = random_curvature(seed + 20, state, count)
+            curvature.save(path / f"{name}-curvature")
+            self.curvature.append({n: v.double() for n, v in curvature.items()})
+        self.recipe: dict[str, Any] = {
+            "method": "gradient-matching",
+            "base": {"model": str(self.base), "curvature": str(path / "base-curvature")},
+            "models": [
+                {"model": str(path / name), "curvature": str(path / f"{name}-curvature"), "weight": weight}
+                for name, weight in (("a", 1.0), ("b", 0.5))
+            ],
+            "damping": 0.01,
+        } | keys
+
+    def merged(self, method: str, weights: Sequence[float]) -> dict[str, Tensor]:
+        base, tuned = self.states[0], self.states[1:]
+        merged: dict[str, Tensor] = {}
+        for name, start in base.items():
+            prior = self.curvature[0][name] + 0.01
+            hs = [c[name] for c in self.curvature[1:]]
+            whole = prior + sum(w * h for w, h in zip(weights, hs, strict=True))
+            total = start.clone()
+            for model, h, weight in zip(tuned, hs, weights, strict=True):
+                share = (prior + h) / whole if method == "gradient-matching" else torch.ones_like(whole)
+                total += weight * share * (model[name] - start)
+            merged[name] = total
+        return merged
+
+    def predicted(self, merged: State) -> list[float]:
+        """½ Σ H (θ − θ_t)² / N of a, b and the base."""
+        values = []
+        for i in (1, 2, 0):
+            sums = [0.5 * float((self.curvature[i][n] * (merged[n] - self.states[i][n]) ** 2).sum()) for n in merged]
+            values.append(sum(sums) / self.examples[i])
+        return values

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.compare.candidates import Candidate
-from gradmerge.compare.predict import BASE, open_to_look, predict
+from gradmerge.compare.predict import open_for_prediction, predict
+from gradmerge.compare.settings import BASE
 from gradmerge.recipe import make_recipe
 
 from ..making import write_model
@@ -372,7 +373,7 @@ def test_predictions_from_files_in_float32_are_those_from_memory(tmp_path: Path)
         "models": [{"model": str(tmp_path / str(i + 1)), "weight": w} for i, w in enumerate(WEIGHTS)],
     }
     candidates = [Candidate(m, m) for m in METHODS]
-    plan = open_to_look(make_recipe(recipe))
+    plan = open_for_prediction(make_recipe(recipe))
     from_files = predict(plan, ["a", "b", "c"], candidates)
     plan.inputs.close()
     from_memory = predict(memory_plan(states, curvature, WEIGHTS, 0.1), ["a", "b", "c"], candidates)

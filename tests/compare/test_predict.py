@@ -13,7 +13,8 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.compare.candidates import Candidate
-from gradmerge.compare.predict import BASE, open_to_look, predict, task_names
+from gradmerge.compare.predict import open_for_prediction, predict
+from gradmerge.compare.settings import BASE, task_names
 from gradmerge.engine.inputs import CurvatureInput
 from gradmerge.engine.plan import Plan
 from gradmerge.engine.randomness import keep_mask
@@ -152,7 +153,7 @@ def test_costs_of_checkpoints_on_disk_are_those_of_a_slow_loop(
 ) -> None:
     recipe, states, curvature = on_disk(tmp_path, dtype, reduction)
     wanted = [c for c in CANDIDATES if "scope" not in (c.options or {})]
-    plan = open_to_look(make_recipe(recipe))
+    plan = open_for_prediction(make_recipe(recipe))
     try:
         found = predict(plan, TASKS, wanted, threads=2)
     finally:
@@ -169,7 +170,7 @@ def test_costs_of_checkpoints_on_disk_are_those_of_a_slow_loop(
 def test_a_merged_model_costs_what_the_rule_that_made_it_costs(tmp_path: Path) -> None:
     recipe, _, _ = on_disk(tmp_path, torch.float64, "sum")
     gm.merge(recipe, tmp_path / "out", accept_untrusted=True)
-    plan = open_to_look(make_recipe(recipe))
+    plan = open_for_prediction(make_recipe(recipe))
     with gm.open_checkpoint(str(tmp_path / "out")) as made:
         found = predict(plan, TASKS, [Candidate("rule", "gradient-matching"), Candidate("file", model=made)])
     plan.inputs.close()
@@ -283,7 +284,7 @@ def test_a_penalty_of_a_removal_is_looked_at_too(tmp_path: Path) -> None:
     recipe, _, _ = on_disk(tmp_path, torch.float64, "sum")
     recipe = recipe | {"method": "removal", "base": {"model": recipe["base"], "penalty": {"identity": 3.0}}}
     gm.merge(recipe, tmp_path / "out", accept_untrusted=True)
-    plan = open_to_look(make_recipe(recipe))
+    plan = open_for_prediction(make_recipe(recipe))
     with gm.open_checkpoint(str(tmp_path / "out")) as made:
         found = predict(plan, TASKS, [Candidate("rule", "removal"), Candidate("file", model=made)])
     plan.inputs.close()
@@ -295,7 +296,7 @@ def test_a_recipe_without_a_base_or_without_curvature_cannot_be_looked_at(tmp_pa
     models = [str(f) for f in folders[1:]]
     for base, named in (({}, "base"), ({"base": str(folders[0])}, r"models\[0\]\.curvature")):
         with pytest.raises(gm.InputError, match=named):
-            open_to_look(make_recipe({"method": "average", "models": models, **base}))
+            open_for_prediction(make_recipe({"method": "average", "models": models, **base}))
 
 
 def test_a_base_without_curvature_is_noted_and_rules_that_need_it_are_refused(tmp_path: Path) -> None:
@@ -303,7 +304,7 @@ def test_a_base_without_curvature_is_noted_and_rules_that_need_it_are_refused(tm
     for seed in (1, 2):
         random_curvature(seed, states[seed]).save(folders[seed] / "curvature")
     recipe = {"method": "average", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
-    plan = open_to_look(make_recipe(recipe))
+    plan = open_for_prediction(make_recipe(recipe))
     assert plan.notes
     found = predict(plan, TASKS, [Candidate("average", "average"), Candidate("fisher", "fisher-averaging")])
     assert found.tasks == TASKS

@@ -29,7 +29,7 @@ def test_a_recipe_whose_weights_vary_is_the_reference_of_a_preview(varied: Path)
     every = ["task-arithmetic", "gradient-matching"]
     for weights in ("a=0:1:0.5", ["a=0,1", "b=0,1"]):
         found = gm.preview(varied / "recipe.yml", varied / "out", weights=weights, methods=every, force=True)
-        assert found.reference.setting.weights_in_words == (
+        assert found.reference.setting.weights_text == (
             "(0.2, 0.9) over the layers, layers.1*: (0.3, 0.5) over the layers; else: 0.1"
         )
         assert found.relative_score(found.reference) == 1
@@ -50,9 +50,10 @@ def test_a_recipe_whose_weights_vary_is_the_reference_of_a_preview(varied: Path)
 
 
 def test_suggestions_and_diagnoses_take_a_recipe_whose_weights_vary(varied: Path) -> None:
-    found = gm.suggest_weights(varied / "recipe.yml", varied / "suggested")
-    assert all(isinstance(weight, float) for weight in found.weights.values()) and found._repr_html_()
-    assert found.evaluated.reference.setting.weights[0] == (0.2, 0.9)
+    found = gm.preview(varied / "recipe.yml", varied / "suggested", suggest=True)
+    best = found.best()
+    assert best is not None and all(isinstance(weight, float) for weight in best.setting.weights)
+    assert found.reference.setting.weights[0] == (0.2, 0.9)
     diagnosis = gm.diagnose(varied / "recipe.yml", varied / "diagnosis")
     gm.merge(varied / "recipe.yml", varied / "merged", progress=False)
     again = gm.diagnose(varied / "recipe.yml", varied / "again", merged=str(varied / "merged"))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.compare.candidates import Candidate
-from gradmerge.compare.in_memory import materialise
-from gradmerge.compare.predict import open_to_look, predict
+from gradmerge.compare.evaluate import merge_in_memory
+from gradmerge.compare.predict import open_for_prediction, predict
 from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
 from gradmerge.engine.output import Output
 from gradmerge.recipe import make_recipe
@@ -302,7 +302,7 @@ def test_negative_weights_that_leave_no_minimum_are_refused(tmp_path: Path, fold
 def test_predicted_costs_are_those_of_written_out_matrices(tmp_path: Path, states: Any, folders: Any) -> None:
     sources = [kronecker(3), kronecker(5), kronecker(6)]
     recipe = make_recipe(recipe_of(folders, sources, tmp_path, "gradient-matching"))
-    plan = open_to_look(recipe)
+    plan = open_for_prediction(recipe)
     with contextlib.closing(plan.inputs):
         methods = ("gradient-matching", "task-arithmetic")
         found = predict(plan, ["a", "b"], [Candidate(m, m) for m in methods], threads=2)
@@ -338,11 +338,11 @@ def test_merges_in_memory_are_those_on_disk(tmp_path: Path, folders: Any) -> Non
         Candidate("ties", "ties", options={"density": 0.4, "scope": "tensor"}),
         Candidate("dare", "dare", options={"density": 0.4, "seed": 1}),
     ]
-    plan = open_to_look(make_recipe(recipe))
+    plan = open_for_prediction(make_recipe(recipe))
     with contextlib.closing(plan.inputs):
-        found = materialise(plan, candidates, threads=2)
+        found = merge_in_memory(plan, candidates, threads=2)
         with pytest.raises(gm.InputError, match="fisher-averaging"):
-            materialise(plan, [Candidate("fisher-averaging", "fisher-averaging")])
+            merge_in_memory(plan, [Candidate("fisher-averaging", "fisher-averaging")])
     for candidate, state in zip(candidates, found, strict=True):
         own = recipe | {"method": candidate.method, "options": dict(candidate.options or {})}
         if candidate.method in ("ties", "dare"):

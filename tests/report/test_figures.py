@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradmerge.report import formatting as numbers, palette
+from gradmerge.report import palette
 from gradmerge.report.assets import SHOWN_ROWS
 from gradmerge.report.figures import MOST_POINTS, Series, bars, curves, heat_map, trade_off
 from gradmerge.report.layout import label_places
 from gradmerge.report.page import Figure, Table
+from gradmerge.report.tables import columns_of, number
 from gradmerge.rules import METHODS
 from gradmerge.text import Measured, printable
 
@@ -284,13 +285,16 @@ def lab(rgb: np.ndarray) -> np.ndarray:
     ],
 )
 def test_numbers_have_four_digits(value: float | None, shown: str) -> None:
-    assert numbers.number(value) == shown
+    assert number(value) == shown
 
 
 def test_numbers_of_a_column_have_the_same_decimals() -> None:
-    assert numbers.column([0.5, 1.0, 0.25, None]) == ["0.50", "1.00", "0.25", "–"]
-    assert numbers.column([0.43121, 0.5, 12.3, 3]) == ["0.4312", "0.5000", "12.30", "3"]
-    assert numbers.column([]) == []
+    def shown(*values: float | None) -> list[str]:
+        table = Table("title", "slug", ["x"], [[value] for value in values])
+        return [cell.text for cell in columns_of(table)[0].cells]
+
+    assert shown(0.5, 1.0, 0.25, None) == ["0.50", "1.00", "0.25", "–"]
+    assert shown(0.43121, 0.5, 12.3, 3) == ["0.4312", "0.5000", "12.30", "3"]
 
 
 @pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "＝1", "\n=1"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.checkpoints.checkpoint import Checkpoint
-from gradmerge.compare.candidates import Candidate, look_at
+from gradmerge.compare.candidates import Candidate, visit_blocks
 from gradmerge.engine import statistics
 from gradmerge.engine.build_plan import inputs_of, make_plan, open_plan
 from gradmerge.engine.executor import LocalExecutor, merge_blocks
@@ -273,7 +273,7 @@ def test_candidates_of_every_grain_are_seen_together_as_they_are_merged(tmp_path
         for name, merged in zip(wanted, block.merged, strict=True):
             got[name][block.job.name].view(-1)[block.start : block.stop] = merged
 
-    look_at(plan, [Candidate(name, name, options=options) for name, options in wanted.items()], visit, threads=2)
+    visit_blocks(plan, [Candidate(name, name, options=options) for name, options in wanted.items()], visit, threads=2)
     plan.inputs.close()
     for name, options in wanted.items():
         weights = [1.0, 1.0] if "weights" in METHODS[name].inputs else None

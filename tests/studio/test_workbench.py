@@ -103,7 +103,7 @@ def moved(panel: Panel, updates: list[Any]) -> list[Any]:
 
 
 def test_untouched_controls_are_the_recipes_own_setting(explorer: Any, panel: Panel) -> None:
-    assert panel.read(values(panel)).same(explorer.own)
+    assert panel.read(values(panel)) == explorer.own
 
 
 def test_every_setting_can_be_put_back_into_the_controls(explorer: Any, panel: Panel) -> None:
@@ -118,13 +118,13 @@ def test_every_setting_can_be_put_back_into_the_controls(explorer: Any, panel: P
         explorer.own,
     ]
     for setting in settings:
-        assert panel.read(moved(panel, panel.shaped(setting))).same(setting), setting.name
+        assert panel.read(moved(panel, panel.shaped(setting))) == setting, setting.name
 
 
 def test_weights_stay_with_another_method_where_its_range_has_them(explorer: Any, panel: Panel) -> None:
     before = moved(panel, panel.shaped(explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 1.1})))
     setting = panel.read(moved(panel, panel.changed("ties", *before[1 : len(panel.movable)])))
-    assert setting.same(explorer.setting("ties", {"yelp": 0.4, HOSTILE: 1.1}))
+    assert setting == explorer.setting("ties", {"yelp": 0.4, HOSTILE: 1.1})
 
 
 def test_a_sweep_keeps_the_options(explorer: Any) -> None:

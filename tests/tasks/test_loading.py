@@ -22,7 +22,6 @@ TAKES: dict[str, Callable[..., Any]] = {
     "load_task": lambda **options: load_task("./model", "data.jsonl", **options),
     "estimate_curvature": lambda **options: gm.estimate_curvature("./model", "data.jsonl", out="./out", **options),
     "preview": lambda **options: gm.preview(RECIPE, **options),
-    "suggest_weights": lambda **options: gm.suggest_weights(RECIPE, **options),
     "diagnose": lambda **options: gm.diagnose(RECIPE, "./out", **options),
 }
 #: Options that are wrong, and the option that is named.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..cards.provenance import model_paths
-from ..compare.predict import BASE, task_names
+from ..compare.settings import BASE, task_names
 from ..recipe import Recipe
 from ..refinement.inputs import model_reference, recorded_models as models_of_folder
 from ..text import one_line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..compare.predict import BASE, task_names
+from ..compare.settings import BASE, task_names
 from ..errors import InputError
 from ..recipe import load_recipe
 

@@ -1,4 +1,4 @@
-"""What a recipe's merge costs, and the report on it."""
+"""Diagnose what a merge costs, from Python."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ..arguments import checked
-from ..compare.diagnosis import Diagnosis, find_costs
-from ..compare.grid import Space, grid
-from ..compare.predict import task_names
-from ..compare.preview import Preview
-from ..compare.significance import are_tied
-from ..compare.sweeps import Sweeps, parse_sweeps, with_changes
-from ..compare.weight_ranges import parse_weights
+from ..compare.diagnose import Diagnosis, find_costs
+from ..compare.ranking import Preview, are_tied
+from ..compare.settings import Grid, Overrides, parse_sweeps, with_changes
 from ..engine.input_state import model_paths, recipe_paths
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
 from ..recipe import Recipe
-from ..report.diagnosis_page import diagnosis_page
-from ..report.diagnosis_text import costliest, verdict
+from ..report.advice import costliest_layers, diagnosis_verdict
+from ..report.diagnosis import diagnosis_page
 from ..report.page import made, write_report
 from ..tasks import LoadOptions, complete, tokenizer_of
 from ..tasks.data.read import data_paths
@@ -38,8 +34,8 @@ def diagnose(
     *,
     merged: str | Path | None = None,
     target: str | Path | None = None,
-    sweep: Sweeps | None = None,
-    changes: Sweeps | None = None,
+    sweep: Overrides | None = None,
+    changes: Overrides | None = None,
     data: Mapping[str, str] | None = None,
     threads: int | None = None,
     allow_pickle: bool = False,
@@ -51,50 +47,50 @@ def diagnose(
     command: str = "",
     **loading: Unpack[LoadOptions],
 ) -> Diagnosis:
-    """Say what a recipe's merge costs: which task loses, in which layers, and where tasks pull apart.
+    """Find out what a recipe's merge costs: which task loses, in which layers, and which tasks conflict.
 
     Args:
         recipe: A recipe file, a mapping with its keys, or a :class:`Recipe`, with curvature of every model.
-        out: A new folder for `report.html`, its figures and tables, and `diagnosis.json`; without it none is written.
-        merged: A model that was merged already, to look at instead of what the recipe would give.
-        target: A model that was trained on everything, for the true mismatch; it needs ``data``.
-        sweep: Keys of the recipe with values, as of :func:`gradmerge.preview`: its merge with each of them is looked at
+        out: A new folder for `report.html`, its figures and tables, and `diagnosis.json`; by default none is written.
+        merged: A merged model to diagnose instead of the recipe's merge.
+        target: A model that was trained on all tasks, for the true mismatch; it needs ``data``.
+        sweep: Keys of the recipe with values, as of :func:`gradmerge.preview`: the merge with each of them is compared
             too.
-        changes: Keys of the recipe to set before: `{"damping": 1e-3}`.
-        data: Task (the name of its model's folder, or `base`) → data, on which the merges are then also evaluated.
+        changes: Keys of the recipe to set first: `{"damping": 1e-3}`.
+        data: Task (the name of its model's folder, or `base`) → data to evaluate the merges on.
         threads, allow_pickle, allow_config, dequantize, allow_code, force, progress: As of :func:`gradmerge.merge`.
-        command: What the report says to repeat it with.
+        command: The command that the report says to repeat.
         loading: How models and data are loaded: the keywords of :class:`gradmerge.LoadOptions`.
 
     Returns:
-        Predictions (multiples of a reference merge's, and ranks), what data says, and a verdict in sentences.
+        Predictions (multiples of a reference merge's, and ranks), results on the data, and a verdict in sentences.
 
     >>> print(*diagnose("recipe.yml", "./report").verdict)  # doctest: +SKIP
     """
     options = complete(loading, diagnose)
     recipe, _ = with_changes(recipe_of_models(recipe, "diagnose", allow_code), changes, None)
-    space = Space(parse_weights(None, task_names(recipe), recipe, None), parse_sweeps(sweep, [recipe.method]))
-    space.check([recipe.method], recipe)
+    grid = Grid(recipe, [recipe.method], (), parse_sweeps(sweep, [recipe.method]))
+    grid.check()
     allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     merged, target = (None if model is None else str(model) for model in (merged, target))
     with (
         report_folder(recipe, out, data or {}, force, merged, target, tokenizer_of(options)) as staging,
-        shown(progress) as told,
+        shown(progress) as bar,
         merged_first(recipe, out, threads, allowed) as ready,
     ):
         found = find_costs(
             ready,
-            settings=grid([recipe.method], space) if space.sweeps else (),
+            options,
+            settings=grid.settings() if grid.sweeps else (),
             merged=merged,
             target=target,
             data=data,
             threads=threads or default_threads(),
-            progress=told,
+            progress=bar,
             **allowed,
-            **options,
         )
         found.calibrate_command = calibrate_command(recipe, data or {}, merged, options["columns"])
-        found.verdict = verdict(found)
+        found.verdict = diagnosis_verdict(found)
         if staging is not None:
             text = recipe_text(recipe)
             page = diagnosis_page(found, provenance(recipe, data or {}), text, [command] if command else [])
@@ -157,7 +153,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
             }
             for candidate in found.candidates
         },
-        "costliest_layers": [{"layer": name, "share": share} for name, share in costliest(found)],
+        "costliest_layers": [{"layer": name, "share": share} for name, share in costliest_layers(found)],
         "interference": [
             {
                 "task": one,
@@ -169,11 +165,11 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
             }
             for (one, other, group), value in prediction.interference.items()
         ],
-        "measured": found.metrics,
+        "measured": {name: outcome.metrics for name, outcome in found.outcomes.items()},
         **({"compared": _compared(found.measured)} if found.measured is not None else {}),
         "examples": found.examples,
         "residuals": {name: asdict(residual) for name, residual in found.residuals.items()},
-        "gauges": {task: asdict(gauge) for task, gauge in found.gauges.items()},
+        "penalty_checks": {task: asdict(check) for task, check in found.penalty_checks.items()},
         "true_mismatch": [
             {"merge": candidate, "task": task, "norm": value} for (candidate, task), value in found.mismatch.items()
         ],

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ..arguments import checked
 from ..compare.controls import Choices, Control
-from ..compare.grid import Setting, check_methods, is_removal, recipe_with
-from ..compare.interactive import Moves, Share, Stop, Superseded
-from ..compare.pareto import front
-from ..compare.predict import BASE
+from ..compare.interactive import InteractiveEvaluator, Stop, Superseded
 from ..compare.predictions import Answer, Answering, Flip
-from ..compare.preview import Outcome, Preview, make_preview, score_all
-from ..compare.scores import headline
-from ..compare.significance import are_tied
-from ..compare.sweeps import changes_files
+from ..compare.ranking import Outcome, Preview, are_tied, headline, higher_is_better, make_preview, set_scores, unbeaten
+from ..compare.settings import BASE, Axis, Setting, changes_inputs, check_methods, is_removal, recipe_with
 from ..display import Displayed, View
 from ..engine.run import MergeResult
 from ..errors import InputError
 from ..progress import Progress
 from ..recipe import Recipe
 from ..refinement.rows import TaskRows, count_rows, select_rows
-from ..tasks import Generation, LoadOptions, complete, measure
+from ..tasks import LoadOptions, complete, measure
 from ..tasks.standard_errors import Difference, difference
 from ..text import nearest, one_line
 from .calibrate import CalibrationResult, calibrate
 from .demo_folders import data_of_demo, recipe_of_demo
 from .diagnose import report_folder
 from .merge import default_threads, merge, merged_first, recipe_of_models
-from .preview import tell
+from .preview import write_preview
 from .recipe_yaml import recipe_documents
 
 if TYPE_CHECKING:
@@ -74,7 +69,7 @@ class Explorer(Displayed):
     :func:`gradmerge.explore` makes it. It may be used from several threads: one computes at a time, the others wait.
 
     Args:
-        recipe, data, loading, generation, memory, threads: As of :func:`gradmerge.explore`, all checked.
+        recipe, data, loading, threads: As of :func:`gradmerge.explore`, all checked.
         allowed: What else may be read: ``allow_pickle``, ``allow_config`` and ``dequantize``.
     """
 
@@ -84,8 +79,6 @@ class Explorer(Displayed):
         data: Mapping[str, str],
         loading: LoadOptions,
         *,
-        generation: Generation | None = None,
-        memory: int | None = None,
         threads: int = 1,
         allowed: Mapping[str, Any],
     ) -> None:
@@ -94,8 +87,7 @@ class Explorer(Displayed):
         self._predicting = threading.Lock()
         with contextlib.ExitStack() as stack:
             ready = stack.enter_context(merged_first(recipe, None, threads, allowed))
-            how: dict[str, Any] = {"generation": generation, "memory": memory, "threads": threads}
-            self._moves = Moves(ready, data, loading, **how, **allowed)
+            self._moves = InteractiveEvaluator(ready, data, loading, threads=threads, **allowed)
             stack.callback(self._moves.close)
             self._predictor = self._moves.predictor()
             self._choices = Choices(ready, self._moves.plan)
@@ -138,12 +130,12 @@ class Explorer(Displayed):
     @property
     def notes(self) -> list[str]:
         """What a user should know."""
-        return [*([self._moves.streamed] if self._moves.streamed else []), *self._moves.notes()]
+        return self._moves.notes()
 
     @property
     def alone(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Model (`base`, or a tuned one) → task → metrics; measured with the first setting, or when asked for."""
-        with contextlib.nullcontext() if self._moves.compared else self._computing():
+        with contextlib.nullcontext() if self._moves.alone_is_known else self._computing():
             return self._moves.alone
 
     @property
@@ -180,7 +172,7 @@ class Explorer(Displayed):
         >>> explorer.setting("ties", {"yelp": 0.5}, {"density": 0.2})  # doctest: +SKIP
         """
         made = self._choices.setting(method, weights or {}, changes or {})
-        self._moves.check(made)
+        self._moves.plans.check(made)
         return made
 
     def strengths(self, method: str | None = None) -> list[Setting]:
@@ -199,7 +191,7 @@ class Explorer(Displayed):
             if stop():
                 raise Superseded
         try:
-            with self._moves.threads():
+            with self._moves.fixed_threads():
                 yield
         finally:
             _COMPUTING.release()
@@ -221,14 +213,14 @@ class Explorer(Displayed):
         return costs and {task: cost / own for task, cost in costs.items() if (own := self._own_costs[task]) > 0}
 
     def _predicted(self, setting: Setting) -> Outcome | None:
-        if self._predictor is None or any(changes_files(key) for key, _ in setting.changes):
+        if self._predictor is None or any(changes_inputs(key) for key, _ in setting.changes):
             return None
         with self._predicting:
             if not self._own_costs:
-                self._own_costs = self._predictor.look([self.own])[0].costs
-            return self._predictor.look([setting])[0]
+                self._own_costs = self._predictor.evaluate([self.own])[0].costs
+            return self._predictor.evaluate([setting])[0]
 
-    def measure(self, setting: Setting, stop: Stop = _never, advance: Share | None = None) -> Outcome:
+    def measure(self, setting: Setting, stop: Stop = _never, advance: Callable[[float], None] | None = None) -> Outcome:
         """Form a setting in memory and evaluate it on the data of every task: the numbers of a merge on disk.
 
         Args:
@@ -251,7 +243,7 @@ class Explorer(Displayed):
             return known
 
     def _measured(self, setting: Setting) -> Outcome | None:
-        return next((row for row in self.history if row.setting.same(setting)), None)
+        return next((row for row in self.history if row.setting == setting), None)
 
     def preview(self) -> Preview:
         """All that was measured, compared and ranked, as :func:`gradmerge.preview` does."""
@@ -259,9 +251,10 @@ class Explorer(Displayed):
         if not rows:
             raise InputError("nothing is measured yet")
         if self._compared is None or len(self._compared.rows) < len(rows):
-            own = next((row for row in rows if row.setting.same(self.own)), rows[0])
-            criterion = score_all(rows, True, "worst")
-            self._compared = make_preview(self.recipe, self._moves, rows, own, "weight", criterion)
+            own = next((row for row in rows if row.setting == self.own), rows[0])
+            criterion = set_scores(rows, True, "worst")
+            axis = Axis("weight", models=tuple(range(len(self.models))))
+            self._compared = make_preview(self.recipe, self._moves, rows, own, axis, criterion)
         return self._compared
 
     def best(self) -> Outcome | None:
@@ -275,11 +268,16 @@ class Explorer(Displayed):
     def tied(self, one: Outcome, other: Outcome) -> bool:
         """Whether the rows do not tell two settings apart."""
         a, b = replace(one), replace(other)
-        return are_tied(a, b, score_all([a, b], True, "worst"))
+        return are_tied(a, b, set_scores([a, b], True, "worst"))
 
     def front(self) -> list[Outcome]:
         """The settings that no other is better than on every task; on what is to be forgotten, worse is better."""
-        return front(list(self.history), self.tasks, self.removes)
+
+        def gain(row: Outcome, task: str) -> float:
+            better = higher_is_better(headline(row.metrics[task])) != (task in self.removes)
+            return (row.values[task] or 0.0) * (1 if better else -1)
+
+        return unbeaten([(row, [gain(row, task) for task in self.tasks]) for row in self.history])
 
     def shown_rows(self, task: str, n: int = 8) -> list[int]:
         """Rows of a task to show: spread evenly over its data."""
@@ -353,7 +351,7 @@ class Explorer(Displayed):
             found["layers"] = predicted_layers(predicted, self._own_costs)
         elif BASE in self.alone:
             with self._computing():
-                found["layers"] = remaining_layers(self._moves.remaining(outcome.setting), self.models)
+                found["layers"] = remaining_layers(self._moves.remaining_distances(outcome.setting), self.models)
         return found
 
     def calibrate(
@@ -376,19 +374,19 @@ class Explorer(Displayed):
         """
         with self._computing(stop):
             models = self._moves.copies(setting, self.tasks, COPIES)
-            batches = {task: list(self._moves.data_of(task).batches()) for task in self.tasks}
+            batches = {task: list(self._moves.data[task].batches()) for task in self.tasks}
         merged = models.pop("")
         halves = {task: _every_other_row(given) for task, given in batches.items()}
         counted = {task: count_rows(half.held_out) for task, half in halves.items()}
         if short := [task for task, number in counted.items() if number < 2]:
             raise InputError(f"{short[0]}: calibration needs at least four rows of each task")
-        unlabeled = {task: self._moves.unlabeled(task, half.fit) for task, half in halves.items()}
+        unlabeled = {task: self._unlabeled(task, half.fit) for task, half in halves.items()}
         result = calibrate(merged, unlabeled, teachers=models, curvature="none", progress=progress)
         assert result.model is not None
         metric, before, after, differences = {}, {}, {}, {}
         with self._computing(stop):
             for task, half in halves.items():
-                output = self._moves.data_of(task).loaded.loss
+                output = self._moves.data[task].loaded.loss
                 one, other = (measure(model, half.held_out, output) for model in (merged, result.model))
                 before[task], after[task] = one.summary(), other.summary()
                 name, rows, others = headline(before[task]), one.rows(), other.rows()
@@ -396,6 +394,11 @@ class Explorer(Displayed):
                 known = name in rows and name in others
                 differences[task] = difference(others[name], rows[name]) if known else None
         return CalibrationComparison(result, metric, before, after, differences, counted)
+
+    def _unlabeled(self, task: str, batches: Sequence[Any]) -> list[dict[str, Any]]:
+        """Batches without labels; text to text keeps them, as inputs of the decoder."""
+        keep = self._moves.data[task].loaded.task == "seq2seq"
+        return [{name: value for name, value in dict(one).items() if keep or name != "labels"} for one in batches]
 
     def recipe_text(self, setting: Setting, folder: str | Path | None = None) -> str:
         """A setting as YAML that `gradmerge merge` runs from a file in ``folder``, by default the working folder."""
@@ -413,7 +416,7 @@ class Explorer(Displayed):
         """Write a report of all that was measured into a new folder, as `gradmerge preview` does; returns its page."""
         found, out = self.preview(), Path(out)
         with report_folder(self.recipe, out, self._sources, force) as staging:
-            tell(staging, found, None, self._sources, "")
+            write_preview(staging, found, self._sources, "")
         return out / "report.html"
 
 
@@ -422,8 +425,6 @@ def explore(
     recipe: str | Path | Recipe | Mapping[str, Any],
     data: Mapping[str, str] | None = None,
     *,
-    generation: Generation | None = None,
-    memory: int | None = None,
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
@@ -439,9 +440,6 @@ def explore(
         recipe: A recipe file, a mapping with its keys, a :class:`Recipe`, or the folder of a demo.
         data: Task (the name of its model's folder, or `base`) → data, as of :func:`gradmerge.preview`; for a recipe of
             a demo, its rows for trying weights.
-        generation: Have every merge write answers too, as of :func:`gradmerge.preview`.
-        memory: Bytes that models and curvature may take in memory, by default half of what is free; what does not fit
-            is read from disk for every setting.
         threads, allow_pickle, allow_config, dequantize, allow_code: As of :func:`gradmerge.merge`.
         loading: How models and data are loaded: the keywords of :class:`gradmerge.LoadOptions`.
 
@@ -462,8 +460,7 @@ def explore(
     found = recipe_of_models(recipe, "explore", allow_code)
     check_methods(None, found)
     allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
-    how: dict[str, Any] = {"generation": generation, "memory": memory, "threads": threads or default_threads()}
-    return Explorer(found, data, options, **how, allowed=allowed)
+    return Explorer(found, data, options, threads=threads or default_threads(), allowed=allowed)
 
 
 def _every_other_row(batches: Sequence[Any]) -> TaskRows:

@@ -31,11 +31,11 @@ def diagnose(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="Folder for the report.")],
     merged: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="A merged model to look at, instead of what the recipe would give."),
+        typer.Option(metavar="DIR", help="A merged model to diagnose instead of the recipe's merge."),
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="A model trained on everything, for the true mismatch (needs --data)."),
+        typer.Option(metavar="DIR", help="A model trained on all tasks, for the true mismatch (needs --data)."),
     ] = None,
     sweep: SweepOption = None,
     set_: Settings = None,
@@ -50,14 +50,14 @@ def diagnose(
     force: Annotated[bool, typer.Option("--force", help="Replace REPORT_DIR if gradmerge wrote it.")] = False,
     printing: Printing,
 ) -> None:
-    """Say what a merge costs: which task loses, in which layers, and where tasks pull apart.
+    """Find out what a merge costs: which task loses, in which layers, and which tasks conflict.
 
-    From curvature alone, beside task arithmetic, average, Fisher averaging and gradient matching;
+    Compares it with task arithmetic, average, Fisher averaging and gradient matching: predicted from curvature, and
     with --data also measured.
     """
     with heavy_imports():
         from ..api import diagnose as diagnosing
-        from ..report.diagnosis_page import measured_table, prediction_table
+        from ..report.diagnosis import measured_table, prediction_table
         from .recipe_args import read_recipe
 
     with progress(printing.silent) as shown:
@@ -87,4 +87,4 @@ def diagnose(
         print_table(table.columns, table.rows, right=range(1, len(table.columns)))
     if not printing.quiet:
         echo("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
-        echo(f"\n{out / 'report.html'} has the rest. Predictions rank; they are no losses in nats.")
+        echo(f"\n{out / 'report.html'} has the figures. Predictions rank merges; they are not losses in nats.")

@@ -64,15 +64,12 @@ def preview(
     ] = None,
     sweep: SweepOption = None,
     set_: Settings = None,
-    suggest: Annotated[
-        bool, typer.Option("--suggest", help="Search for the best weights, each task having one of its own.")
-    ] = False,
+    suggest: Annotated[bool, typer.Option("--suggest", help="Search for the best weights, one for each task.")] = False,
     objective: Annotated[
         str | None,
         typer.Option(
             metavar="O",
-            help="What is to be small: the loss of the worst task (worst), or of all (sum). For --suggest and for "
-            "predictions.",
+            help="Minimize the loss of the worst task (worst), or of all (sum). For --suggest and for predictions.",
             show_default="worst",
         ),
     ] = None,
@@ -82,7 +79,7 @@ def preview(
             "--data",
             "-d",
             metavar="NAME=SRC",
-            help="Labelled data of a task (its model's folder name, or base): settings are then evaluated. Repeatable.",
+            help="Labeled data of a task (its model's folder name, or base): settings are then evaluated. Repeatable.",
         ),
     ] = None,
     loading: LoadingOptions,
@@ -99,12 +96,12 @@ def preview(
 ) -> None:
     """Compare many weights and methods before merging; no model is written.
 
-    Without data, losses are predicted from the curvature of the models, and only ranks are shown; with a few labelled
-    rows of each task every setting is merged in memory and evaluated.
+    With a few labeled rows of each task, every setting is merged in memory and evaluated. Without data, losses are
+    predicted from the curvature of the models, and only ranks are shown.
     """
     with heavy_imports():
-        from ..api.preview import as_json, merge_best, preview as run, suggest_weights
-        from ..report.preview_tables import best_table
+        from ..api.preview import as_json, merge_best, preview as run
+        from ..report.preview import best_table
         from .recipe_args import read_recipe
 
     if objective is not None and (data or harness.lm_eval) and not suggest:
@@ -112,14 +109,6 @@ def preview(
             "--objective is for --suggest and for predictions; with --data the average metric decides which setting is "
             "best"
         )
-    if suggest and sweep:
-        raise InputError(
-            f"--sweep {sweep[0]}: --suggest searches weights alone. Sweep without it, or set one value with --set"
-        )
-    generation = writing.as_generation()
-    if suggest and (generation is not None or harness.lm_eval is not None):
-        option = "--generate" if generation is not None else "--lm-eval"
-        raise InputError(f"{option}: --suggest searches by losses on --data. Compare weights without it")
     sources = named(data or [])
     if save_best is not None:
         _check_free(save_best, out, force, recipe, sources)
@@ -127,6 +116,9 @@ def preview(
         "weights": weights,
         "methods": methods,
         "changes": set_,
+        "sweep": sweep,
+        "suggest": suggest,
+        "generation": writing.as_generation(),
         "data": sources,
         "objective": objective or "worst",
         "force": force,
@@ -134,22 +126,17 @@ def preview(
         "save_best": save_best,
         **reading.as_keywords(),
         **loading.as_keywords(),
+        **asdict(harness),
     }
-    suggestion = None
     given = read_recipe(recipe, reading.allow_code)
     with progress(printing.silent, "merges") as shown:
-        if suggest:
-            suggestion = suggest_weights(given, out, progress=shown, **options)
-            found = suggestion.evaluated
-        else:
-            options |= {"generation": generation, "sweep": sweep, **asdict(harness)}
-            found = run(given, out, progress=shown, **options)
+        found = run(given, out, progress=shown, **options)
     if save_best is not None:
         with progress(printing.silent) as shown:
             merge_best(found, save_best, force=force, progress=shown, **reading.as_keywords())
     if printing.json:
         more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if save_best is not None else {})
-        print_json({**as_json(found, suggestion), **more})
+        print_json({**as_json(found), **more})
         return
     print_notes(found.notes, printing.quiet)
     table = best_table(found)
@@ -159,11 +146,11 @@ def preview(
     echo("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
     echo(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
     if save_best is not None:
-        echo(f"{save_best} holds the setting that was taken; {out / 'recipe.yml'} is its recipe.")
+        echo(f"{save_best} contains the best setting; {out / 'recipe.yml'} is its recipe.")
 
 
 def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:
-    """Say so before the work if the best setting will have no place."""
+    """Raise InputError before any work if the best setting cannot be written."""
     from ..io.atomic_dir import check_output_path
     from ..tasks.data.read import data_paths
 

@@ -1,8 +1,9 @@
-"""Several merges of the same models, seen block by block together: nothing is written, every input is read once."""
+"""Several merges of the same models, formed block by block together: nothing is written, every input is read once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..checkpoints.checkpoint import Buffers, Checkpoint
 from ..checkpoints.tied_weights import tied_copies
-from ..engine.build_plan import dry_check_rule, scope_problems
+from ..engine.build_plan import dry_check_rule, open_plan, scope_problems
 from ..engine.checks import check_step_size, coefficient_notes
 from ..engine.executor import Advance, LocalExecutor
 from ..engine.inputs import CONSTANT_DAMPING
@@ -27,11 +28,15 @@ from ..rules import METHODS
 from ..rules.kronecker_matching import LayerHessian
 from ..rules.sparse import largest
 from ..rules.spec import Granularity
+from .settings import Setting, changes_inputs, recipe_with
+
+#: Plans of settings that read other inputs, open at a time.
+OPEN_PLANS = 8
 
 
 @dataclass
 class Candidate:
-    """One merge to look at: a method with weights (None: the plan's) and options, or a ``model`` merged already."""
+    """One merge: a method with weights (None: the plan's) and options, or a ``model`` that is merged already."""
 
     name: str
     method: str = ""
@@ -46,7 +51,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Block:
-    """The same stretch of one tensor in everything that was read, and in every candidate."""
+    """The same range of one tensor in every input and in every candidate."""
 
     job: Job
     start: int
@@ -58,15 +63,15 @@ class Block:
     penalty: Sequence[LayerHessian | None]
     """P_t of every tuned model, None where it is H_0; empty if it is H_0 for all of them."""
     merged: Sequence[Tensor]
-    """One per candidate, in float32 (float64 where inputs are).
+    """One for each candidate, in float32 (float64 where inputs are).
 
-    Of a layer with Kronecker curvature all of these are matrices [W b], in float64, and ``job`` is its weight's.
+    For a layer with Kronecker curvature, all tensors are matrices [W b] in float64, and ``job`` is its weight's.
     """
     number: int = 0
-    """Its place among all blocks that are handed over, from 0; they come in any order."""
+    """Its number among all blocks, from 0; blocks come in any order."""
 
     def part_of(self, state: Mapping[str, Tensor]) -> Tensor:
-        """The same stretch of other tensors by these names, such as a gradient; 0 where there are none."""
+        """The same range of tensors with these names, such as a gradient; 0 for a missing tensor."""
         if isinstance(self.job, LayerJob):
             tensors = self.job.tensors.items()
             parts = [state[n].reshape(-1) if n in state else torch.zeros(info.numel) for n, info in tensors]
@@ -76,18 +81,18 @@ class Block:
         return state[self.job.name].reshape(-1)[self.start : self.stop].double()
 
     def tensors_of(self, merged: Tensor) -> dict[str, Tensor]:
-        """The flat values of a candidate by tensor of the result, from ``start`` on."""
+        """Tensor name → flat values of a candidate, from ``start`` on."""
         return self.job.split_bias(merged) if isinstance(self.job, LayerJob) else {self.job.name: merged}
 
 
 Visit = Callable[[Block], None]
 Masks = dict[str, list[Tensor]]
-"""Random masks and numbers of one block, by seed and density: candidates share them."""
+"""Random masks and numbers of one block, by seed and density; candidates share them."""
 KnownStatistics = dict[str, Statistics]
-"""Thresholds and measures, by rule and options: they do not depend on weights, and many candidates share them."""
+"""Thresholds and measures, by rule and options; candidates that differ in their weights share them."""
 
 
-def look_at(
+def visit_blocks(
     plan: Plan,
     candidates: Sequence[Candidate],
     visit: Visit,
@@ -96,39 +101,39 @@ def look_at(
     advance: Advance = lambda nbytes: None,
     measured: KnownStatistics | None = None,
 ) -> None:
-    """Form every block of every candidate and hand it over, from several threads, in any order.
+    """Call ``visit`` with every block of every candidate, from several threads, in any order.
 
-    ``plan`` says what is read. ``measured`` keeps statistics for further looks at the same plan.
+    ``plan`` says what is read. ``measured`` keeps statistics for further calls with the same plan.
     """
     known: KnownStatistics = {} if measured is None else measured
     runners = [_Runner(plan, candidate, threads, known) for candidate in candidates]
     # Blocks are cut so that every candidate can work with them.
-    grain = coarsest(runner.grain for runner in runners)
-    cut = [replace(job, granularity=grain) if isinstance(job, BlockJob) else job for job in plan.jobs]
+    granularity = coarsest(runner.granularity for runner in runners)
+    cut = [replace(job, granularity=granularity) if isinstance(job, BlockJob) else job for job in plan.jobs]
 
     def work(buffers: Buffers, item: tuple[int, PlanBlock]) -> None:
-        number, unit = item
-        job = unit.job
+        number, cut_block = item
+        job = cut_block.job
         masks: Masks = {}
         if isinstance(job, LayerJob):
             tensors = job.read(plan)
             merged = [runner.layer(job, tensors, buffers) for runner in runners]
         else:
             assert isinstance(job, BlockJob)
-            tensors = job.read(plan, unit.start, unit.stop, buffers)
-            merged = [runner.block(job, unit.start, unit.stop, tensors, masks, buffers) for runner in runners]
+            tensors = job.read(plan, cut_block.start, cut_block.stop, buffers)
+            merged = [runner.block(job, cut_block.start, cut_block.stop, tensors, masks, buffers) for runner in runners]
         read = (tensors["base"], tensors["tuned"], tensors.get("prior"))
         more = (tensors.get("curvature") or [], tensors.get("penalty") or [])
-        visit(Block(job, unit.start, unit.stop, *read, *more, merged, number))
-        advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
+        visit(Block(job, cut_block.start, cut_block.stop, *read, *more, merged, number))
+        advance(plan.bytes_read(job) * (cut_block.stop - cut_block.start) // max(1, job.info.numel))
 
-    units = (unit for unit in replace(plan, jobs=cut).blocks(plan.block) if unit.job.rule is not None)
-    run_parallel(enumerate(units), with_buffers(work), threads)
+    blocks = (one for one in replace(plan, jobs=cut).blocks(plan.block) if one.job.rule is not None)
+    run_parallel(enumerate(blocks), with_buffers(work), threads)
 
 
-def coarsest(grains: Iterable[Granularity]) -> Granularity:
-    """The cut that suits all of these."""
-    return max(grains, key=["entries", "rows", "tensor"].index, default="entries")
+def coarsest(granularities: Iterable[Granularity]) -> Granularity:
+    """The granularity that suits all rules."""
+    return max(granularities, key=["entries", "rows", "tensor"].index, default="entries")
 
 
 def plan_of(plan: Plan, candidate: Candidate) -> Plan:
@@ -136,8 +141,8 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
     rule = METHODS[candidate.method]
     if rule.fallback is not None:
         raise InputError(
-            f"{rule.name} works on whole matrices and cannot be looked at block by block. Merge it first, and give the "
-            "result as --merged."
+            f"{rule.name} works on whole matrices and cannot be compared block by block. Merge it first, and compare "
+            "the result (merged=)."
         )
     options = check_options(rule, candidate.options or {}, candidate.own)
     settings = plan.inputs.settings.changed(candidate.weights, options)
@@ -183,7 +188,7 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
 
 
 def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
-    """What is said of a merge before it is made: too long a step, or gradient matching that is task arithmetic."""
+    """Warnings about a merge: steps that are too long, or gradient matching that is task arithmetic."""
     if not recipe.rule.checks or plan.inputs.prior is None:
         return []
     own = plan_of(plan, Candidate(recipe.method, recipe.method, options=recipe.options, own=recipe.own_options))
@@ -192,27 +197,27 @@ def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
 
 
 class _Runner:
-    """One candidate, ready to form blocks."""
+    """Forms the blocks of one candidate."""
 
-    grain: Granularity = "entries"
+    granularity: Granularity = "entries"
 
     def __init__(self, plan: Plan, candidate: Candidate, threads: int, measured: KnownStatistics) -> None:
         self._candidate = candidate
         if (model := candidate.model) is not None:
-            there = {name: info.shape for name, info in model.tensors.items()}
-            wrong = [name for name, info in plan.merged_tensors.items() if there.get(name) != info.shape]
+            shapes = {name: info.shape for name, info in model.tensors.items()}
+            wrong = [name for name, info in plan.merged_tensors.items() if shapes.get(name) != info.shape]
             if wrong:
                 raise InputError(
-                    f"{model.label}: is no merge of these models: {wrong[0]} is missing or has another shape"
+                    f"{model.label}: is not a merge of these models: {wrong[0]} is missing or has another shape"
                 )
             return
         self._plan = plan_of(plan, candidate)
         rule, options = self._plan.rule, self._plan.inputs.options
         self._jobs = {job.name: job for job in self._plan.block_jobs}
-        self.grain = coarsest(job.granularity for job in self._jobs.values())
+        self.granularity = coarsest(job.granularity for job in self._jobs.values())
         own = rule.name if self._plan.measures or rule.ranks not in (None, largest) else ""
-        told = options if own else {name: options.get(name) for name in ("density", "scope")}
-        key = repr((own, rule.ranks is not None, sorted(told.items())))
+        relevant = options if own else {name: options.get(name) for name in ("density", "scope")}
+        key = repr((own, rule.ranks is not None, sorted(relevant.items())))
         if key not in measured:
             measured[key] = compute_statistics(self._plan, LocalExecutor(threads))
         self._statistics = measured[key]
@@ -237,13 +242,100 @@ class _Runner:
         if candidate.model is not None:
             block = candidate.model.read(job.name, start, stop, buffers, f"candidate {candidate.name}")
             return block.to(job.compute)
-        plan, numbers = self._plan, self._plan.inputs.settings.of(job.name)
+        plan, settings = self._plan, self._plan.inputs.settings.of(job.name)
         own: dict[str, Any] = {**tensors, **self._statistics.inputs_of(job.name)}
         for name in plan.needs & {"kept", "uniform"}:
-            key = f"{name} {numbers.options['seed']} {numbers.options['density'] if name == 'kept' else ''}"
+            key = f"{name} {settings.options['seed']} {settings.options['density'] if name == 'kept' else ''}"
             if key not in masks:
                 masks[key] = random_inputs(plan, name, job.name, start, stop)
             own[name] = masks[key]
         own = self._jobs[job.name].shaped(start, stop, own)
-        merged: Tensor = plan.rule(**rule_arguments(plan.rule, plan, own, numbers))
+        merged: Tensor = plan.rule(**rule_arguments(plan.rule, plan, own, settings))
         return merged.reshape(-1) if merged.numel() == stop - start else merged.expand(stop - start)
+
+
+class SettingPlans:
+    """The plan of each setting of a recipe.
+
+    Settings with other weights, options or damping use the recipe's plan. A setting that changes what is read or
+    merged, such as ``reduction`` or ``exclude``, has its own plan, which ``reopen`` makes from the setting's recipe.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, reopen: Callable[[Recipe], Plan]) -> None:
+        self.recipe, self.plan, self._reopen = recipe, plan, reopen
+        self._plans: dict[tuple[Any, ...], tuple[Plan, KnownStatistics]] = {(): (plan, {})}
+        self._left_out: dict[str, str] = {}
+
+    def candidate(self, setting: Setting, name: str = "") -> Candidate:
+        own = recipe_with(self.recipe, setting)
+        damping = own.damping if "damping" in dict(setting.changes) else None
+        return Candidate(name, setting.method, own.weights, own.options, own.own_options, damping)
+
+    def plan_for(self, setting: Setting) -> tuple[Plan, KnownStatistics]:
+        """The plan of a setting, and what is known of its statistics."""
+        key = self._key(setting)
+        if key not in self._plans:
+            others = [other for other in self._plans if other]
+            if len(others) >= OPEN_PLANS:
+                self._plans.pop(others[0])[0].inputs.close()
+            self._plans[key] = self._reopen(recipe_with(self.recipe, replace(setting, changes=key[1:]))), {}
+        return self._plans[key]
+
+    @staticmethod
+    def _key(setting: Setting) -> tuple[Any, ...]:
+        """What distinguishes the plan of one setting from another's; empty for the recipe's plan."""
+        changed = [pair for pair in setting.changes if changes_inputs(pair[0])]
+        return (setting.method, *changed) if changed else ()
+
+    def check(self, setting: Setting) -> None:
+        """Raise InputError if a setting cannot be merged, such as an average whose weights sum to 0."""
+        plan_of(self.plan_for(setting)[0], self.candidate(setting))
+
+    def possible(self, settings: Sequence[Setting]) -> list[Setting]:
+        """The settings that can be merged; the notes name the others."""
+        found = []
+        for setting in settings:
+            try:
+                self.check(setting)
+                found.append(setting)
+            except InputError as error:
+                self._left_out.setdefault(setting.name, str(error))
+        if settings and not found:
+            raise InputError(f"no setting can be merged: {next(iter(self._left_out.values()))}")
+        return found
+
+    def batches(self, settings: Sequence[Setting], size: int) -> Iterator[tuple[Plan, KnownStatistics, list[Setting]]]:
+        """Settings in their order, at most ``size`` at once, that have the same plan."""
+        for _, group in itertools.groupby(settings, key=self._key):
+            every = list(group)
+            for first in range(0, len(every), size):
+                batch = every[first : first + size]
+                yield *self.plan_for(batch[0]), batch
+
+    def notes(self) -> list[str]:
+        return [f"{name} is left out: {why}" for name, why in list(self._left_out.items())[:5]]
+
+    def close(self) -> None:
+        """Close the files of all plans."""
+        for plan, _ in self._plans.values():
+            plan.inputs.close()
+
+
+def open_for_methods(recipe: Recipe, methods: Sequence[str], **allowed: Any) -> Plan:
+    """A plan that reads what some methods need, and no more."""
+    needs = frozenset[str]().union(*(_needs(recipe, method) for method in methods))
+    reads = needs & {"prior", "curvature", "penalty"} | {"base"}
+    return open_plan(recipe, reads=reads, wanted_by=", ".join(methods), **allowed)
+
+
+def _needs(recipe: Recipe, method: str) -> frozenset[str]:
+    return METHODS[method].needs(recipe.resolved_options if method == recipe.method else {})
+
+
+def check_prior(recipe: Recipe, methods: Sequence[str], plan: Plan) -> None:
+    lacking = [method for method in methods if "prior" in _needs(recipe, method) and plan.inputs.prior is None]
+    if lacking:
+        raise InputError(
+            f"{lacking[0]} needs the curvature of the base: set base.curvature, or put a folder curvature/ into the "
+            "base's folder"
+        )

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args, get_origin
 
 from ..checkpoints.layers import layer_stacks
-from ..curvature.format import default_curvature
 from ..engine.plan import Plan
 from ..errors import InputError
-from ..io.reader import local_path
-from ..recipe import Base, Model, Recipe, Varying, leaves, mapped
+from ..recipe import Recipe, Varying, leaves, mapped
 from ..recipe.overrides import full_key
 from ..rules import METHODS
 from ..rules.spec import Auto, Option, OrNone
 from ..text import nearest
 from .candidates import Candidate, plan_of
-from .grid import Setting, is_removal, takes_weights
-from .predict import task_names
+from .settings import Setting, is_removal, takes_weights, task_names
 
 #: Methods that take something away from the base.
 REMOVING = ("removal", "task-arithmetic")
@@ -47,22 +44,6 @@ class Control:
     """Of what is no number: the values that there are."""
     logarithmic: bool = False
     """Steps are factors: ``low`` and ``high`` are above 0."""
-
-
-def to_read(recipe: Recipe) -> list[str]:
-    """Methods that together read all that a recipe names: its own, and one that uses the curvature that there is."""
-    if recipe.method == "fa1" or recipe.base is None:
-        return [recipe.method]
-    if not all(_has_curvature(model, recipe) for model in recipe.models):
-        return [recipe.method]
-    most = "removal" if is_removal(recipe) else "gradient-matching"
-    also = [most] if _has_curvature(recipe.base, recipe) else [] if is_removal(recipe) else ["fisher-averaging"]
-    return list(dict.fromkeys([recipe.method, *also]))
-
-
-def _has_curvature(part: Base | Model, recipe: Recipe) -> bool:
-    inside = local_path(part.adapter or part.model, recipe.folder)
-    return part.curvature is not None or default_curvature(inside) is not None
 
 
 def methods_of(recipe: Recipe, plan: Plan) -> list[str]:
@@ -170,15 +151,16 @@ class Choices:
         own = zip(self.models, self._weights_of(method), strict=True)
         chosen = tuple(self._weight(name, weights[name]) if name in weights else weight for name, weight in own)
         rules = [METHODS[method]]
-        pairs = tuple((full_key(key, rules, f"changes: {key}"), _frozen(value)) for key, value in changes.items())
-        return _setting(method, chosen, pairs)
+        pairs = ((full_key(key, rules, f"changes: {key}"), _frozen(value)) for key, value in changes.items())
+        found = Setting(method, chosen, tuple(sorted(pairs)))
+        return found if takes_weights(method) else replace(found, weights=())
 
     def strengths(self, method: str | None) -> list[Setting]:
         """The recipe's weights times several factors."""
         method = method or self._recipe.method
         self._check(method)
         own = self._weights_of(method)
-        return [_setting(method, tuple(_times(weight, strength) for weight in own)) for strength in STRENGTHS]
+        return [Setting(method, tuple(_times(weight, strength) for weight in own)) for strength in STRENGTHS]
 
     def _check(self, method: str) -> None:
         if method not in self.methods:
@@ -205,14 +187,6 @@ class Choices:
 def _times(weight: Varying, factor: float) -> Varying:
     found: Varying = mapped(weight, lambda value: value * factor + 0.0)  # no -0
     return found
-
-
-def _setting(method: str, weights: tuple[Varying, ...], changes: tuple[tuple[str, Any], ...] = ()) -> Setting:
-    """With a place on the axis of figures where all models have the same weight."""
-    if not takes_weights(method):
-        return Setting(method, (), changes=changes)
-    position = weights[0] if len(set(weights)) == 1 and not isinstance(weights[0], tuple) else None
-    return Setting(method, weights, position, changes)
 
 
 def _frozen(value: Any) -> Any:

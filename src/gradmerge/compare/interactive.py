@@ -1,4 +1,4 @@
-"""One setting after another, measured as fast as it can be: what they share is kept in memory."""
+"""One setting after another, as fast as possible: models, curvature and data stay in memory."""
 
 from __future__ import annotations
 
@@ -6,213 +6,334 @@ import contextlib
 import copy
 import math
 import operator
+import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.checkpoint import Buffers, Checkpoint, View
+from ..curvature.format import default_curvature
 from ..curvature.summary import group_of
+from ..engine.inputs import CurvatureInput, Inputs
+from ..engine.jobs import Block as PlanBlock, BlockJob, Job
 from ..engine.plan import Plan
 from ..errors import InputError
-from ..recipe import Recipe
+from ..io.reader import local_path
+from ..recipe import Base, Model, Recipe
 from ..rules import METHODS
-from ..tasks import Generation, LoadOptions
+from ..tasks import LoadOptions
 from ..tasks.weight_swap import WeightSwap
 from ..text import size
-from .candidates import Block, Candidate, KnownStatistics, look_at, plan_of
-from .controls import to_read
-from .evaluator import Evaluator
-from .grid import Setting
-from .in_memory import State, TaskData, materialise, state_of
-from .predict import BASE
-from .preview import Outcome
-from .resident import free_memory, keep_in_memory
-from .sampled_predictor import QuickPredictor
+from .candidates import Block, Candidate, KnownStatistics, visit_blocks
+from .evaluate import DataEvaluator, merge_in_memory, state_of
+from .predict import Predictor
+from .ranking import Advance, Outcome
+from .settings import BASE, Setting, is_removal
 
 Stop = Callable[[], bool]
-Share = Callable[[float], None]
-"""Told the share of the work that is done, from 0 to 1."""
-#: Models of fewer parameters are evaluated on one thread: others have too little to do, and where something else takes
-#: the processor, a browser for one, they all wait for the last.
-SMALL = 5_000_000
-#: The share of a measurement that is forming the merge, for those who watch.
-FORMING = 0.3
+#: Models with fewer parameters are evaluated on one thread: more threads would mostly wait for each other.
+SMALL_MODEL = 5_000_000
+#: Predictions for models with more than twice as many entries read about this many.
+SAMPLED_ENTRIES = 4_000_000
+#: Consecutive entries of the sample.
+RANGE = 1 << 14
 
 
 class Superseded(Exception):
-    """A measurement was given up because its ``stop`` said so: something newer is asked for."""
+    """A measurement ended early because its ``stop`` returned True."""
 
 
-class Moves(Evaluator):
-    """Forms one setting at a time from tensors in memory, and evaluates it on batches in memory."""
+class InteractiveEvaluator(DataEvaluator):
+    """Merges one setting at a time from tensors in memory, and evaluates it on batches in memory."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        data: Mapping[str, str],
-        loading: LoadOptions,
-        *,
-        generation: Generation | None = None,
-        memory: int | None = None,
-        threads: int = 1,
-        **allowed: Any,
+        self, recipe: Recipe, data: Mapping[str, str], loading: LoadOptions, *, threads: int = 1, **allowed: Any
     ) -> None:
         self._torch_threads = torch.get_num_threads()
-        super().__init__(recipe, to_read(recipe), data, loading, generation=generation, threads=threads, **allowed)
-        inputs, self._recipe = self.plan.inputs, recipe
-        limit = free_memory() // 2 if memory is None else memory
-        whole = sum(source.nbytes for source in inputs.checkpoints)
+        super().__init__(recipe, _methods_to_read(recipe), data, loading, threads=threads, **allowed)
+        inputs, self.recipe = self.plan.inputs, recipe
+        limit = free_memory() // 2
+        total = sum(source.nbytes for source in inputs.checkpoints)
         left_out = keep_in_memory(inputs, limit)
         self.streamed = ""
-        """What is read from disk for every setting, in a sentence; empty where all is in memory."""
+        """A note on what is read from disk for every setting; empty if all is in memory."""
         if left_out:
-            what = f"{len(left_out)} of {len(inputs.sources)} models and curvature files (models: {size(whole)})"
+            what = f"{len(left_out)} of {len(inputs.sources)} models and curvature files (models: {size(total)})"
             self.streamed = f"{what} do not fit into {size(limit)} of memory: they are read from disk for every setting"
-        self._model = WeightSwap(self._any.loaded.model)
-        self._inside: Setting | str | None = None
-        """What the model in memory is."""
+        self._refilled = WeightSwap(self.model)
+        self._current: Setting | str | None = None
+        """What the refilled model is."""
+
+    def notes(self) -> list[str]:
+        return [*([self.streamed] if self.streamed else []), *super().notes()]
 
     @contextlib.contextmanager
-    def threads(self) -> Iterator[None]:
-        """As many threads for each evaluation, whoever asks for it: one for a small model."""
+    def fixed_threads(self) -> Iterator[None]:
+        """Use the same number of threads for each evaluation, so that results do not depend on the caller."""
         before, parameters = torch.get_num_threads(), sum(job.info.numel for job in self.plan.jobs)
-        torch.set_num_threads(self._torch_threads if parameters > SMALL else 1)
+        torch.set_num_threads(self._torch_threads if parameters > SMALL_MODEL else 1)
         try:
             yield
         finally:
             torch.set_num_threads(before)
 
-    def predictor(self) -> QuickPredictor | None:
-        """What predicts settings on the same inputs; None without curvature of every model."""
-        if not self.plan.inputs.curvature or self.plan.inputs.base is None or self._recipe.method == "fa1":
+    def predictor(self) -> SampledPredictor | None:
+        """A predictor on the same inputs; None without curvature of every model."""
+        if not self.plan.inputs.curvature or self.plan.inputs.base is None or self.recipe.method == "fa1":
             return None
-        return QuickPredictor(self._recipe, self.plan, self._threads)
+        return SampledPredictor(self.recipe, self.plan, self.threads)
 
-    def check(self, setting: Setting) -> None:
-        """Raise an InputError if a setting cannot be formed."""
-        plan_of(self._candidates.plan_for(setting)[0], self._candidates.candidate(setting))
+    def measure(self, setting: Setting, stop: Stop, share: Callable[[float], None]) -> Outcome:
+        """Merge a setting and evaluate it; the first call also evaluates the models alone.
 
-    def model(self, who: Setting | str, between: Callable[[], None] = lambda: None) -> nn.Module | None:
-        """A merge, the base or a tuned model; None where the head of a tuned one does not fit the config of merges.
-
-        A model is in memory until the next one is asked for.
+        Raises Superseded once ``stop`` returns True. ``share`` is called with the share of the work that is done.
         """
-        if who == BASE:
-            return self._any.loaded.model if self.plan.inputs.base is not None else None
-        if isinstance(who, str) and who not in self.alone:
+        batches = sum(math.ceil(one.loaded.examples / one.loaded.batch_size) for one in self.data.values())
+        models = 0 if self.alone_is_known else len(self.names) + (self.plan.inputs.base is not None)
+        blocks = sum(block.job.rule is not None for block in self.plan.blocks())
+        total, done = blocks + batches * (models + 1), 0
+        lock = threading.Lock()
+
+        def step() -> None:
+            nonlocal done
+            if stop():
+                raise Superseded
+            with lock:
+                done += 1
+                share(min(1.0, done / total))
+
+        self.plans.check(setting)
+        failures = len(self._failures)
+        try:
+            for one in self.data.values():
+                one.before_batch = step
+            self.evaluate_models_alone()
+            model = self.model_of(setting, step)
+            assert model is not None
+            found = self.outcome(setting, model)
+        finally:
+            for one in self.data.values():
+                one.before_batch = lambda: None
+        if len(self._failures) > failures:
+            raise InputError(self._failures.pop())
+        share(1.0)
+        return found
+
+    def model_of(self, which: Setting | str, after_block: Callable[[], None] = lambda: None) -> nn.Module | None:
+        """A merge, the base, or a fine-tuned model; None if its head does not fit the config of the merges.
+
+        The next call may change the weights of the model.
+        """
+        if which == BASE:
+            return self.model if self.plan.inputs.base is not None else None
+        if isinstance(which, str) and which not in self.alone:
             return None
-        if self._inside != who or self._inside is None:
-            if isinstance(who, str):
-                state = state_of(self.plan.inputs.tuned[self._names.index(who)])
+        if self._current != which or self._current is None:
+            if isinstance(which, str):
+                state = state_of(self.plan.inputs.tuned[self.names.index(which)])
             else:
-                state = self._form(who, between)
-            self._inside = None
-            self._filled = self._model.with_state(state)
-            self._inside = who
+                plan, known, candidate = self._ready(which)
+                state = merge_in_memory(plan, [candidate], self.threads, known, after_block)[0]
+            self._current = None
+            self._filled = self._refilled.with_state(state)
+            self._current = which
         return self._filled
 
     def copies(self, setting: Setting, tasks: Sequence[str], times: int) -> dict[str, nn.Module]:
-        """Copies in float32 of a merge, under an empty name, and of the models of some tasks.
+        """Copies in float32 of a merge, with an empty name, and of the models of some tasks.
 
-        Raise if ``times`` as much does not fit into the free memory.
+        Raises InputError if ``times`` as much memory is not free.
         """
-        if self._any.loaded.task == "embedding":
-            raise InputError(
-                "embedding models are not calibrated in memory: save the merge, and use gradmerge calibrate"
-            )
+        instead = "save the merge, and use gradmerge calibrate"
+        if next(iter(self.data.values())).loaded.task == "embedding":
+            raise InputError(f"embedding models cannot be calibrated in memory: {instead}")
         needed = times * (len(tasks) + 1) * 4 * sum(job.info.numel for job in self.plan.jobs)
         if needed > free_memory():
-            raise InputError(f"calibration in memory needs {size(needed)}: save the merge, and use gradmerge calibrate")
+            raise InputError(f"calibration in memory needs {size(needed)}: {instead}")
         found: dict[str, nn.Module] = {}
         for name in ("", *tasks):
-            model = self.model(name or setting)
+            model = self.model_of(name or setting)
             if model is None:
-                raise InputError(
-                    f"{name}: its head does not fit the merge's config: save the merge, and use gradmerge calibrate"
-                )
+                raise InputError(f"{name}: its head does not fit the merge's config: {instead}")
             found[name] = copy.deepcopy(model).float().eval()
         return found
 
-    def unlabeled(self, task: str, batches: Iterable[Mapping[str, Tensor] | Sequence[Any]]) -> list[dict[str, Tensor]]:
-        """Batches without labels; text to text keeps them, as inputs of the decoder."""
-        labels = self._data[task].loaded.task == "seq2seq"
-        return [{name: value for name, value in dict(one).items() if labels or name != "labels"} for one in batches]
-
-    def _form(self, setting: Setting, between: Callable[[], None]) -> State:
-        plan, known, candidate = self._ready(setting)
-        return materialise(plan, [candidate], self._threads, known, between)[0]
-
-    def _ready(self, setting: Setting) -> tuple[Plan, KnownStatistics, Candidate]:
-        plan, known = self._candidates.plan_for(setting)
-        candidate = self._candidates.candidate(setting)
-        # What other methods need is open too, and is not read for this one.
-        needs = METHODS[setting.method].needs(candidate.options or {}) & plan.needs
-        return replace(plan, needs=needs | {"base"}), known, candidate
-
-    def remaining(self, setting: Setting) -> dict[str, dict[str, float]]:
-        """Layer → model → ‖θ̂ − θ_t‖ / ‖θ_0 − θ_t‖ there: 0 is the tuned model, 1 as far from it as the base."""
+    def remaining_distances(self, setting: Setting) -> dict[str, dict[str, float]]:
+        """Layer → model → ‖θ̂ − θ_t‖ / ‖θ_0 − θ_t‖: 0 is the fine-tuned model, 1 as far from it as the base."""
         plan, known, candidate = self._ready(setting)
         sums: dict[tuple[str, str], list[float]] = {}
         lock = threading.Lock()
 
         def visit(block: Block) -> None:
             found = [
-                [float((place - tuned).double().square().sum()) for place in (block.merged[0], block.base)]
+                [float((tensor - tuned).double().square().sum()) for tensor in (block.merged[0], block.base)]
                 for tuned in block.tuned
             ]
             with lock:
-                for name, squares in zip(self._names, found, strict=True):
+                for name, squares in zip(self.names, found, strict=True):
                     own = sums.setdefault((group_of(block.job.name), name), [0.0, 0.0])
                     own[:] = map(operator.add, own, squares)
 
-        look_at(plan, [candidate], visit, threads=self._threads, measured=known)
+        visit_blocks(plan, [candidate], visit, threads=self.threads, measured=known)
         layers: dict[str, dict[str, float]] = {}
         for (layer, name), (now, before) in sums.items():
             if before:
                 layers.setdefault(layer, {})[name] = math.sqrt(now / before)
         return layers
 
-    def measure(self, setting: Setting, stop: Stop, share: Share) -> Outcome:
-        """Form a setting and evaluate it on the data of every task; the first time, the models before it."""
-        blocks = sum(block.job.rule is not None for block in self.plan.blocks())
-        # Answers are written in about as many batches as there are.
-        every = [(2 if one.generation else 1, one.loaded) for one in self._data.values()]
-        batches = sum(times * math.ceil(loaded.examples / loaded.batch_size) for times, loaded in every)
-        models = 0 if self.compared else len(self._names) + (self.plan.inputs.base is not None)
-        own = 1 / (models + 1)
-        formed = 1 - own * (1 - FORMING)
-        parts, last = _shares(0, 1 - own, models * batches), 1 - own
-
-        def between() -> None:
-            if stop():
-                raise Superseded
-            share(next(parts, last))
-
-        self.check(setting)
-        before = len(self._broken)
-        try:
-            for one in self._data.values():
-                one.between = between
-            self._each_alone()
-            parts, last = _shares(1 - own, formed, blocks), formed
-            model = self.model(setting, between)
-            assert model is not None
-            parts, last = _shares(formed, 1, batches), 1
-            found = self._outcome(setting, model)
-        finally:
-            for one in self._data.values():
-                one.between = lambda: None
-        if len(self._broken) > before:
-            raise InputError(self._broken.pop())
-        share(1.0)
-        return found
-
-    def data_of(self, task: str) -> TaskData:
-        return self._data[task]
+    def _ready(self, setting: Setting) -> tuple[Plan, KnownStatistics, Candidate]:
+        plan, known = self.plans.plan_for(setting)
+        candidate = self.plans.candidate(setting)
+        # The plan is open for all methods; this setting reads only what its own method needs.
+        needs = METHODS[setting.method].needs(candidate.options or {}) & plan.needs
+        return replace(plan, needs=needs | {"base"}), known, candidate
 
 
-def _shares(start: float, end: float, count: int) -> Iterator[float]:
-    return iter([start + (end - start) * n / count for n in range(count)])
+def _methods_to_read(recipe: Recipe) -> list[str]:
+    """Methods that together read all inputs of a recipe: its own, and one that uses the curvature that there is."""
+
+    def has_curvature(part: Base | Model) -> bool:
+        inside = local_path(part.adapter or part.model, recipe.folder)
+        return part.curvature is not None or default_curvature(inside) is not None
+
+    if recipe.method == "fa1" or recipe.base is None or not all(map(has_curvature, recipe.models)):
+        return [recipe.method]
+    if has_curvature(recipe.base):
+        return list(dict.fromkeys([recipe.method, "removal" if is_removal(recipe) else "gradient-matching"]))
+    return list(dict.fromkeys([recipe.method, *([] if is_removal(recipe) else ["fisher-averaging"])]))
+
+
+@dataclass
+class SampledPlan(Plan):
+    """A plan that reads only some entries: ranges at even distances, the same share of every large tensor.
+
+    Tensors that a rule needs as a whole are read as a whole.
+    """
+
+    share: float = 1.0
+
+    def blocks(self, size: int | None = None) -> Iterator[PlanBlock]:
+        number = 0
+        for job in self.jobs:
+            for start in self._starts(job):
+                yield PlanBlock(number, job, start, min(start + self._length(job), job.info.numel))
+                number += 1
+
+    def _length(self, job: Job) -> int:
+        divisible = isinstance(job, BlockJob) and job.granularity == "entries"
+        return min(RANGE, max(1, job.info.numel)) if divisible else max(1, job.info.numel)
+
+    def _starts(self, job: Job) -> list[int]:
+        length = self._length(job)
+        if length >= job.info.numel:
+            return [0]
+        count = max(1, round(self.share * job.info.numel / length))
+        return [k * (job.info.numel - length) // max(1, count - 1) for k in range(count)]
+
+    def scale(self, job: Job) -> float:
+        """What a sum over the sample of a tensor is multiplied by."""
+        return max(1, job.info.numel) / (len(self._starts(job)) * self._length(job))
+
+
+class SampledPredictor(Predictor):
+    """Predicts one setting at a time, layer by layer; for large models, from a sample of the entries."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, threads: int) -> None:
+        entries = sum(job.info.numel for job in plan.merged)
+        values = {one.name: getattr(plan, one.name) for one in fields(Plan)} | {"notes": []}
+        sampled = entries > 2 * SAMPLED_ENTRIES
+        own = SampledPlan(**values, share=SAMPLED_ENTRIES / entries) if sampled else Plan(**values)
+        super().__init__(recipe, [], threads=threads, plan=own)
+        self.group_by = lambda name: name
+
+    def evaluate(self, settings: Sequence[Setting], advance: Advance = lambda done: None) -> list[Outcome]:
+        rows = super().evaluate(settings, advance)
+        plan = self.plan
+        scales = {job.name: plan.scale(job) for job in plan.merged} if isinstance(plan, SampledPlan) else {}
+        for row in rows:
+            layers: dict[str, dict[str, float]] = {}
+            for name, costs in row.parts.items():
+                layer = layers.setdefault(group_of(name), dict.fromkeys(costs, 0.0))
+                for task, cost in costs.items():
+                    layer[task] += cost * scales.get(name, 1.0)
+            row.parts = layers
+            row.costs = {task: sum(layer[task] for layer in layers.values()) for task in row.costs}
+            row.values = dict(row.costs)
+        return rows
+
+
+class _CheckpointInMemory(View):
+    """A checkpoint whose tensors are in memory as it returns them; of an adapter, the sums with the base."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        super().__init__(inner)
+        self.absent = inner.absent
+        self._tensors: dict[str, Tensor] = {}
+        for name, info in inner.tensors.items():
+            self._tensors[name] = inner.read(name, 0, info.numel, Buffers()).reshape(-1).clone()
+
+    def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
+        return self._tensors[name][start:stop]
+
+
+class _CurvatureInMemory(CurvatureInput):
+    """Curvature whose tensors stay in memory after they are read and checked once."""
+
+    def __init__(self, inner: CurvatureInput) -> None:
+        super().__init__(**{one.name: getattr(inner, one.name) for one in fields(inner)})
+        self._tensors: dict[str, Tensor] = {}
+        self._checked: set[str] = set()
+
+    def _stored(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
+        if name not in self._tensors:
+            assert self._stored_shapes is not None
+            numel = torch.Size(self._stored_shapes[name]).numel()
+            self._tensors[name] = super()._stored(name, 0, numel, Buffers(), slot).reshape(-1).clone()
+        return self._tensors[name][start:stop]
+
+    def _check(self, values: Tensor, name: str) -> None:
+        if name not in self._checked:
+            super()._check(self._tensors.get(name, values), name)
+            self._checked.add(name)
+
+
+def keep_in_memory(inputs: Inputs, limit: int) -> list[str]:
+    """Keep models, then curvature, in memory up to ``limit`` bytes; return the labels of the others."""
+    left_out: list[str] = []
+    models: dict[Checkpoint, Checkpoint] = {}
+    for model in inputs.checkpoints:
+        if model.nbytes <= limit:
+            limit -= model.nbytes
+            models[model] = _CheckpointInMemory(model)
+        else:
+            left_out.append(model.label)
+    inputs.aliases = {models.get(model, model): names for model, names in inputs.aliases.items()}
+    inputs.template = models.get(inputs.template, inputs.template)
+    inputs.base = None if inputs.base is None else models.get(inputs.base, inputs.base)
+    inputs.tuned = [models.get(model, model) for model in inputs.tuned]
+    kept: dict[CurvatureInput, CurvatureInput] = {}
+    for source in inputs.curvatures:
+        nbytes = 4 * sum(torch.Size(shape).numel() for shape in (source.shapes or {}).values())
+        if nbytes <= limit:
+            limit -= nbytes
+            kept[source] = _CurvatureInMemory(source)
+        else:
+            left_out.append(source.label)
+    inputs.prior = None if inputs.prior is None else kept.get(inputs.prior, inputs.prior)
+    inputs.curvature = [kept.get(source, source) for source in inputs.curvature]
+    inputs.penalty = [None if source is None else kept.get(source, source) for source in inputs.penalty]
+    return left_out
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free, approximately."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

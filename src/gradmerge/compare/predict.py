@@ -1,14 +1,14 @@
-"""What curvature alone says about merges, without data.
+"""Predict from curvature what merges cost each task, without data.
 
 For task t with curvature H_t at θ_t, and any θ:
 
-- predicted excess loss ½ Σ_j H_tj (θ_j − θ_tj)² − Σ_j P_tj Δ_tj (θ_j − θ_tj), where P_t is the penalty that the recipe
-  says, or a record beside the model, that it was tuned under: then ∇ℓ_t(θ_t) = −P_t Δ_t. Without either it is taken
-  for 0: that models were tuned under H_0 is an assumption of a merge, and nothing that is known;
+- predicted excess loss ½ Σ_j H_tj (θ_j − θ_tj)² − Σ_j P_tj Δ_tj (θ_j − θ_tj). P_t is the training penalty that the
+  recipe gives or that is recorded beside the model: then ∇ℓ_t(θ_t) = −P_t Δ_t. Without either, P_t = 0;
 - predicted gradient mismatch ‖H_t (θ − θ_t)‖, the norm of the first-order change of ∇ℓ_t.
 
-Both are sums over entries, kept per layer group. A diagonal sees little of the loss along the path: these numbers rank
-merges and layers; they are no losses in nats. With Kronecker curvature H_t acts on each layer's matrix [W b].
+Both are sums over entries, kept for each layer group. These numbers rank merges and layers. They are not losses in
+nats, because a diagonal ignores most of the loss along the path. With Kronecker curvature H_t acts on each matrix [W
+b].
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -27,16 +26,22 @@ from torch import Tensor
 from ..curvature.format import default_curvature
 from ..curvature.summary import group_of
 from ..engine.build_plan import open_plan
-from ..engine.executor import Advance
-from ..engine.plan import Plan
+from ..engine.executor import Advance as AdvanceBytes
+from ..engine.plan import BLOCK, Plan
 from ..errors import InputError
 from ..io.reader import local_path
 from ..recipe import Recipe
 from ..rules.kronecker_matching import applied, diagonal_of
 from ..text import natural
-from .candidates import Block, Candidate, KnownStatistics, look_at
+from .candidates import Block, Candidate, KnownStatistics, visit_blocks
+from .evaluate import Evaluator
+from .ranking import Advance, Outcome
+from .settings import BASE, Setting, changes_inputs
 
-BASE = "base"
+#: Candidates of one pass over the files; the more there are, the smaller are their blocks.
+CANDIDATES_PER_PASS = 256
+#: Numbers that the blocks of all candidates hold at most, for each thread.
+MAX_NUMBERS = 1 << 24
 
 
 class _Additive:
@@ -118,14 +123,15 @@ class Prediction:
         return sum((v for (a, b, _), v in self.interference.items() if (a, b) in pairs), Interference())
 
 
-def open_to_look(recipe: Recipe, **allowed: Any) -> Plan:
+def open_for_prediction(recipe: Recipe, **allowed: Any) -> Plan:
     """A plan that reads the curvature of every tuned model, and the base's where there is one, for any method.
 
     ``allowed`` is what may be read, as of :func:`open_plan`.
     """
     if recipe.base is None:
         raise InputError(
-            "the recipe names no base; what fine-tuning changed, and so what a merge costs, is not known without it"
+            "the recipe has no base; without it nothing is known of what fine-tuning changed, and so of what a merge "
+            "costs"
         )
     inside = default_curvature(local_path(recipe.base.adapter or recipe.base.model, recipe.folder))
     known = recipe.base.curvature is not None or inside is not None
@@ -135,19 +141,12 @@ def open_to_look(recipe: Recipe, **allowed: Any) -> Plan:
     plan = open_plan(
         recipe,
         reads=frozenset(reads),
-        wanted_by="looking at a merge",
+        wanted_by="predicting what a merge costs",
         **allowed,
     )
     if not known:
-        plan.note(["the base has no curvature: what the merge costs on the base's own data is not known"])
+        plan.note(["the base has no curvature: the cost on the base's own data is not predicted"])
     return plan
-
-
-def task_names(recipe: Recipe) -> list[str]:
-    """A short name for each tuned model: the last part of its path, or all of it where that is not unique."""
-    paths = [model.adapter or model.model for model in recipe.models]
-    short = [Path(path.partition("@")[0]).name or path for path in paths]
-    return [path if short.count(name) > 1 or name == BASE else name for path, name in zip(paths, short, strict=True)]
 
 
 def predict(
@@ -156,24 +155,24 @@ def predict(
     candidates: Sequence[Candidate],
     *,
     threads: int = 1,
-    advance: Advance = lambda nbytes: None,
+    advance: AdvanceBytes = lambda nbytes: None,
     measured: KnownStatistics | None = None,
     group_by: Callable[[str], str] = group_of,
 ) -> Prediction:
-    """Predict the cost of the candidates from the curvature of the tasks, which ``plan`` reads for every model.
+    """Predict the cost of candidates from the curvature of the tasks, which ``plan`` reads for every model.
 
-    Costs are kept for groups of tensors, which ``group_by`` makes of their names.
+    Costs are kept for groups of tensors; ``group_by`` maps a tensor's name to its group.
     """
     names = [*tasks, *([BASE] if plan.inputs.prior is not None else [])]
     result = Prediction([c.name for c in candidates], names)
-    # Sums are added up in the order of the blocks, so that they do not depend on which thread is first.
+    # Sums are added in the order of the blocks, so that they do not depend on the threads.
     waiting: dict[int, Prediction] = {}
     following = 0
     lock = threading.Lock()
 
     def visit(block: Block) -> None:
         nonlocal following
-        found = _look_at_block(block, names, result.candidates, group_by(block.job.name))
+        found = _block_costs(block, names, result.candidates, group_by(block.job.name))
         with lock:
             waiting[block.number] = found
             while following in waiting:
@@ -183,29 +182,28 @@ def predict(
                 _add(result.moved, part.moved)
                 following += 1
 
-    look_at(plan, candidates, visit, threads=threads, advance=advance, measured=measured)
+    visit_blocks(plan, candidates, visit, threads=threads, advance=advance, measured=measured)
     return result
 
 
-def _look_at_block(block: Block, tasks: list[str], candidates: list[str], group: str) -> Prediction:
+def _block_costs(block: Block, tasks: list[str], candidates: list[str], group: str) -> Prediction:
     """The sums over one block."""
     found = Prediction(candidates, tasks)
     curvature = [*block.curvature, *([block.prior] if block.prior is not None else [])]
-    places = [*block.tuned, block.base]
-    # The base is where it is, under no penalty that is known.
-    held = [
-        None if penalty is None else applied(penalty, place - block.base)
-        for place, penalty in zip(places, (*(block.penalty or [None] * len(block.tuned)), None), strict=True)
+    models = [*block.tuned, block.base]
+    slopes = [
+        None if penalty is None else applied(penalty, model - block.base)
+        for model, penalty in zip(models, (*(block.penalty or [None] * len(block.tuned)), None), strict=True)
     ]
     for candidate, merged in zip(candidates, block.merged, strict=True):
-        for task, h, place, slope in zip(tasks, curvature, places, held, strict=False):
-            off = merged - place
-            pull = applied(h, off)
-            first = -float((slope.double() * off).sum()) if slope is not None else 0.0
-            found.costs[candidate, task, group] = Cost(0.5 * _dot(pull, off), _dot(pull, pull), first)
+        for task, h, model, slope in zip(tasks, curvature, models, slopes, strict=False):
+            distance = merged - model
+            change = applied(h, distance)
+            first = -float((slope.double() * distance).sum()) if slope is not None else 0.0
+            found.costs[candidate, task, group] = Cost(0.5 * _dot(change, distance), _dot(change, change), first)
     scaled = []
-    for task, h, place in zip(tasks, block.curvature, block.tuned, strict=False):
-        strength = (place - block.base).mul_(diagonal_of(h).sqrt())
+    for task, h, model in zip(tasks, block.curvature, block.tuned, strict=False):
+        strength = (model - block.base).mul_(diagonal_of(h).sqrt())
         scaled.append(strength)
         found.moved[task, group] = _dot(strength, strength)
     sizes = [float(one.abs().sum(dtype=torch.float64)) for one in scaled]
@@ -234,3 +232,78 @@ def _dot(a: Tensor, b: Tensor) -> float:
         if value > 1e-30 or not bool(a.any()):
             return value
     return float((a.double() * b).sum())
+
+
+class Predictor(Evaluator):
+    """Predicts the costs of settings from the curvature of the tasks, many in one pass over the files."""
+
+    def __init__(
+        self, recipe: Recipe, methods: Sequence[str], *, threads: int = 1, plan: Plan | None = None, **allowed: Any
+    ) -> None:
+        """``plan`` is an open plan as of :func:`open_for_prediction`; by default a new one."""
+        if "fa1" in methods:
+            raise InputError(
+                "fa1: its curvature is estimated at the differences to the base, and does not predict the loss of a "
+                "merge. Give data of the tasks (data NAME=SRC)"
+            )
+
+        def reopen(changed: Recipe) -> Plan:
+            return open_for_prediction(changed, **allowed)
+
+        super().__init__(recipe, methods, reopen(recipe) if plan is None else plan, reopen, threads)
+        self.tasks = [*self.names, *([BASE] if self.plan.inputs.prior is not None else [])]
+        self.group_by: Callable[[str], str] = lambda name: ""
+        """Maps a tensor's name to the part of the model whose costs each outcome keeps."""
+
+    def evaluate(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
+        rows: list[Outcome] = []
+        _check_comparable(settings)
+        for plan, known, batch in self.plans.batches(self.plans.possible(settings), CANDIDATES_PER_PASS):
+            rows += self._one_pass(plan, known, batch, advance)
+        return rows
+
+    def _one_pass(
+        self, plan: Plan, known: KnownStatistics, settings: Sequence[Setting], advance: Advance
+    ) -> list[Outcome]:
+        plan.block = max(1 << 14, min(BLOCK, MAX_NUMBERS // len(settings)))
+        lock, total, read, reported = threading.Lock(), max(1, plan.total_read), 0, 0
+
+        def count(nbytes: int) -> None:
+            """Convert bytes that were read to merges that are done."""
+            nonlocal read, reported
+            with lock:
+                read += nbytes
+                done = min(len(settings), len(settings) * read // total)
+                if done > reported:
+                    advance(done - reported)
+                    reported = done
+
+        candidates = [self.plans.candidate(setting, str(number)) for number, setting in enumerate(settings)]
+        options: dict[str, Any] = {"threads": self.threads, "measured": known, "group_by": self.group_by}
+        found = predict(plan, self.names, candidates, advance=count, **options)
+        advance(len(settings) - reported)
+        sources = [*plan.inputs.curvature, *([plan.inputs.prior] if plan.inputs.prior is not None else [])]
+        per_example = {
+            task: 1.0 / (source.examples * source.factor) if source.examples else 1.0
+            for task, source in zip(self.tasks, sources, strict=True)
+        }
+        parts: list[dict[str, dict[str, float]]] = [{} for _ in settings]
+        for (name, task, group), cost in found.costs.items():
+            parts[int(name)].setdefault(group, {})[task] = cost.excess * per_example[task]
+        rows = []
+        for setting, groups in zip(settings, parts, strict=True):
+            costs = {task: sum(group[task] for group in groups.values()) for task in self.tasks}
+            values = {task: value if math.isfinite(value) else None for task, value in costs.items()}
+            rows.append(Outcome(setting, values, costs=costs, parts=groups))
+        return rows
+
+
+def _check_comparable(settings: Sequence[Setting]) -> None:
+    """Raise InputError if settings change the curvature, or the tensors, that losses are predicted from."""
+    changed = {key: setting.name for setting in settings for key, _ in setting.changes if changes_inputs(key)}
+    for key, name in changed.items():
+        if key.partition(".")[0] != "reduction" and key not in ("options.include_base", "base.examples"):
+            raise InputError(
+                f"{name}: another {key} changes what losses are predicted from, so predictions cannot be compared. "
+                "Give data of the tasks (data NAME=SRC)"
+            )

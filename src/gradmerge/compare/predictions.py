@@ -11,11 +11,9 @@ from torch import Tensor
 
 from ..tasks.predictions import Prediction, display_rows, has_right_and_wrong, predict
 from ..tasks.standard_errors import SHARES
-from .grid import Setting
-from .in_memory import Rows
-from .interactive import Moves
-from .predict import BASE
-from .scores import loss_name
+from .interactive import InteractiveEvaluator
+from .ranking import Rows, loss_name
+from .settings import BASE, Setting
 
 #: Rows shown of a task without right and wrong: those whose loss changed most.
 MOST_CHANGED = 20
@@ -57,13 +55,13 @@ class Flip:
 class Answering:
     """Asks models for single rows, and remembers what they said."""
 
-    def __init__(self, moves: Moves) -> None:
+    def __init__(self, moves: InteractiveEvaluator) -> None:
         self._moves = moves
         self._said: OrderedDict[tuple[str | Setting, str], dict[int, Prediction]] = OrderedDict()
 
     def answers(self, task: str, rows: Sequence[int], setting: Setting) -> list[Answer]:
         """Some rows, and what is said to them."""
-        asked = display_rows(self._moves.data_of(task).loaded, rows)
+        asked = display_rows(self._moves.data[task].loaded, rows)
         base = self._ask(BASE, task, rows)
         tuned = self._ask(task, task, rows) if task != BASE else [None] * len(rows)
         merged = self._ask(setting, task, rows)
@@ -75,7 +73,7 @@ class Answering:
 
     def flips(self, task: str, one: Setting | str, before: Rows, other: Setting, after: Rows) -> list[Flip]:
         """Rows that two models see differently, by the numbers that both have for every row."""
-        loaded = self._moves.data_of(task).loaded
+        loaded = self._moves.data[task].loaded
         every = list(range(loaded.examples))
         share = next((name for name in SHARES if name in before and name in after), None)
         if share is not None:
@@ -98,7 +96,7 @@ class Answering:
         apart = (after - before).tolist()
         rows = sorted((row for row in range(len(apart)) if apart[row]), key=lambda row: -abs(apart[row]))[:MOST_CHANGED]
         found = []
-        for row, asked in zip(rows, display_rows(self._moves.data_of(task).loaded, rows), strict=True):
+        for row, asked in zip(rows, display_rows(self._moves.data[task].loaded, rows), strict=True):
             old, new = (Prediction(f"loss {float(losses[row]):.4g}") for losses in (before, after))
             turned = "better" if apart[row] < 0 else "worse"
             found.append(Flip(row, asked.text, asked.image, asked.label, old, new, turned))
@@ -112,8 +110,8 @@ class Answering:
             self._said.popitem(last=False)
         lacking = [row for row in rows if row not in known]
         if lacking:
-            model = self._moves.model(who)
+            model = self._moves.model_of(who)
             if model is None:
                 return [None] * len(rows)
-            known |= zip(lacking, predict(self._moves.data_of(task).loaded, model, lacking), strict=True)
+            known |= zip(lacking, predict(self._moves.data[task].loaded, model, lacking), strict=True)
         return [known[row] for row in rows]

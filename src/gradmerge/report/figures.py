@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..text import printable
 from . import palette
-from .formatting import finite, number
 from .layout import label_places, spaced, thinned
+from .tables import finite, number
 
 if TYPE_CHECKING:
     from altair import LayerChart

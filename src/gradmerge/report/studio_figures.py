@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..compare.pareto import unbeaten
-from ..compare.predict import BASE
-from ..compare.preview import Outcome, Preview
-from ..compare.scores import headline, higher_is_better
+from ..compare.ranking import Outcome, Preview, headline, higher_is_better, unbeaten
+from ..compare.settings import BASE
 from ..text import natural
 from .figures import Series, bars, heat_map, trade_off
 
@@ -41,7 +39,7 @@ def _tasks(found: Preview, present: Outcome, best: Outcome | None) -> alt.LayerC
     if BASE in found.alone:
         series["base"] = [_metric(found.alone[BASE].get(task)) for task in found.tasks]
     series["tuned"] = [None if task == BASE else _metric(found.alone.get(task, {}).get(task)) for task in found.tasks]
-    if best is not None and not best.setting.same(present.setting):
+    if best is not None and best.setting != present.setting:
         series["best so far"] = [_metric(best.metrics.get(task)) for task in found.tasks]
     series[f"{present.setting.method} now"] = [_metric(present.metrics.get(task)) for task in found.tasks]
     values = {name: [None if one is None else one[0] for one in every] for name, every in series.items()}

@@ -1,19 +1,86 @@
-"""Tables of a report, as a reader sees them and as CSV."""
+"""Tables of a report, as text and as CSV, and numbers as text."""
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from ..text import one_line, plus_minus
-from .formatting import NONE, column, shorten
 
 Value = str | float | int | None
+MISSING = "–"
 #: Names and paths longer than this lose their middle; sentences do not.
 _LONG_NAME = 44
+#: Outside of these, numbers have an exponent.
+_SMALL, _LARGE = 1e-4, 1e7
+
+
+def finite(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Four significant digits without trailing zeros, thousands with commas; whole numbers in full."""
+    if value is None:
+        return MISSING
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}".replace("-", "−")
+    value = float(value)  # without a standard error
+    if value and not _SMALL <= abs(value) < _LARGE:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{_stripped(mantissa)}e{int(exponent)}".replace("-", "−")
+    return _signed(_stripped(f"{value:,.{_decimals(value, digits)}f}"))
+
+
+def _decimals(value: float, digits: int = 4) -> int:
+    """The decimals that give a number ``digits`` significant digits."""
+    if not value:
+        return 0
+    # Rounded first: 9.9996 becomes 10.00.
+    return max(0, digits - 1 - int(f"{value:.{digits - 1}e}".split("e")[1]))
+
+
+def _aligned(values: Sequence[float | int]) -> list[str]:
+    """Numbers of one column: zeros fill up to the decimals of their neighbors, up to four digits."""
+    texts = [number(value) for value in values]
+    most = max((len(text.partition(".")[2]) for text in texts if "e" not in text), default=0)
+
+    def filled(value: float | int, text: str) -> str:
+        if not finite(value) or isinstance(value, int) or "e" in text:
+            return text
+        return _signed(f"{value:,.{min(most, _decimals(value))}f}")
+
+    return list(map(filled, values, texts))
+
+
+def _stripped(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _signed(text: str) -> str:
+    """With a minus sign instead of a hyphen, and no sign before a zero."""
+    return text.replace("-", "−") if text.strip("-0.,") else text.lstrip("-")
+
+
+def plain_words(metric: str) -> str:
+    """The name of a metric for people: loss per token."""
+    return metric.replace("_", " ")
+
+
+def shorten(text: str, most: int) -> str:
+    """A long name without its middle."""
+    if len(text) <= most:
+        return text
+    head = (most - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
 
 
 @dataclass(frozen=True)
@@ -32,26 +99,26 @@ class Table:
                 raise ValueError(f"{self.title}: a row has {len(row)} values for {len(self.columns)} columns")
 
     def csv(self) -> str:
-        """Numbers in full, so that reading gives them back; a missing one is empty. Errors have their own columns."""
+        """Numbers in full, errors in columns of their own; a missing number is empty."""
         out = io.StringIO()
         columns: list[Sequence[object]] = []
         for title, *values in zip(self.columns, *self.rows, strict=True):
             errors = [getattr(value, "error", None) for value in values]
             columns += [[title, *values]]
             columns += [[f"{title}, standard error", *errors]] if any(error is not None for error in errors) else []
-        csv.writer(out, lineterminator="\n").writerows(map(_written, line) for line in zip(*columns, strict=True))
+        csv.writer(out, lineterminator="\n").writerows(map(_csv_cell, line) for line in zip(*columns, strict=True))
         return out.getvalue()
 
 
-def _written(value: object) -> object:
+def _csv_cell(value: object) -> object:
     if isinstance(value, str):
         return _not_a_formula(one_line(value))
-    # Numbers of numpy are floats too, but name their type.
+    # repr of a NumPy float would include its type.
     return repr(float(value)) if isinstance(value, float) else value
 
 
 def _not_a_formula(text: str) -> str:
-    """A cell that a spreadsheet shows as it is, where it would compute what begins so; a number stays one."""
+    """Text that a spreadsheet does not run as a formula; a number stays a number."""
     if not text.startswith(("=", "+", "-", "@", "＝", "＋", "－", "＠")):
         return text
     try:
@@ -62,16 +129,17 @@ def _not_a_formula(text: str) -> str:
 
 
 class Cell(NamedTuple):
-    """A value as it is shown."""
+    """A value as text."""
 
     text: str
     kind: str
+    """CSS classes."""
     full: str = ""
-    """The value to sort by, if not the text."""
+    """The value to sort by, if that is not the text."""
 
 
 class Column(NamedTuple):
-    """Values one below the other, as they are shown."""
+    """The cells of a column."""
 
     title: str
     numeric: bool
@@ -79,7 +147,7 @@ class Column(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Letters that do not break: of the longest number, name or word."""
+        """The longest text that cannot wrap: a number, a name or a word."""
         texts = [cell.text for cell in self.cells if cell.kind]
         words = [word for text in (self.title, *(cell.text for cell in self.cells)) for word in text.split()]
         return max(map(len, [*texts, *words]), default=0)
@@ -93,11 +161,11 @@ def _column(title: str, values: Sequence[Value]) -> Column:
     known = [value for value in values if value is not None]
     numbers = [value for value in known if not isinstance(value, str)]
     numeric = bool(known) and len(numbers) == len(known)
-    texts = map(plus_minus, column([value if isinstance(value, int) else float(value) for value in numbers]), numbers)
+    texts = map(plus_minus, _aligned([value if isinstance(value, int) else float(value) for value in numbers]), numbers)
     cells = []
     for value in values:
         if value is None:
-            cells.append(Cell(NONE, "none num" if numeric else "none"))
+            cells.append(Cell(MISSING, "none num" if numeric else "none"))
         elif not isinstance(value, str):
             cells.append(Cell(next(texts), "num", repr(float(value))))
         elif " " in value or len(value) <= _LONG_NAME:

@@ -209,7 +209,7 @@ class Workbench:
         return f"<code>{esc(setting.name)}</code>{more}"
 
     def _compared(self, now: Any, best: Any, found: Any) -> tuple[str, str]:
-        if now.setting.same(best.setting):
+        if now.setting == best.setting:
             return "good", "the best so far"
         gap = found.difference(_row(found, now.setting), _row(found, best.setting))
         if gap is None:
@@ -289,8 +289,8 @@ class Workbench:
         for row in sorted(found.rows, key=lambda row: row.rank or 0)[:100]:
             scores = [markup.score_of(row.metrics.get(task), found.metric(task)) for task in explorer.tasks]
             mean = markup.average([score for score in scores if score is not None])
-            signs = "★ " if best is not None and row.setting.same(best.setting) else ""
-            signs += "◇" if any(row.setting.same(one) for one in front) else ""
+            signs = "★ " if best is not None and row.setting == best.setting else ""
+            signs += "◇" if any(row.setting == one for one in front) else ""
             name = markup.take_up(self._place(row.setting), row.setting.name)
             rows.append([signs, name, f"<b>{mean}</b>" if mean else "–", *map(str, scores)])
         said = "A click takes a setting up again. ★ the best so far; ◇ nothing tried is better on every task. "
@@ -300,7 +300,7 @@ class Workbench:
 
     def _place(self, setting: Any) -> int:
         """Of what was measured, the how-manieth a setting was."""
-        return next(place for place, row in enumerate(self.explorer.history) if row.setting.same(setting))
+        return next(place for place, row in enumerate(self.explorer.history) if row.setting == setting)
 
     def figures(self, visit: Visit, names: Sequence[str]) -> str:
         """Charts of the explorer, each with what it shows."""
@@ -421,7 +421,7 @@ def _shaped(replies: Iterable[Any]) -> str:
 
 
 def _row(found: Any, setting: Any) -> Any:
-    return next(row for row in found.rows if row.setting.same(setting))
+    return next(row for row in found.rows if row.setting == setting)
 
 
 def _brief(score: Score) -> str:

@@ -1,4 +1,4 @@
-"""Which settings are tied, which of them is taken, and that everything that is shown says the same."""
+"""Which settings are tied, which of them to take, and that every output says the same."""
 
 from __future__ import annotations
 
@@ -8,17 +8,29 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.compare.grid import Setting, recipe_with
-from gradmerge.compare.preview import Outcome, Preview, score_all, score_by_costs
-from gradmerge.compare.significance import are_tied, score_difference, score_error, share_difference, simplicity
+from gradmerge.compare.ranking import (
+    Outcome,
+    Preview,
+    are_tied,
+    headline,
+    score_difference,
+    score_error,
+    set_scores,
+    set_scores_by_costs,
+    share_difference,
+    simplicity,
+    unbeaten,
+)
+from gradmerge.compare.settings import Axis, Setting, recipe_with
 from gradmerge.recipe import make_recipe
-from gradmerge.report.preview_tables import best_table
-from gradmerge.report.preview_text import verdict
+from gradmerge.report.advice import preview_verdict
+from gradmerge.report.preview import best_table
 from gradmerge.tasks import load_task, measure
 from gradmerge.tasks.standard_errors import standard_errors
 
@@ -46,8 +58,8 @@ def accurate(method: str, weights: tuple[float, ...], **right: Sequence[int]) ->
 
 def preview(rows: list[Outcome], own: Outcome | None = None, method: str = "gradient-matching") -> Preview:
     recipe = make_recipe({"method": method, "base": "base", "models": ["a", "b"]})
-    criterion = score_all(rows if own is None else [*rows, own], True, "worst")
-    found = Preview(recipe, ["a", "b"], ["a", "b"], True, criterion, rows, own or rows[0], "weight")
+    criterion = set_scores(rows if own is None else [*rows, own], True, "worst")
+    found = Preview(recipe, ["a", "b"], ["a", "b"], True, criterion, rows, own or rows[0], Axis("weight"))
     found.rank_all()
     return found
 
@@ -60,7 +72,7 @@ def test_a_score_over_tasks_has_the_error_of_independent_tasks_each_on_the_same_
         )
         for sizes in [[("a", 30), ("b", 50)]] * 2
     )
-    criterion = score_all([one, other], True, "worst")
+    criterion = set_scores([one, other], True, "worst")
     found = score_difference(one, other, criterion)
     assert found is not None and found.value == pytest.approx(one.score - other.score)
     variance, own = 0.0, 0.0
@@ -111,7 +123,7 @@ def test_of_tied_settings_the_recipes_own_is_taken_and_ranks_say_that_they_are_t
     found = preview(rows, rows[1])
     assert found.leading() is rows[2] and found.tied(rows[2]) == [rows[1]]
     assert found.best() is rows[1] and [row.rank for row in rows] == [3, 1, 1]
-    assert "0.7917 ± 0.026 (task-arithmetic 0.5)" in " ".join(verdict(found))
+    assert "0.7917 ± 0.026 (task-arithmetic 0.5)" in " ".join(preview_verdict(found))
     assert found.best("task-arithmetic") is rows[2]
     cells = {row[0]: row for row in best_table(found).rows}
     assert [cells[method][-1] for method in found.methods] == ["1", "0.5"]
@@ -149,7 +161,7 @@ def test_a_clear_winner_is_named_with_its_distance() -> None:
         accurate("gradient-matching", (1.0, 1.0), a=range(60), b=range(60)),
     ]
     found = preview(rows, rows[1])
-    words = verdict(found)
+    words = preview_verdict(found)
     assert found.best() is rows[0] and found.tied(rows[0]) == [] and [row.rank for row in rows] == [1, 2]
     assert "gradient-matching with weight 0.5" in words[0] and "0.4167 ± " in words[1]
 
@@ -159,7 +171,7 @@ def test_a_recipe_whose_own_weights_are_not_asked_for_is_kept_where_it_is_tied()
     rows = [accurate("gradient-matching", (0.5, 0.5), a=range(96), b=range(96))]
     found = preview(rows, own)
     assert found.best() is own and own.rank == 1 and found.all_tied() == [rows[0], own]
-    found.keeps_own = False  # as where weights were searched in ranges without it
+    found.allows_own = False  # as where weights were searched in ranges without it
     assert found.best() is rows[0]
 
 
@@ -170,8 +182,8 @@ def predicted(own: float, *others: float) -> Preview:
     ):
         row.values, row.costs = {"a": value, "b": value / 2}, {"a": value, "b": value / 2}
     recipe = make_recipe({"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
-    criterion = score_all([first, *rows], False, "worst")
-    return Preview(recipe, ["a", "b"], ["a", "b"], False, criterion, rows, first, "damping")
+    criterion = set_scores([first, *rows], False, "worst")
+    return Preview(recipe, ["a", "b"], ["a", "b"], False, criterion, rows, first, Axis("damping", "damping"))
 
 
 def test_of_predictions_the_recipes_own_is_taken_within_a_hundredth_of_the_smallest() -> None:
@@ -239,12 +251,48 @@ def test_a_search_takes_what_its_rows_tell_apart() -> None:
 
     rows = [lost((1.0, 1.0), 0.8, 0.01), lost((0.31, 0.52), 0.3, 0.01), lost((0.4, 0.4), 0.32, 0.2)]
     found = preview(rows, rows[0], method="task-arithmetic")
-    found.criterion = score_by_costs(rows, True, "worst")
+    found.criterion = set_scores_by_costs(rows, True, "worst")
     found.rank_all()
     assert found.criterion.worst and found.criterion.shares and found.leading() in rows[1:]
     assert found.best() is rows[2] and [row.rank for row in rows] == [3, 1, 1]
     columns = best_table(found).columns
     assert "a, share lost" in columns and "b, accuracy" in columns
+
+
+def rows_of(*metrics: dict[str, dict[str, float]]) -> list[Outcome]:
+    rows = []
+    for number, by_task in enumerate(metrics):
+        values: dict[str, float | None] = {task: found[headline(found)] for task, found in by_task.items()}
+        rows.append(Outcome(Setting("task-arithmetic", (float(number),)), values, by_task))
+    return rows
+
+
+def test_metrics_of_one_kind_are_averaged_and_others_are_ranked() -> None:
+    accuracies = rows_of(
+        {"a": {"accuracy": 0.5}, "b": {"accuracy": 0.9}}, {"a": {"accuracy": 0.8}, "b": {"accuracy": 0.5}}
+    )
+    criterion = set_scores(accuracies, True, "worst")
+    assert criterion.higher and [row.score for row in accuracies] == [pytest.approx(0.7), pytest.approx(0.65)]
+    mixed = rows_of(
+        {"a": {"accuracy": 0.5}, "b": {"loss_per_token": 2.0}},
+        {"a": {"accuracy": 0.8}, "b": {"loss_per_token": 2.0}},
+        {"a": {"accuracy": 0.6}, "b": {"loss_per_token": 3.0}},
+    )
+    criterion = set_scores(mixed, True, "worst")
+    assert criterion.by_rank and not criterion.higher
+    assert [row.score for row in mixed] == [(3 + 1.5) / 2, (1 + 1.5) / 2, (2 + 3) / 2]
+
+
+def test_the_front_is_what_no_other_point_beats() -> None:
+    generator = np.random.default_rng(0)
+    points = [(float(a), float(b)) for a, b in generator.integers(0, 12, (40, 2))]
+
+    def beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+        pairs = list(zip(one, other, strict=True))
+        return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
+
+    wanted = {p for p in points if not any(beats(q, p) for q in points)}
+    assert set(unbeaten([(p, p) for p in points])) == wanted
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradmerge.compare.diagnosis import Diagnosis
-from gradmerge.compare.measured_merges import compare_merges
-from gradmerge.compare.penalty_check import Gauge
+from gradmerge.compare.diagnose import Diagnosis, PenaltyCheck
 from gradmerge.compare.predict import Cost, Interference, Prediction
+from gradmerge.compare.ranking import Outcome
+from gradmerge.compare.settings import Setting
 from gradmerge.recipe import make_recipe
-from gradmerge.report.diagnosis_page import _metrics_section, measured_table
-from gradmerge.report.diagnosis_text import verdict
+from gradmerge.report.advice import diagnosis_verdict as verdict
+from gradmerge.report.diagnosis import _metrics_section, measured_table
 from gradmerge.tasks.standard_errors import standard_errors
 
 OWN, OTHER, THIRD = "gradient-matching", "average", "task-arithmetic"
@@ -23,7 +23,7 @@ def diagnosis(
     right: dict[str, dict[str, int]],
     tasks: tuple[str, ...] = ("a", "b"),
     apart: float = 0.2,
-    gauge: float | None = None,
+    ratio: float | None = None,
     costs: dict[str, float] | None = None,
     without_penalty: str = "",
 ) -> Diagnosis:
@@ -35,18 +35,19 @@ def diagnosis(
             prediction.costs[name, task, "x"] = Cost(loss * (costs or {}).get(task, 1.0))
     prediction.interference["a", "b", "x"] = Interference(1.0, apart)
     found = Diagnosis(recipe, OWN, prediction)
-    if gauge is not None:
-        found.gauges = {task: Gauge("H_0", gauge, 1.0, 1.0) for task in ("a", "b")}
+    if ratio is not None:
+        found.penalty_checks = {task: PenaltyCheck("H_0", ratio, 1.0, 1.0) for task in ("a", "b")}
     if right:
         found.examples, found.without_penalty = dict.fromkeys(tasks, 120), without_penalty
         for model, counts in right.items():
             rows = {task: {"accuracy": (torch.arange(120) < counts[task]).double()} for task in tasks}
-            found.rows[model] = rows
-            found.metrics[model] = {
+            metrics = {
                 task: {"accuracy": counts[task] / 120, "standard_errors": standard_errors(one)}
                 for task, one in rows.items()
             }
-        found.measured = compare_merges(found)
+            values = {task: counts[task] / 120 for task in tasks}
+            found.outcomes[model] = Outcome(Setting(model), dict(values), metrics, rows=rows)
+        found.rank_measured()
     return found
 
 
@@ -102,13 +103,13 @@ def test_tasks_that_pull_apart_need_not_lose(merged: int) -> None:
 
 
 @pytest.mark.parametrize("without", [118, 100, 60])
-def test_the_gauge_advises_what_was_measured(without: int) -> None:
+def test_the_penalty_check_advises_what_was_measured(without: int) -> None:
     name = f"{OWN}, base.penalty none"
     right = {**ALONE, OWN: both(99), name: both(without)}
-    words = words_of(diagnosis({OWN: 1.0}, right, gauge=2.0, without_penalty=name))
+    words = words_of(diagnosis({OWN: 1.0}, right, ratio=2.0, without_penalty=name))
     assert ("set `base.penalty: none`" in words) == (without == 118)
     assert f"To try: {OWN}" not in words
-    assert "`base.penalty: none`" in words_of(diagnosis({OWN: 1.0}, {}, gauge=2.0))
+    assert "`base.penalty: none`" in words_of(diagnosis({OWN: 1.0}, {}, ratio=2.0))
 
 
 @pytest.mark.parametrize(("merged", "tasks"), [(60, ("a", "b")), (112, ("a", "b")), (112, ("a",))])
@@ -131,8 +132,8 @@ def test_numbers_have_their_errors() -> None:
 @pytest.mark.parametrize(("tasks", "names"), [(2, ["measured-table"]), (3, ["measured-table", "measured-losses"])])
 def test_losses_of_many_tasks_have_a_table_of_their_own(tasks: int, names: list[str]) -> None:
     found = diagnosis({OWN: 1.0, OTHER: 2.0}, {OWN: both(90), OTHER: both(80), **ALONE}, tasks=tuple(TASKS[:tasks]))
-    for number, model in enumerate(found.metrics.values()):
-        for task, metrics in model.items():
+    for number, outcome in enumerate(found.outcomes.values()):
+        for task, metrics in outcome.metrics.items():
             metrics["loss_per_example"] = number + len(task)
     tables = _metrics_section(found).tables
     assert [table.slug for table in tables] == names

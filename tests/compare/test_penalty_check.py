@@ -1,4 +1,4 @@
-"""The gauge of the penalty: on regressions whose gradients are known, and on models and data on disk by hand."""
+"""The check of the penalty: on regressions whose gradients are known, and on models and data on disk by hand."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.cli.app import app
 from gradmerge.compare.candidates import Candidate
-from gradmerge.compare.penalty_check import Gauge, find_gauges
-from gradmerge.compare.predict import open_to_look, predict
+from gradmerge.compare.diagnose import PenaltyCheck, check_penalties
+from gradmerge.compare.predict import open_for_prediction, predict
 from gradmerge.curvature.gradients import estimate_gradient
 from gradmerge.recipe import make_recipe
 from gradmerge.tasks import load_task
@@ -33,9 +33,9 @@ TASKS = {"a": 0, "b": 1, "c": 2}
 ONE = dict.fromkeys(TASKS, 1)
 
 
-def gauges(
+def checks(
     case: Case | Any, factor: float | None, gradients: list[Tensor], damping: float = 0.0, **recipe: Any
-) -> dict[str, Gauge]:
+) -> dict[str, PenaltyCheck]:
     """With P = ``factor`` times the true one, as a record beside the models; None: H_0, which is the true one."""
     states = [as_state(t) for t in (case.base, *case.tuned)]
     known = None if factor is None else as_state(factor * case.penalty.diagonal())
@@ -43,42 +43,42 @@ def gauges(
     plan = memory_plan(states, diagonals([case.penalty, *case.hessians]), [1.0] * 3, damping, penalty)
     made = make_recipe({"method": "gradient-matching", "base": "base", "models": ["model"] * 3} | recipe)
     found = {task: as_state(gradient) for task, gradient in zip(TASKS, gradients, strict=True)}
-    return find_gauges(made, plan, TASKS, found, ONE)
+    return check_penalties(made, plan, TASKS, found, ONE)
 
 
 @pytest.mark.parametrize("kind", ["linear", "logistic"])
-def test_the_gauge_is_zero_where_loss_and_penalty_balance(kind: str) -> None:
+def test_the_ratio_is_zero_where_loss_and_penalty_balance(kind: str) -> None:
     case = make_case(kind, diagonal=True)
     gradients = [loss.gradient(theta) for loss, theta in zip(case.losses, case.tuned, strict=True)]
-    for task, found in gauges(case, None, gradients).items():
+    for task, found in checks(case, None, gradients).items():
         pull = case.penalty @ (case.tuned[TASKS[task]] - case.base)
-        assert found.gauge is not None and found.gauge < 1e-11
+        assert found.ratio is not None and found.ratio < 1e-11
         assert found.pull == pytest.approx(float(pull.norm())) and found.penalty == "H_0"
         assert found.gradient == pytest.approx(float(gradients[TASKS[task]].norm()))
-    for found in gauges(case, 1.0, gradients).values():
-        assert found.gauge is not None and found.gauge < 1e-11 and found.penalty == "recorded"
-    for found in gauges(case, 2.0, gradients).values():  # ‖2PΔ − PΔ‖ / ‖2PΔ‖
-        assert found.gauge == pytest.approx(0.5)
+    for found in checks(case, 1.0, gradients).values():
+        assert found.ratio is not None and found.ratio < 1e-11 and found.penalty == "recorded"
+    for found in checks(case, 2.0, gradients).values():  # ‖2PΔ − PΔ‖ / ‖2PΔ‖
+        assert found.ratio == pytest.approx(0.5)
 
 
-def test_the_gauge_is_one_for_models_that_minimise_their_loss_alone() -> None:
+def test_the_ratio_is_one_for_models_that_minimise_their_loss_alone() -> None:
     losses, tuned, base = minima("linear")
     case = make_case("linear", diagonal=True)
     plain = Case(losses, base, case.penalty, tuned, base)
     gradients = [loss.gradient(theta) for loss, theta in zip(losses, tuned, strict=True)]
-    assert all(found.gauge == pytest.approx(1.0) for found in gauges(plain, None, gradients).values())
-    nothing = gauges(plain, 0.0, gradients)
-    assert all(found.gauge is None and found.pull == 0 for found in nothing.values())
+    assert all(found.ratio == pytest.approx(1.0) for found in checks(plain, None, gradients).values())
+    nothing = checks(plain, 0.0, gradients)
+    assert all(found.ratio is None and found.pull == 0 for found in nothing.values())
 
 
 def test_damping_is_part_of_h_0_and_not_of_a_penalty_that_is_known() -> None:
     case = make_case("linear", diagonal=True)
     gradients = [loss.gradient(theta) for loss, theta in zip(case.losses, case.tuned, strict=True)]
-    for task, found in gauges(case, None, gradients, damping=0.5).items():
+    for task, found in checks(case, None, gradients, damping=0.5).items():
         delta = case.tuned[TASKS[task]] - case.base
         want = 0.5 * delta.norm() / (case.penalty @ delta + 0.5 * delta).norm()
-        assert found.gauge == pytest.approx(float(want))
-    assert all((found.gauge or 0) < 1e-11 for found in gauges(case, 1.0, gradients, damping=0.5).values())
+        assert found.ratio == pytest.approx(float(want))
+    assert all((found.ratio or 0) < 1e-11 for found in checks(case, 1.0, gradients, damping=0.5).values())
 
 
 ROWS = 10
@@ -87,7 +87,7 @@ ROWS = 10
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base and two models near it, curvature of each on 20 rows, and half of those rows as data."""
-    folder = tmp_path_factory.mktemp("gauge")
+    folder = tmp_path_factory.mktemp("penalty")
     tiny_bert_checkpoint(folder / "base", labels=3)
     for seed, name in enumerate(("base", "one", "two")):
         if name != "base":
@@ -135,13 +135,13 @@ def by_hand(place: Path, name: str, penalty: dict[str, Tensor], scale: float) ->
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean_times"])
-def test_the_gauge_of_models_and_data_on_disk_is_that_by_hand(place: Path, reduction: str) -> None:
+def test_the_ratio_of_models_and_data_on_disk_is_that_by_hand(place: Path, reduction: str) -> None:
     found = diagnosed(place, "one", reduction={"mean_times": 7} if reduction == "mean_times" else reduction)
     examples = {"sum": 2 * ROWS, "mean": 1, "mean_times": 7}[reduction]
     h0 = {n: v.double() * examples / (2 * ROWS) + 1e-3 for n, v in gm.Curvature.load(place / "base-c").items()}
     want = by_hand(place, "one", h0, examples / ROWS)
-    assert found.gauges["one"].gauge == pytest.approx(want, rel=1e-4)
-    assert found.gauges["one"].penalty == "H_0" and set(found.gauges) == {"one"}
+    assert found.penalty_checks["one"].ratio == pytest.approx(want, rel=1e-4)
+    assert found.penalty_checks["one"].penalty == "H_0" and set(found.penalty_checks) == {"one"}
     assert found.prediction.cost("gradient-matching", "one").first_order == 0
 
 
@@ -152,7 +152,7 @@ def test_the_command_prints_it_with_advice_and_reports_it(place: Path, tmp_path:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "report" / "diagnosis.json").read_text())
-    assert all(found["gauges"][name]["gauge"] > 0 for name in ("one", "two"))
+    assert all(found["penalty_checks"][name]["ratio"] > 0 for name in ("one", "two"))
     without = gm.merge(
         recipe_of(place) | {"base": recipe_of(place)["base"] | {"penalty": "none"}}, tmp_path / "without"
     )
@@ -162,12 +162,12 @@ def test_the_command_prints_it_with_advice_and_reports_it(place: Path, tmp_path:
         assert got["loss_per_example"] == pytest.approx(want["loss_per_example"], rel=1e-5)
     costs = found["predicted"]["gradient-matching"]["one"]
     assert costs["first_order"] == 0 and costs["excess_loss"] == costs["quadratic_form"]
-    assert (tmp_path / "report" / "gauge.csv").is_file()
+    assert (tmp_path / "report" / "penalty-check.csv").is_file()
 
 
-def test_with_no_penalty_there_is_no_gauge_and_nothing_of_first_order(place: Path) -> None:
+def test_with_no_penalty_there_is_no_ratio_and_nothing_of_first_order(place: Path) -> None:
     found = diagnosed(place, "one", penalty="none")
-    assert found.gauges["one"].gauge is None
+    assert found.penalty_checks["one"].ratio is None
     assert found.prediction.cost("gradient-matching", "one").first_order == 0
 
 
@@ -185,8 +185,8 @@ def test_a_recorded_penalty_goes_with_the_sum_over_all_examples(place: Path, tmp
     models = [{"model": str(tmp_path / "one"), "curvature": str(place / "one-c")}]
     found = diagnosed(place, "one", models=models, reduction=reduction)
     want = by_hand(place, "one", {n: v.double() for n, v in sums.items()}, 2.0)
-    assert found.gauges["one"].gauge == pytest.approx(want, rel=1e-4)
-    assert found.gauges["one"].penalty == "recorded"
+    assert found.penalty_checks["one"].ratio == pytest.approx(want, rel=1e-4)
+    assert found.penalty_checks["one"].penalty == "recorded"
     assert found.prediction.cost("gradient-matching", "one").first_order != 0
 
 
@@ -199,7 +199,7 @@ def test_the_report_can_show_predictions_below_zero(place: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("given", [False, True], ids=["H_0", "penalty"])
 def test_with_kronecker_curvature_it_is_that_of_matrices_that_are_written_out(tmp_path: Path, given: bool) -> None:
-    """The gauge, and the first-order term of a prediction; the head is tied, and has no gradient of its own."""
+    """The ratio, and the first-order term of a prediction; the head is tied, and has no gradient of its own."""
     shapes = {name: shape for name, shape in layers.SHAPES.items() if name != "lm_head.weight"}
     states = [random_state(seed, shapes, torch.float64) for seed in (0, 1, 2)]
     folders = [str(write_model(tmp_path / f"m{i}", state)) for i, state in enumerate(states)]
@@ -209,9 +209,9 @@ def test_with_kronecker_curvature_it_is_that_of_matrices_that_are_written_out(tm
     more = {"base": {"penalty": str(tmp_path / "penalty")}} if given else {}
     recipe = make_recipe(layers.recipe_of(folders, sources, tmp_path, "gradient-matching", **more))
     gradients = {task: random_state(seed, shapes, torch.float64) for seed, task in ((7, "a"), (8, "b"))}
-    plan = open_to_look(recipe)
+    plan = open_for_prediction(recipe)
     try:
-        found = find_gauges(recipe, plan, {"a": 0, "b": 1}, gradients, {"a": 5, "b": 10})
+        found = check_penalties(recipe, plan, {"a": 0, "b": 1}, gradients, {"a": 5, "b": 10})
         prediction = predict(plan, ["a", "b"], [Candidate("average", "average")])
     finally:
         plan.inputs.close()
@@ -240,11 +240,11 @@ def test_with_kronecker_curvature_it_is_that_of_matrices_that_are_written_out(tm
             off += float((pull + scale * slope).square().sum())
             whole += float(pull.square().sum())
             first -= float(pull @ step)
-        assert found[task].gauge == pytest.approx((off / whole) ** 0.5, rel=1e-6)
+        assert found[task].ratio == pytest.approx((off / whole) ** 0.5, rel=1e-6)
         assert prediction.cost("average", task).first_order == pytest.approx(first if given else 0.0, rel=1e-6)
 
 
-def test_training_under_a_penalty_its_record_and_the_gauge_agree(place: Path, tmp_path: Path) -> None:
+def test_training_under_a_penalty_its_record_and_the_ratio_agree(place: Path, tmp_path: Path) -> None:
     """From PriorAdamW over the folder that it leaves to the diagnosis of a recipe that names no penalty."""
     model: Any = BertForSequenceClassification.from_pretrained(place / "base").eval()
     loaded = load_task(place / "base", place / "one-all.jsonl", device="cpu")
@@ -262,6 +262,6 @@ def test_training_under_a_penalty_its_record_and_the_gauge_agree(place: Path, tm
     gm.estimate_curvature(tmp_path / "one", data, out=tmp_path / "one" / "curvature", device="cpu", progress=False)
     recipe = recipe_of(place, models=[str(tmp_path / "one")])
     found = gm.diagnose(recipe, data={"one": data}, device="cpu", progress=False)
-    assert found.gauges["one"].penalty == "recorded" and (found.gauges["one"].gauge or 1) < 0.05
-    assert any("was tuned under the penalty recorded beside it" in sentence for sentence in found.verdict)
+    assert found.penalty_checks["one"].penalty == "recorded" and (found.penalty_checks["one"].ratio or 1) < 0.05
+    assert any("was trained under the penalty recorded beside the model" in sentence for sentence in found.verdict)
     assert found.prediction.cost("gradient-matching", "one").first_order != 0

@@ -1,0 +1,449 @@
+"""What a recipe's merge costs: predicted from curvature, evaluated on data, and compared with a target model."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.open import open_checkpoint
+from ..curvature.summary import group_of
+from ..display import Displayed, View
+from ..engine.inputs import Inputs
+from ..engine.jobs import LayerJob
+from ..engine.plan import Plan
+from ..errors import InputError
+from ..progress import Progress
+from ..recipe import Recipe, mapped, reduction_factor
+from ..rules import METHODS
+from ..rules.kronecker_matching import applied, diagonal_of, solve, sound
+from ..tasks import LoadOptions
+from .candidates import Block, Candidate, SettingPlans, notes_on, visit_blocks
+from .evaluate import DataEvaluator, State, match_data, merge_in_memory, state_of
+from .predict import Prediction, open_for_prediction, predict
+from .ranking import Outcome, Preview, headline, set_scores
+from .settings import BASE, Axis, Setting, changes_inputs, recipe_with, task_names
+
+#: The methods that a merge is compared with.
+OTHERS = ("task-arithmetic", "average", "fisher-averaging", "gradient-matching")
+#: The methods that predictions are relative to.
+REFERENCES = ("task-arithmetic", "task-arithmetic (negated)")
+#: Settings of a sweep that are compared with the recipe's merge; with data, all are in memory at once.
+MAX_SWEPT = 12
+TUNED = "tuned"
+TARGET = "target"
+#: Up to the first ratio, a model counts as trained under the penalty; from the second on, as trained without it.
+UNDER_PENALTY, WITHOUT_PENALTY = 0.3, 0.7
+
+
+@dataclass
+class Residual:
+    """How far a merge is from the jointly trained model, by the gradients on the data."""
+
+    residual: float
+    """‖H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂)‖: zero at the jointly trained model."""
+    gradient: float
+    """‖Σ α_t ∇ℓ_t(θ̂)‖, to compare the residual with."""
+    distance: float
+    """‖H̄⁻¹ r‖: the predicted distance to the jointly trained model."""
+    moved: float
+    """‖θ̂ − θ_0‖, to compare the distance with."""
+    by_group: dict[str, float] = field(default_factory=dict)
+    """‖H̄⁻¹ r‖ of each layer group."""
+
+
+@dataclass
+class PenaltyCheck:
+    """Whether a model was trained under the penalty that gradient matching assumes.
+
+    A model trained to convergence under ½‖θ − θ_0‖²_P has ∇ℓ_t(θ_t) + P Δ_t = 0.
+    """
+
+    penalty: str
+    """P: `recipe` (base.penalty), `recorded` (beside the model), or `H_0` (neither)."""
+    ratio: float | None
+    """‖P Δ_t + ∇ℓ_t(θ_t)‖ / ‖P Δ_t‖: 0 under the penalty, about 1 or more without; None where P Δ_t is 0."""
+    pull: float
+    """‖P Δ_t‖"""
+    gradient: float
+    """‖∇ℓ_t(θ_t)‖, scaled to the number of examples of the penalty."""
+
+
+@dataclass(repr=False)
+class Diagnosis(Displayed):
+    """The costs of a recipe's merge."""
+
+    recipe: Recipe
+    own: str
+    """Name of the merge that is diagnosed: the recipe's, or the merged model that was given."""
+    prediction: Prediction
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    """With data: results of the merges by name, of `base`, of `tuned` (each task's own model) and of `target`."""
+    without_penalty: str = ""
+    """Name of the recipe's merge with `base.penalty: none`, measured if the models were trained without a penalty."""
+    measured: Preview | None = None
+    """The merges ranked on the data; the reference is the merge that is diagnosed."""
+    residuals: dict[str, Residual] = field(default_factory=dict)
+    """By merge, if every task has data."""
+    penalty_checks: dict[str, PenaltyCheck] = field(default_factory=dict)
+    """By task with data."""
+    mismatch: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(merge, task) → ‖∇ℓ_t(θ) − ∇ℓ_t(target)‖ of the mean loss over the data."""
+    examples: dict[str, int] = field(default_factory=dict)
+    """Task → number of rows of its data."""
+    notes: list[str] = field(default_factory=list)
+    calibrate_command: str = ""
+    """The command that calibrates the merge; empty if it cannot be calibrated."""
+    verdict: list[str] = field(default_factory=list)
+    """The result in sentences."""
+
+    @property
+    def candidates(self) -> list[str]:
+        return self.prediction.candidates
+
+    @property
+    def reference(self) -> str:
+        """The merge that predictions are relative to: task arithmetic at the same weights, or the recipe's own."""
+        return next((name for name in REFERENCES if name in self.candidates), self.own)
+
+    def metrics(self, model: str, task: str) -> dict[str, Any]:
+        """The metrics of a model on a task; empty if it was not evaluated there."""
+        return self.outcomes[model].metrics.get(task, {})
+
+    def relative(self, candidate: str, task: str) -> float | None:
+        """Predicted excess loss of a task, as a multiple of the reference's; None if that has none."""
+        whole = self.prediction.excess(self.reference, task)
+        return self.prediction.excess(candidate, task) / whole if whole > 0 else None
+
+    def rank(self, candidate: str, task: str) -> int:
+        """1 for the merge with the smallest predicted loss of a task."""
+        own = self.prediction.excess(candidate, task)
+        return 1 + sum(self.prediction.excess(other, task) < own for other in self.candidates)
+
+    def rank_measured(self) -> None:
+        """Set ``measured`` from the outcomes of the merges."""
+        merges = [self.outcomes[name] for name in (*self.candidates, self.without_penalty) if name]
+        criterion = set_scores(merges, True, "worst")
+        axis, examples = Axis(""), self.examples
+        self.measured = Preview(
+            self.recipe, [*examples], [], True, criterion, merges, merges[0], axis, examples=examples
+        )
+        self.measured.rank_all()
+
+    def _line(self) -> list[str]:
+        data = f"data of {len(self.examples)}" if self.examples else "predicted"
+        return [self.own, f"{len(self.prediction.tasks)} tasks", f"{len(self.candidates)} merges", data]
+
+    def _view(self) -> View:
+        tasks = self.prediction.tasks
+        rows = [[name, *(self.relative(name, task) for task in tasks)] for name in self.candidates]
+        return ["merge", *(f"{task}, predicted × {self.reference}" for task in tasks)], rows, self.verdict
+
+
+def find_costs(
+    recipe: Recipe,
+    loading: LoadOptions,
+    *,
+    settings: Sequence[Setting] = (),
+    merged: str | None = None,
+    target: str | None = None,
+    data: Mapping[str, str] | None = None,
+    threads: int = 1,
+    progress: Progress,
+    **allowed: Any,
+) -> Diagnosis:
+    """Diagnose a recipe's merge.
+
+    Args:
+        recipe: The recipe.
+        loading: How models and data are loaded.
+        settings: Further settings of the recipe to compare.
+        merged: A merged model to diagnose instead of the recipe's merge.
+        target: A model that was trained on all tasks.
+        data: Task (or `base`) → data.
+        threads, progress: As of :func:`gradmerge.merge`.
+        allowed: ``allow_pickle``, ``allow_config`` and ``dequantize``.
+    """
+    tasks = task_names(recipe)
+    if other := [key for setting in settings for key, _ in setting.changes if changes_inputs(key)]:
+        instead = f"set a single value with set {other[0]}=…, or compare several with gradmerge preview and data"
+        raise InputError(f"sweep {other[0]}: a diagnosis reads the same inputs for all merges; {instead}")
+    if len(settings) > MAX_SWEPT:
+        many = f"{len(settings)} settings; a diagnosis compares at most {MAX_SWEPT} with the recipe's own"
+        raise InputError(f"sweep: {many}. gradmerge preview compares more")
+    given = match_data(data or {}, [*tasks, BASE])
+    if target is not None and not given:
+        raise InputError("target: the true mismatch is measured on data; give data NAME=SRC")
+    with contextlib.ExitStack() as opened:
+        plan = open_for_prediction(recipe, **allowed)
+        opened.callback(plan.inputs.close)
+
+        def checkpoint(reference: str | None) -> Checkpoint | None:
+            if reference is None:
+                return None
+            how = {"allow_pickle": allowed["allow_pickle"], "dequantize": allowed["dequantize"]}
+            return opened.enter_context(open_checkpoint(reference, adapter_base=plan.inputs.base, **how))
+
+        progress.begin("comparing", plan.total_read)
+        plan.note(notes_on(recipe, plan, threads))
+        candidates, notes = _candidates(recipe, plan, checkpoint(merged))
+        plans = SettingPlans(recipe, plan, lambda changed: plan)
+        candidates[1:1] = [plans.candidate(setting, setting.name) for setting in settings]
+        prediction = predict(plan, tasks, candidates, threads=threads, advance=progress.advance)
+        found = Diagnosis(recipe, candidates[0].name, prediction, notes=plan.notes + notes)
+        if given:
+            evaluator = DataEvaluator(recipe, [], given, loading, threads=threads, plan=plan)
+            _measure(found, evaluator, candidates, checkpoint(target), allowed)
+        return found
+
+
+def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[list[Candidate], list[str]]:
+    """The recipe's merge first, then the merges it is compared with; and notes on methods that are left out."""
+    notes: list[str] = []
+    if merged is not None:
+        found = [Candidate(merged.label, model=merged)]
+    elif recipe.rule.fallback is not None:
+        raise InputError(f"{recipe.method} works on whole matrices: merge it first, and diagnose the result (merged=)")
+    else:
+        own = _weights(recipe, recipe.method)
+        found = [Candidate(recipe.method, recipe.method, own, recipe.options, recipe.own_options)]
+    if recipe.method == "removal":
+        negated = [mapped(weight, operator.neg) for weight in recipe.weights]
+        return [*found, Candidate(REFERENCES[1], "task-arithmetic", negated)], notes
+    for method in OTHERS:
+        if method in {c.name for c in found}:
+            continue
+        if "prior" in METHODS[method].inputs and "prior" not in METHODS[method].when and plan.inputs.prior is None:
+            notes.append(f"{method} is not compared: it needs the base's curvature")
+        elif plan.layers and METHODS[method].layers is None and "curvature" in METHODS[method].inputs:
+            notes.append(f"{method} is not compared: it needs diagonal curvature, and this is Kronecker curvature")
+        else:
+            found.append(Candidate(method, method, _weights(recipe, method)))
+    return found, notes
+
+
+def _weights(recipe: Recipe, method: str) -> list[float] | None:
+    """None (the recipe's weights) for a method that takes weights, else 1 for every model."""
+    return None if "weights" in METHODS[method].inputs else [1.0] * len(recipe.models)
+
+
+def _measure(
+    found: Diagnosis,
+    evaluator: DataEvaluator,
+    candidates: Sequence[Candidate],
+    target: Checkpoint | None,
+    allowed: dict[str, Any],
+) -> None:
+    """Evaluate all models on the data, and compute what needs gradients."""
+    plan, inputs, data = evaluator.plan, evaluator.plan.inputs, evaluator.data
+    assert inputs.base is not None
+    places = {task: place for place, task in enumerate(evaluator.names)}
+    found.examples = evaluator.examples
+
+    def evaluate(name: str, model: nn.Module, tasks: Sequence[str]) -> Outcome:
+        results = {task: data[task].evaluate(model) for task in tasks}
+        metrics = {task: result[0] for task, result in results.items()}
+        rows = {task: result[1] for task, result in results.items()}
+        values = {task: found.get(headline(found)) for task, found in metrics.items()}
+        return Outcome(Setting(name), values, metrics, rows=rows)
+
+    def add(name: str, model: nn.Module) -> None:
+        found.outcomes[name] = evaluate(name, model, evaluator.tasks)
+
+    add(BASE, evaluator.model)
+    tuned = found.outcomes[TUNED] = Outcome(Setting(TUNED), {})
+    at_tuned: dict[str, State] = {}
+    for task in evaluator.tasks:
+        try:
+            model = (
+                evaluator.model if task == BASE else evaluator.model_with(state_of(inputs.tuned[places[task]]), task)
+            )
+        except InputError as error:  # its head does not fit the config of the merges
+            found.notes.append(f"{task}: its model is not evaluated: {error}")
+            continue
+        one = evaluate(TUNED, model, [task])
+        tuned.metrics |= one.metrics
+        tuned.rows |= one.rows
+        if task != BASE:
+            at_tuned[task] = data[task].gradient(model)
+    at_target: dict[str, State] = {}
+    if target is not None:
+        model = evaluator.model_with(state_of(target), TARGET)
+        add(TARGET, model)
+        at_target = {task: data[task].gradient(model) for task in evaluator.tasks}
+    gradients: dict[str, dict[str, State]] = {}
+    for candidate, state in zip(candidates, merge_in_memory(plan, candidates, evaluator.threads), strict=True):
+        model = evaluator.model_with(state, candidate.name)
+        add(candidate.name, model)
+        gradients[candidate.name] = {task: data[task].gradient(model) for task in evaluator.tasks}
+        for task, gradient in at_target.items():
+            distance = _distance(gradients[candidate.name][task], gradient)
+            found.mismatch[candidate.name, task] = distance / found.examples[task]
+    found.penalty_checks = check_penalties(found.recipe, plan, places, at_tuned, found.examples, evaluator.threads)
+    _measure_without_penalty(found, candidates[0], evaluator, add, allowed)
+    found.rank_measured()
+    if not set(evaluator.names) <= set(evaluator.tasks):
+        found.notes.append("the residual is not computed: it needs data of every task")
+    elif inputs.prior is None:
+        found.notes.append("the residual is not computed: it needs the base's curvature")
+    else:
+        for candidate in candidates:
+            found.residuals[candidate.name] = _residual(found, evaluator, candidate, gradients[candidate.name])
+
+
+def _measure_without_penalty(
+    found: Diagnosis,
+    own: Candidate,
+    evaluator: DataEvaluator,
+    add: Callable[[str, nn.Module], None],
+    allowed: dict[str, Any],
+) -> None:
+    """Evaluate the merge with `base.penalty: none` if a model was trained without the penalty."""
+    without = any((check.ratio or 0.0) >= WITHOUT_PENALTY for check in found.penalty_checks.values())
+    if not without or own.model is not None or "penalty" not in found.recipe.rule.inputs or own.method == "removal":
+        return
+    setting = Setting(own.method, tuple(found.recipe.weights), (("base.penalty", "none"),))
+    plan = open_for_prediction(recipe_with(found.recipe, setting), **allowed)
+    try:
+        (state,) = merge_in_memory(plan, [own], evaluator.threads)
+    finally:
+        plan.inputs.close()
+    found.without_penalty = f"{own.name}, base.penalty none"
+    add(found.without_penalty, evaluator.model_with(state, own.name))
+
+
+def check_penalties(
+    recipe: Recipe,
+    plan: Plan,
+    tasks: Mapping[str, int],
+    gradients: Mapping[str, Mapping[str, Tensor]],
+    examples: Mapping[str, int],
+    threads: int = 1,
+) -> dict[str, PenaltyCheck]:
+    """Check the penalty of every task that has a gradient.
+
+    Args:
+        recipe, plan, threads: The recipe and its plan.
+        tasks: Task → number of its model.
+        gradients: Task → gradient of the summed loss at its own model. Tensors that are not merged do not count.
+        examples: Task → number of rows of the gradient.
+    """
+    inputs = plan.inputs
+    origins = {task: _origin(recipe, inputs, number) for task, number in tasks.items() if task in gradients}
+    origins = {task: origin for task, origin in origins.items() if origin != "H_0" or inputs.prior is not None}
+    scales = {
+        task: _gradient_scale(recipe, inputs, tasks[task], examples[task], whole=origin == "recorded")
+        for task, origin in origins.items()
+    }
+    sums = {task: torch.zeros(3, dtype=torch.float64) for task in origins}
+    lock = threading.Lock()
+
+    def visit(block: Block) -> None:
+        for task in origins:
+            if block.job.name not in gradients[task]:  # a tied tensor, whose gradient has another name
+                continue
+            change = block.tuned[tasks[task]].double() - block.base.double()
+            penalty = block.penalty[tasks[task]] if block.penalty else None
+            if penalty is None:
+                assert block.prior is not None
+                pull = applied(block.prior, change) + _damping(plan, block) * change
+            else:
+                pull = applied(penalty, change)
+            slope = scales[task] * block.part_of(gradients[task])
+            squares = torch.stack([v.square().sum() for v in (pull + slope, pull, slope)])
+            with lock:
+                sums[task] += squares
+
+    if origins:
+        visit_blocks(plan, [], visit, threads=threads)
+    result = {}
+    for task, origin in origins.items():
+        balance, pull, slope = (math.sqrt(value) for value in sums[task].tolist())
+        result[task] = PenaltyCheck(origin, balance / pull if pull else None, pull, slope)
+    return result
+
+
+def _origin(recipe: Recipe, inputs: Inputs, place: int) -> str:
+    if recipe.base is not None and recipe.base.penalty is not None:
+        return "recipe"
+    return "recorded" if inputs.penalty and inputs.penalty[place] is not None else "H_0"
+
+
+def _gradient_scale(recipe: Recipe, inputs: Inputs, place: int, examples: int, whole: bool = False) -> float:
+    """What a gradient summed over ``examples`` is multiplied by, to match the task's curvature after reduction.
+
+    ``whole``: to match the sum over all examples of the task, whatever the reduction.
+    """
+    curvature = inputs.curvature[place]
+    if not curvature.examples:
+        return 1.0 if whole else reduction_factor(recipe.reduction, examples)
+    factor = 1.0 if whole and recipe.reduction == "mean" else curvature.factor
+    return curvature.examples * factor / examples
+
+
+def _damping(plan: Plan, block: Block) -> float:
+    """δ of H_0; a layer with Kronecker curvature may have its own."""
+    own = None
+    if isinstance(block.job, LayerJob):
+        own = block.job.damping(plan, plan.rule, {"curvature": block.curvature, "base": block.base})
+    return plan.inputs.damping_of(plan.rule) if own is None else own
+
+
+def _distance(one: State, other: State) -> float:
+    return math.sqrt(sum(float((one[name].double() - other[name].double()).square().sum()) for name in one))
+
+
+def _residual(
+    found: Diagnosis, evaluator: DataEvaluator, candidate: Candidate, gradients: Mapping[str, State]
+) -> Residual:
+    """r = H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂), with gradients scaled to the examples of the curvature."""
+    plan, inputs = evaluator.plan, evaluator.plan.inputs
+    scales = [
+        _gradient_scale(found.recipe, inputs, place, found.examples[task]) for place, task in enumerate(evaluator.names)
+    ]
+    sums: dict[str, Tensor] = {}
+    lock = threading.Lock()
+
+    def visit(block: Block) -> None:
+        assert block.prior is not None
+        step = block.merged[0].double() - block.base.double()
+        pull = torch.zeros_like(step)
+        weights = inputs.settings.of(block.job.name).weights
+        for task, weight, scale in zip(evaluator.names, weights, scales, strict=True):
+            pull += weight * scale * block.part_of(gradients[task])
+        residual = applied(block.prior, step) + inputs.damping * step + pull
+        squares = torch.stack([v.square().sum() for v in (residual, pull, _solved(plan, block, residual), step)])
+        with lock:
+            group = group_of(block.job.name)
+            sums[group] = sums.get(group, torch.zeros(4, dtype=torch.float64)) + squares
+
+    visit_blocks(plan, [candidate], visit, threads=evaluator.threads)
+    residual, pull, away, step = torch.stack(list(sums.values())).sum(0).sqrt().tolist()
+    return Residual(residual, pull, away, step, {group: float(values[2].sqrt()) for group, values in sums.items()})
+
+
+def _solved(plan: Plan, block: Block, residual: Tensor) -> Tensor:
+    """H̄⁻¹ r on a block, 0 where H̄ is not positive."""
+    inputs, prior = plan.inputs, block.prior
+    weights = inputs.settings.of(block.job.name).weights
+    assert prior is not None
+    if isinstance(block.job, LayerJob):
+        one, rule = residual.new_ones(()), METHODS["gradient-matching"]
+        damping = block.job.damping(plan, rule, {"curvature": block.curvature, "base": block.base})
+        parts = [(1.0, sound(prior)), (inputs.damping if damping is None else damping, one)]
+        parts += [(weight, sound(h)) for weight, h in zip(weights, block.curvature, strict=True)]
+        with contextlib.suppress(ValueError):
+            return solve(parts, residual)
+        return torch.zeros_like(residual)
+    precision = torch.zeros_like(residual).add_(diagonal_of(prior)).add_(inputs.damping)
+    for weight, h in zip(weights, block.curvature, strict=True):
+        precision += weight * diagonal_of(h).double()
+    return torch.where(precision > 0, residual / precision, torch.zeros_like(residual))

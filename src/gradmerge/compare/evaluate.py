@@ -1,0 +1,438 @@
+"""Evaluate settings on data: each is merged in memory, and evaluated on the rows of every task."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.checkpoint import Buffers, Checkpoint
+from ..curvature.batches import moved
+from ..curvature.checkpoint_names import stored_tensors
+from ..curvature.losses import LOSSES, labels_of, logits_of
+from ..engine.jobs import torch_type
+from ..engine.plan import Plan
+from ..engine.rounding import rounded
+from ..errors import InputError
+from ..io.reader import local_path
+from ..recipe import Recipe
+from ..tasks import Generation, LoadedTask, LoadOptions, load_task, measure
+from ..tasks.evaluate import with_generation_metrics
+from ..tasks.lm_eval import LMEval, language_model
+from ..tasks.models import model_with
+from ..tasks.text_metrics import generation_rows
+from ..text import nearest
+from .candidates import (
+    Block,
+    Candidate,
+    KnownStatistics,
+    SettingPlans,
+    check_prior,
+    notes_on,
+    open_for_methods,
+    visit_blocks,
+)
+from .ranking import Advance, Outcome, Rows, headline, higher_is_better, loss_name, loss_of
+from .settings import BASE, Setting, task_names
+
+State = dict[str, Tensor]
+#: Bytes of batches that are kept from one model to the next.
+MAX_KEPT = 1_000_000_000
+#: Bytes that merges in memory may take together, unless a single one takes more.
+MAX_MEMORY = 4_000_000_000
+
+
+class Evaluator(abc.ABC):
+    """Finds out what settings are worth: `Predictor` from curvature, `DataEvaluator` on rows of data."""
+
+    measured = False
+
+    def __init__(
+        self, recipe: Recipe, methods: Sequence[str], plan: Plan, reopen: Callable[[Recipe], Plan], threads: int
+    ) -> None:
+        """``reopen`` opens the plan of a recipe that reads other files than ``plan``."""
+        self.plan, self.threads = plan, threads
+        self.plans = SettingPlans(recipe, plan, reopen)
+        self.names = task_names(recipe)
+        self.tasks: list[str] = []
+        """The tasks that settings are compared on."""
+        self.examples: dict[str, int] = {}
+        """Task → number of rows, where there is data."""
+        try:
+            check_prior(recipe, methods, plan)
+            if recipe.method in methods:
+                plan.note(notes_on(recipe, plan, threads))
+        except BaseException:
+            plan.inputs.close()
+            raise
+
+    @property
+    def alone(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Model (`base` or a fine-tuned one) → task → metrics, where there is data."""
+        return {}
+
+    @abc.abstractmethod
+    def evaluate(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
+        """The outcomes in the order of the settings, without settings that cannot be merged."""
+
+    def notes(self) -> list[str]:
+        return [*self.plan.notes, *self.plans.notes()]
+
+    def close(self) -> None:
+        """Close the files of all models."""
+        self.plans.close()
+
+
+class DataEvaluator(Evaluator):
+    """Merges settings in memory, several at a time, and evaluates each on the rows of every task.
+
+    A merge has the config, tokenizer and small files of the base, as a merge on disk has.
+    """
+
+    measured = True
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        methods: Sequence[str],
+        data: Mapping[str, str],
+        loading: LoadOptions,
+        *,
+        generation: Generation | None = None,
+        harness: HarnessTasks | None = None,
+        threads: int = 1,
+        plan: Plan | None = None,
+        **allowed: Any,
+    ) -> None:
+        """``plan`` is an open plan that reads what the methods need; by default a new one."""
+        given = match_data(data, [*task_names(recipe), *([BASE] if recipe.base is not None else [])])
+        plan = open_for_methods(recipe, methods, **allowed) if plan is None else plan
+        super().__init__(
+            recipe, methods, plan, lambda changed: open_for_methods(changed, [changed.method], **allowed), threads
+        )
+        try:
+            self.data = _load(recipe, {name: given[name] for name in (*self.names, BASE) if name in given}, loading)
+            for one in self.data.values():
+                one.generation = generation
+            if harness is not None:
+                self.data |= harness_data(recipe, harness, loading, self.data)
+        except BaseException:
+            self.close()
+            raise
+        self.tasks = [*self.data]
+        self.model = next(iter(self.data.values())).loaded.model
+        """The base's model, whose config and dtype all merges have."""
+        self.examples = self._count_rows()
+        self.alone_rows: dict[str, dict[str, Rows]] = {}
+        """The same as ``alone``, for every row."""
+        self._alone: dict[str, dict[str, dict[str, Any]]] = {}
+        self.alone_is_known = False
+        self._failures: list[str] = []
+
+    def evaluate(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
+        self.evaluate_models_alone()
+        nbytes = max(1, sum(job.info.nbytes for job in self.plan.jobs))
+        at_once = max(1, min(16, MAX_MEMORY // nbytes))
+        rows = []
+        for plan, known, batch in self.plans.batches(self.plans.possible(settings), at_once):
+            candidates = [self.plans.candidate(setting) for setting in batch]
+            states = merge_in_memory(plan, candidates, self.threads, known)
+            for setting in batch:
+                # Popping a state frees its memory.
+                rows.append(self.outcome(setting, self.model_with(states.pop(0))))
+                advance(1)
+        return rows
+
+    def model_with(self, state: Mapping[str, Tensor], name: str | None = None) -> nn.Module:
+        """The model with other weights, by their names in files; ``name`` is for error messages."""
+        model: nn.Module = model_with(self.model, state, name)
+        return model
+
+    def outcome(self, setting: Setting, model: nn.Module) -> Outcome:
+        """Evaluate a merge on the data of every task."""
+        metrics: dict[str, dict[str, Any]] = {}
+        rows: dict[str, Rows] = {}
+        for task in self.tasks:
+            try:
+                metrics[task], rows[task] = self.data[task].evaluate(model)
+            except InputError as error:  # of the merge, since the base could be evaluated on the same data
+                self._failures.append(f"{setting.name} on {task}: {error}")
+                metrics[task] = {}
+        values = {task: found.get(headline(found)) if found else None for task, found in metrics.items()}
+        costs = {task: self.lost_share(task, found) for task, found in metrics.items()}
+        return Outcome(setting, values, metrics, costs, rows=rows, shares=self._row_shares(rows))
+
+    @property
+    def alone(self) -> dict[str, dict[str, dict[str, Any]]]:
+        self.evaluate_models_alone()
+        return self._alone
+
+    def evaluate_models_alone(self) -> None:
+        """Evaluate the base and every fine-tuned model on all data, once. An interrupted call keeps its results."""
+        if self.alone_is_known:
+            return
+        inputs = self.plan.inputs
+        if inputs.base is not None:
+            self._evaluate_alone(BASE, self.model)
+        for name, checkpoint in zip(self.names, inputs.tuned, strict=True):
+            if len(self._alone.get(name, ())) == len(self.tasks):
+                continue
+            try:
+                model = self.model_with(state_of(checkpoint))
+            except InputError:  # its head does not fit the config of the merges
+                continue
+            self._evaluate_alone(name, model)
+        self.alone_is_known = True
+        self.examples = self._count_rows()  # of lm-eval's tasks, only now
+
+    def _count_rows(self) -> dict[str, int]:
+        return {name: one.loaded.examples for name, one in self.data.items()}
+
+    def _evaluate_alone(self, name: str, model: nn.Module) -> None:
+        found, rows = self._alone.setdefault(name, {}), self.alone_rows.setdefault(name, {})
+        for task in self.tasks:
+            try:
+                if task not in found:
+                    found[task], rows[task] = self.data[task].evaluate(model)
+            except InputError as error:
+                raise InputError(f"{name} on the data of {task}: {error}") from error
+
+    def _row_shares(self, rows: Mapping[str, Rows]) -> dict[str, Tensor]:
+        """Task → the lost share of every row; its mean is :meth:`lost_share`."""
+        if BASE not in self.alone:
+            return {}
+        shares = {}
+        for task, found in rows.items():
+            if loss_name(found) not in found:
+                continue
+            own = self.alone_rows.get(task, {}).get(task)
+            loss, best = (torch.zeros(()) if one is None else one[loss_name(one)] for one in (found, own))
+            shares[task] = (loss - best) / self._scale(task)[1]
+        return shares
+
+    def lost_share(self, task: str, metrics: Mapping[str, Any]) -> float:
+        """(loss − loss of the task's model) / (loss of the base − loss of the task's model).
+
+        Losses are means over examples, in nats (squared error for a regression). On the base's own data, the base
+        replaces the task's model, and the mean over the fine-tuned models replaces the base. The denominator is at
+        least 1 % of the larger loss, so that a task on which fine-tuning gained nothing does not decide.
+        """
+        if not math.isfinite(loss_of(metrics)) or BASE not in self.alone:
+            return math.inf
+        best, gain = self._scale(task)
+        return (loss_of(metrics) - best) / gain
+
+    def _scale(self, task: str) -> tuple[float, float]:
+        """The loss at which a task's share is 0, and the increase at which it is 1."""
+        base = loss_of(self.alone[BASE][task])
+        if task == BASE:
+            tuned = [loss_of(self.alone[name][task]) for name in self.names if name in self.alone] or [base]
+            best, worst = base, sum(tuned) / len(tuned)
+        else:
+            best, worst = loss_of(self.alone[task][task]) if task in self.alone else 0.0, base
+        return best, max(worst - best, 0.01 * max(abs(worst), abs(best)), 1e-12)
+
+    def notes(self) -> list[str]:
+        of_tasks = {name for name, one in self.data.items() if not isinstance(one, HarnessData)}
+        lacking = [name for name in self.names if name not in of_tasks] if of_tasks else []
+        notes = [*self.plan.notes, *(note for one in self.data.values() for note in one.loaded.notes)]
+        if lacking:
+            notes.append(f"no data for {', '.join(lacking)}: the effect on these tasks is not measured")
+        unfit = [name for name in self.names if self.alone_is_known and name not in self.alone]
+        if unfit:
+            notes.append(f"{', '.join(unfit)}: not evaluated alone, since its head does not fit the base's config")
+        return list(dict.fromkeys([*notes, *self.plans.notes(), *self._failures[:5]]))
+
+
+@dataclass
+class TaskData:
+    """The data of one task."""
+
+    name: str
+    loaded: LoadedTask
+    generation: Generation | None = None
+    """Answers are generated and scored too."""
+    before_batch: Callable[[], None] = lambda: None
+    """Called before every batch; an exception ends the evaluation."""
+    _kept: list[dict[str, Tensor]] | None = field(default=None, init=False, repr=False)
+
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """The batches of the data, which are kept from one model to the next unless they are too large."""
+        if self._kept is not None:
+            for batch in self._kept:
+                self.before_batch()
+                yield batch
+            return
+        kept: list[dict[str, Tensor]] = []
+        nbytes = 0
+        for batch in self.loaded.batches():
+            self.before_batch()
+            nbytes += sum(value.nbytes for value in batch.values())
+            if nbytes <= MAX_KEPT:
+                kept.append(batch)
+            else:
+                kept.clear()
+            yield batch
+        if nbytes <= MAX_KEPT:
+            self._kept = kept
+
+    def evaluate(self, model: nn.Module) -> tuple[dict[str, Any], Rows]:
+        """The task's metrics, and for every row its first metric and the loss."""
+        found = measure(model, self.batches(), self.loaded.loss)
+        metrics, rows = found.summary(), found.rows()
+        if self.generation is not None:
+            written = generation_rows(self.loaded, model, self.generation, lambda done: self.before_batch())
+            metrics, rows = with_generation_metrics(metrics, written), rows | written
+        return metrics, {name: rows[name] for name in (headline(metrics), loss_name(metrics)) if name in rows}
+
+    def gradient(self, model: nn.Module) -> State:
+        """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 if the model is)."""
+        parameters = dict(model.named_parameters())
+        dtypes = {name: torch.promote_types(p.dtype, torch.float32) for name, p in parameters.items()}
+        totals = {name: torch.zeros_like(p, dtype=dtypes[name]) for name, p in parameters.items()}
+        for batch in self.batches():
+            batch = moved(batch, self.loaded.device)
+            loss = self.loaded.loss.losses(logits_of(model, batch), labels_of(batch)).sum()
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            for name, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    totals[name] += gradient
+        return {name: value.cpu() for name, value in stored_tensors(model, totals).items()}
+
+
+def merge_in_memory(
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    threads: int = 1,
+    measured: KnownStatistics | None = None,
+    after_block: Callable[[], None] = lambda: None,
+) -> list[State]:
+    """The weights of every candidate, by the names and in the dtypes of a merge on disk.
+
+    ``after_block`` is called from several threads; an exception ends the work.
+    """
+    states: list[State] = [{} for _ in candidates]
+    merged_tensors = plan.merged_tensors
+    infos = {name: info for job in plan.jobs for name, info in job.tensors.items()}
+    for name, info in infos.items():
+        copied = None if name in merged_tensors else _read_tensor(plan.inputs.template, name)
+        for state in states:
+            state[name] = torch.empty(info.shape, dtype=torch_type(info)) if copied is None else copied
+
+    def visit(block: Block) -> None:
+        for state, merged in zip(states, block.merged, strict=True):
+            for name, values in block.tensors_of(merged).items():
+                stored = rounded(values, torch_type(infos[name]))
+                state[name].view(-1)[block.start : block.start + len(stored)] = stored
+        after_block()
+
+    visit_blocks(plan, candidates, visit, threads=threads, measured=measured)
+    return states
+
+
+def state_of(checkpoint: Checkpoint) -> State:
+    """All weights of a checkpoint."""
+    return {name: _read_tensor(checkpoint, name) for name in checkpoint.tensors}
+
+
+def _read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    info = checkpoint.tensors[name]
+    values = checkpoint.read(name, 0, info.numel, Buffers(), "whole").clone()
+    return values.to(torch_type(info)).reshape(info.shape)
+
+
+def match_data(given: Mapping[str, str], tasks: Sequence[str]) -> dict[str, str]:
+    """Raise InputError if a name of the data is not a task."""
+    for name in given:
+        if name not in tasks:
+            hint = f"{nearest(name, tasks)}\n  Tasks are {', '.join(tasks)}."
+            raise InputError(f"data {name}=…: no task of the recipe has this name{hint}")
+    return dict(given)
+
+
+def _load(recipe: Recipe, given: Mapping[str, str], loading: LoadOptions) -> dict[str, TaskData]:
+    """The data of every task, with one model for all: that of the base, or of the first model if there is no base."""
+    reference = _model_reference(recipe)
+    found: dict[str, TaskData] = {}
+    for name, source in given.items():
+        try:
+            found[name] = TaskData(name, load_task(reference, source, **loading))
+        except InputError as error:
+            raise InputError(f"data {name}={source}: {error}") from error
+        found[name].loaded.model = next(iter(found.values())).loaded.model
+    return found
+
+
+def _model_reference(recipe: Recipe) -> str:
+    if recipe.tokenizer is not None:
+        raise InputError(
+            "tokenizer: a merge with a new vocabulary cannot be evaluated in memory. Merge it, and use "
+            "`gradmerge evaluate` on the result"
+        )
+    model = recipe.base.model if recipe.base is not None else recipe.models[0].model
+    path = local_path(model, recipe.folder)
+    return str(path) if path.exists() else model
+
+
+@dataclass(frozen=True)
+class HarnessTasks:
+    """Tasks of lm-eval to evaluate merges on."""
+
+    names: Sequence[str] | str
+    folder: str | Path | None = None
+
+
+class _NoRows:
+    """Replaces the data of a task of lm-eval, which reads its own."""
+
+    loss = LOSSES["next-token"]
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        return {}
+
+    def notes(self) -> list[str]:
+        return []
+
+
+class HarnessData(TaskData):
+    """One task of lm-eval."""
+
+    def __init__(self, loaded: LoadedTask, harness: LMEval, tokenizer: Any) -> None:
+        super().__init__(harness.names[0], loaded)
+        self._harness, self._tokenizer = harness, tokenizer
+
+    def evaluate(self, model: nn.Module) -> tuple[dict[str, Any], Rows]:
+        found = self._harness.evaluate(model, self._tokenizer)[self.name]
+        self.loaded.examples = found.examples
+        summary = found.summary()
+        for metric, higher in found.higher_is_better.items():
+            if higher is not higher_is_better(metric):  # a metric whose direction is not known here
+                del summary[metric]
+        if not set(summary) & set(found.metrics):
+            raise InputError(f"lm_eval {self.name}: none of {', '.join(found.metrics)} can be compared here")
+        first = headline(summary)
+        if not math.isfinite(summary[first]):
+            raise InputError(f"lm_eval {self.name}: {first} is {summary[first]:g}, which cannot be compared")
+        return summary, {first: found.rows[first]} if first in found.rows else {}
+
+
+def harness_data(
+    recipe: Recipe, wanted: HarnessTasks, loading: LoadOptions, known: dict[str, TaskData]
+) -> dict[str, TaskData]:
+    """Every task of lm-eval, with the model of the other data, or that of the base."""
+    given = next((one.loaded for one in known.values()), None)
+    model, tokenizer, device = language_model(_model_reference(recipe), loading, given)
+    found: dict[str, TaskData] = {}
+    for name in LMEval.parse_names(wanted.names):
+        if name in known:
+            raise InputError(f"lm_eval {name}: a task of the recipe has this name too; rename its model's folder")
+        harness = LMEval(name, wanted.folder, loading["limit"], loading["batch_size"])
+        no_rows = LoadedTask(model, "lm-eval", _NoRows.loss, 0, device, {}, [], _NoRows(), [])
+        found[name] = HarnessData(no_rows, harness, tokenizer)
+    return found

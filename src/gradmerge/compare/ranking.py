@@ -1,0 +1,553 @@
+"""Rank settings: one score for each, standard errors of differences, and the setting to take of those that are tied."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..display import Displayed, View
+from ..progress import Progress
+from ..recipe import Recipe, Varying, leaves
+from ..rules import METHODS
+from ..tasks.standard_errors import Difference, averaged, difference, standard_error
+from ..text import Measured
+from .settings import Axis, Grid, Setting, is_removal, own_setting, same_merge, task_names
+
+if TYPE_CHECKING:
+    from .evaluate import Evaluator
+
+Item = TypeVar("Item")
+Advance = Callable[[int], None]
+"""Called with the number of merges that are done."""
+Rows = dict[str, Tensor]
+"""Metric → one number per row of the data, whose mean is the metric."""
+
+#: The first metric of a task is the first of these that its metrics have. The mean of a perplexity over tasks would
+#: mean little, so the loss comes before it.
+HEADLINES = (
+    *("accuracy", "micro_f1", "spearman_r", "r2", "exact_match", "rougeL", "bleu", "chrf"),
+    *("loss_per_token", "mse", "loss_per_example"),
+)
+_LOWER_IS_BETTER = (
+    *("loss_per_token", "mse", "loss_per_example", "perplexity"),
+    *("word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "ter", "wer", "cer"),  # of lm-eval
+)
+#: Predictions as close to the best as this count as equal.
+CLOSE = 0.01
+#: Random draws for the error of the worst of several means.
+DRAWS = 1000
+
+
+def headline(metrics: Mapping[str, Any]) -> str:
+    """The name of a task's first metric; a metric that is None, as R² of constant labels, is passed over."""
+    optional = ("r2", "spearman_r")
+    known = (name for name in HEADLINES if name in metrics and (name not in optional or metrics[name] is not None))
+    return next(known, next(iter(metrics)))
+
+
+def higher_is_better(metric: str) -> bool:
+    return metric not in _LOWER_IS_BETTER
+
+
+def loss_name(metrics: Mapping[str, Any]) -> str:
+    """The name of the mean loss of an example, in nats; for a regression, the mean squared error."""
+    return "loss_per_example" if "loss_per_example" in metrics else "mse"
+
+
+def loss_of(metrics: Mapping[str, Any]) -> float:
+    """The mean loss of an example; infinite if there is none."""
+    found = metrics.get(loss_name(metrics))
+    return math.inf if found is None else float(found)
+
+
+def with_error(metrics: Mapping[str, Any], name: str) -> float | None:
+    """A metric with its standard error; None if it was not measured."""
+    value, error = metrics.get(name), metrics.get("standard_errors", {}).get(name)
+    return value if value is None or error is None else Measured(value, error)
+
+
+@dataclass
+class Outcome:
+    """One setting and its results."""
+
+    setting: Setting
+    values: dict[str, float | None]
+    """Task → its first metric, or the predicted excess loss per example."""
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Task → all metrics, if data was given."""
+    costs: dict[str, float] = field(default_factory=dict)
+    """Task → what a search minimizes: predicted excess loss, or the share of fine-tuning's gain that is lost."""
+    parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Part of the model → task → predicted excess loss in that part; without data."""
+    rows: dict[str, Rows] = field(default_factory=dict, compare=False, repr=False)
+    """Task → metric (the first one, and the loss) → one number per row."""
+    shares: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """Task → the lost share of each row, whose mean is the cost."""
+    score: float | None = None
+    """What settings are compared by; see the preview's criterion."""
+    rank: int | None = None
+    """1 for the best of all settings."""
+    ranks: dict[str, int | None] = field(default_factory=dict)
+    """Task → the same for that task alone."""
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What settings are compared by."""
+
+    name: str
+    higher: bool
+    """Higher is better."""
+    by_rank: bool = False
+    """The score is a mean of ranks, whose distances mean nothing."""
+    shares: bool = False
+    """The score is a share, of which 1 % is 0.01."""
+    worst: bool = False
+    """The score is that of the worst task; else an average or a sum over tasks."""
+
+    def close(self, row: Outcome, best: Outcome) -> bool:
+        """Whether a setting's score is within 1 % of the best."""
+        if row.score is None or best.score is None:
+            return False
+        return abs(row.score - best.score) <= CLOSE * abs(best.score) + 1e-12
+
+
+@dataclass(repr=False)
+class Preview(Displayed):
+    """The settings of a preview and their results."""
+
+    recipe: Recipe
+    tasks: list[str]
+    """The tasks that settings are compared on: all and the base, or those with data."""
+    models: list[str]
+    """Names of the fine-tuned models, in the order of the recipe; a setting has a weight for each."""
+    measured: bool
+    """On data; else predicted from curvature."""
+    criterion: Criterion
+    rows: list[Outcome]
+    reference: Outcome
+    """What predictions are relative to: the recipe's own merge, if its method is compared."""
+    axis: Axis
+    alone: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """Model (`base` or a fine-tuned one) → task → metrics, if data was given."""
+    examples: dict[str, int] = field(default_factory=dict)
+    """Task → number of rows of its data."""
+    notes: list[str] = field(default_factory=list)
+    objective: str = ""
+    """What a search for weights made small, "worst" or "sum"; empty if no weights were searched."""
+    calibrate_command: str = ""
+    """The command that calibrates the best merge; empty if it cannot be calibrated."""
+    verdict: list[str] = field(default_factory=list)
+    """The result in sentences."""
+    allows_own: bool = True
+    """Whether the recipe's own merge may be taken; not if it is outside the ranges of a search."""
+
+    _ties: dict[int, list[Outcome]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def _line(self) -> list[str]:
+        best = self.best()
+        found = f"best: {best.setting.name}" if best is not None else "no best"
+        if (tied := len(self.all_tied())) > 1:
+            found += f" of {tied} that are tied"
+        return [f"{len(self.rows)} settings", found, "measured" if self.measured else "predicted"]
+
+    def _view(self) -> View:
+        how = self.criterion.name + ("" if self.measured else ", × reference")
+        rows = [[row.rank, row.setting.name, self.shown_score(row)] for row in self.ranked()]
+        return ["rank", "setting", how], rows, self.verdict
+
+    def ranked(self) -> list[Outcome]:
+        """The settings, best first; tied ones by their scores."""
+        return sorted(self.rows, key=lambda row: (row.rank is None, row.rank, self._badness(row)))
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(row.setting.method for row in self.rows))
+
+    def metric(self, task: str) -> str:
+        """The name of a task's first metric."""
+        return headline(next(row.metrics[task] for row in (self.reference, *self.rows) if row.metrics.get(task)))
+
+    def relative(self, row: Outcome, task: str) -> float | None:
+        """The predicted excess loss of a task, as a multiple of the reference's score."""
+        return self._relative(row.values.get(task))
+
+    def relative_score(self, row: Outcome) -> float | None:
+        """The predicted loss that settings are compared by, as a multiple of the reference's."""
+        return self._relative(row.score)
+
+    def _relative(self, value: float | None) -> float | None:
+        """A multiple of the reference's score, or of the largest score if that is not above 0."""
+        whole = self.reference.score or 0.0
+        if whole <= 0:
+            whole = max((row.score for row in self.rows if row.score is not None), default=0.0)
+        return value / whole if value is not None and whole > 0 else None
+
+    def shown_score(self, row: Outcome) -> float | None:
+        """The score for tables: with its standard error if measured, else as a multiple of the reference's."""
+        if not self.measured or row.score is None:
+            return self.relative_score(row)
+        return Measured(row.score, score_error(row, self.criterion))
+
+    def shown_value(self, row: Outcome, task: str) -> float | None:
+        """The same of one task: its first metric, or its predicted loss."""
+        return with_error(row.metrics.get(task, {}), self.metric(task)) if self.measured else self.relative(row, task)
+
+    def weights(self, row: Outcome) -> dict[str, Varying]:
+        """Model → weight; empty for a method that takes none."""
+        return dict(zip(self.models, row.setting.weights, strict=True)) if row.setting.weights else {}
+
+    @property
+    def own(self) -> Outcome | None:
+        """The recipe's own merge; None if its method is not compared, or it may not be taken."""
+        known = self.allows_own and self.reference.setting.method == self.recipe.method
+        return self.reference if known else None
+
+    def compared(self) -> list[Outcome]:
+        """The settings, and the recipe's own merge if it is not one of them."""
+        own = self.own
+        return [*self.rows, *([] if own is None or any(own is row for row in self.rows) else [own])]
+
+    def leading(self, method: str | None = None) -> Outcome | None:
+        """The setting of a method, or of all methods, with the best score; None for a removal.
+
+        A removal has no best setting: what is forgotten and what is kept pull in opposite directions.
+        """
+        if is_removal(self.recipe):
+            return None
+        known = [row for row in self.compared() if row.score is not None and row.setting.method != "removal"]
+        return min((row for row in known if method in (None, row.setting.method)), key=self._badness, default=None)
+
+    def _badness(self, row: Outcome) -> tuple[float, float]:
+        """A sort key: by score, then by the mean loss over tasks."""
+        losses = [loss_of(metrics) for metrics in row.metrics.values()] or [0.0]
+        score = steady(row.score or 0.0)
+        return -score if self.criterion.higher else score, steady(sum(losses) / len(losses))
+
+    def difference(self, row: Outcome, other: Outcome) -> Difference | None:
+        """How much larger a score is than another, on the same rows; None for predictions and mean ranks."""
+        return score_difference(row, other, self.criterion) if self.measured else None
+
+    def tied(self, best: Outcome) -> list[Outcome]:
+        """The other settings whose difference to one is within two standard errors; none for predictions."""
+        if id(best) not in self._ties:
+            others = (row for row in self.rows if row is not best and self.measured)
+            self._ties[id(best)] = [row for row in others if are_tied(row, best, self.criterion)]
+        return self._ties[id(best)]
+
+    def among_best(self, row: Outcome) -> bool:
+        """Whether a setting is the leading one or tied with it."""
+        leading = self.leading()
+        if leading is None or row is leading:
+            return leading is not None
+        if row is self.reference and not any(row is other for other in self.rows):
+            return self.measured and are_tied(row, leading, self.criterion)
+        return any(row is other for other in self.tied(leading))
+
+    def all_tied(self) -> list[Outcome]:
+        """The leading setting and those tied with it, also the recipe's own."""
+        return [row for row in self.compared() if self.measured and self.among_best(row)]
+
+    def as_good(self, method: str | None = None) -> list[Outcome]:
+        """The settings of a method, or of all, that are tied with its leading one, or predicted within 1 % of it."""
+        leading = self.leading(method)
+        same = [row for row in self.rows if method in (None, row.setting.method)]
+        return [] if leading is None else [row for row in same if self._alike(row, leading)]
+
+    def _alike(self, row: Outcome, leading: Outcome) -> bool:
+        if row is leading:
+            return True
+        if self.measured:
+            return are_tied(row, leading, self.criterion)
+        return self.criterion.close(row, leading)
+
+    def best(self, method: str | None = None) -> Outcome | None:
+        """The setting of a method, or of all methods, to take.
+
+        Measured: of the leading setting and those tied with it, the recipe's own; else the simplest of those that are
+        not tied with the recipe's own. Predicted: the recipe's own within 1 % of the leading setting, else that.
+        """
+        leading, own = self.leading(method), self.own
+        if leading is None:
+            return None
+        good = self.as_good(method) if self.measured else [leading]
+        if own is not None and method in (None, own.setting.method):
+            if self._alike(own, leading):
+                return own
+            good = [row for row in good if not self.measured or not self._alike(row, own)]
+        return min(good, key=lambda row: (simplicity(row.setting), self._badness(row)))
+
+    def spans(self, rows: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
+        """Task → the smallest and largest weight in some settings, unless a weight differs between layers."""
+        found = {}
+        for task, weights in zip(self.models, zip(*(row.setting.weights for row in rows), strict=True), strict=False):
+            numbers = [weight for weight in weights if not isinstance(weight, tuple)]
+            if len(numbers) == len(weights):
+                found[task] = min(numbers), max(numbers)
+        return found
+
+    def rank_all(self) -> None:
+        """Set the ranks of all settings; those tied with the leading one have rank 1 too."""
+        self._ties.clear()
+        overall = Ranking([row.score for row in self.compared()], self.criterion.higher)
+        for row in (*self.rows, self.reference):
+            row.rank = 1 if self.among_best(row) else overall.rank(row.score)
+        for task in self.tasks:
+            ranking = Ranking([row.values.get(task) for row in self.rows], self.higher(task))
+            for row in self.rows:
+                row.ranks[task] = ranking.rank(row.values.get(task))
+
+    def higher(self, task: str) -> bool:
+        """Whether a higher value of a task is better."""
+        return self.measured and higher_is_better(self.metric(task))
+
+
+def compare(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progress: Progress) -> Preview:
+    """Evaluate all settings of a grid, and the recipe's own merge, and rank them.
+
+    Measured settings are ranked by the average of the tasks' metrics, or by the mean of their ranks where metrics
+    differ. Predictions are ranked by the worst task (``objective`` "worst") or the sum over tasks ("sum").
+    """
+    settings = grid.settings()
+    own = own_setting(grid.recipe, [setting.method for setting in settings], grid.fixed)
+    reference = next((setting for setting in settings if same_merge(grid.recipe, setting, own)), own)
+    asked = settings if reference in settings else [*settings, reference]
+    progress.begin("previewing", len(asked))
+    rows = evaluator.evaluate(asked, progress.advance)
+    found = next((row for row in rows if row.setting == reference), rows[0])
+    shown = [row for row in rows if row is not found] if len(asked) > len(settings) else rows
+    criterion = set_scores(rows, evaluator.measured, objective)
+    return make_preview(grid.recipe, evaluator, shown or [found], found, grid.axis, criterion, grid.notes())
+
+
+def make_preview(
+    recipe: Recipe,
+    evaluator: Evaluator,
+    rows: list[Outcome],
+    reference: Outcome,
+    axis: Axis,
+    criterion: Criterion,
+    notes: Sequence[str] = (),
+) -> Preview:
+    """Rank outcomes that have their scores."""
+    found = Preview(
+        recipe,
+        evaluator.tasks,
+        task_names(recipe),
+        evaluator.measured,
+        criterion,
+        rows,
+        reference,
+        axis,
+        evaluator.alone,
+        evaluator.examples,
+    )
+    found.rank_all()
+    found.notes = [*evaluator.notes(), *_indifferent(found)]
+    if not found.measured and not (reference.score or 0) > 0:
+        found.notes.append(f"{reference.setting.name} is predicted to cost nothing: multiples are of the largest score")
+    found.notes += notes
+    return found
+
+
+def set_scores(rows: Sequence[Outcome], measured: bool, objective: str) -> Criterion:
+    """Set the score of every outcome, and return what it is."""
+    if not measured:
+        return set_scores_by_costs(rows, False, objective)
+    names = {headline(metrics) for row in rows for metrics in row.metrics.values() if metrics}
+    if len(names) <= 1:
+        name = next(iter(names), "loss_per_example")
+        for row in rows:
+            known = [value for value in row.values.values() if value is not None]
+            row.score = sum(known) / len(known) if len(known) == len(row.values) else None
+        several = len(rows[0].values) > 1
+        return Criterion(f"average {name}" if several else name, higher_is_better(name))
+    for row, score in zip(rows, mean_ranks(rows), strict=True):
+        row.score = score
+    return Criterion("mean rank over tasks", False, by_rank=True)
+
+
+def set_scores_by_costs(rows: Sequence[Outcome], measured: bool, objective: str) -> Criterion:
+    """Set the scores to the cost of the worst task, or the sum of costs, and return what they are."""
+    worst = objective == "worst"
+    for row in rows:
+        total = worst_or_sum(row.costs, objective)
+        row.score = total if math.isfinite(total) else None
+    if measured:
+        of = "worst task" if worst else "summed"
+        return Criterion(f"share lost of what fine-tuning gained, {of}", False, shares=True, worst=worst)
+    return Criterion("predicted loss of the worst task" if worst else "sum of predicted losses", False, worst=worst)
+
+
+def worst_or_sum(costs: Mapping[str, float], objective: str) -> float:
+    values = list(costs.values())
+    if not all(math.isfinite(value) for value in values):
+        return math.inf
+    return max(values) if objective == "worst" else sum(values)
+
+
+def _indifferent(found: Preview) -> list[str]:
+    """Notes on methods that divide by the sum of the weights, for which one weight for all tasks changes nothing."""
+    notes = []
+    for method in found.methods:
+        rows = [row for row in found.rows if row.setting.method == method and len(set(row.setting.weights)) == 1]
+        rows = [row for row in rows if row.setting.changes == rows[0].setting.changes]
+        losses = [
+            [loss_of(metrics) for metrics in row.metrics.values()] if found.measured else list(row.costs.values())
+            for row in rows
+            if min(leaves(row.setting.weights[0])) > 0
+        ]
+        losses = [one for one in losses if all(map(math.isfinite, one))]
+        pairs = ((a, b) for one in losses for a, b in zip(one, losses[0], strict=True))
+        if len(found.models) > 1 and len(losses) > 2 and all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs):
+            notes.append(
+                f"{method}: a weight that all tasks share makes no difference, only the ratios of weights do; "
+                f"give each task its own range, such as weights {found.models[0]}=0:1:0.25"
+            )
+    return notes
+
+
+def steady(value: float) -> float:
+    """A number without the digits that rounding errors decide, so that equal merges are equal."""
+    return float(f"{value:.7g}")
+
+
+class Ranking:
+    """Ranks of values among all values of their kind; a missing value has none."""
+
+    def __init__(self, values: Sequence[float | None], higher: bool) -> None:
+        self._sign = -1.0 if higher else 1.0
+        self._sorted = sorted(self._sign * steady(value) for value in values if value is not None)
+
+    def rank(self, value: float | None) -> int | None:
+        """1 for the best; equal values have the same rank."""
+        return None if value is None else 1 + bisect.bisect_left(self._sorted, self._sign * steady(value))
+
+    def mean_rank(self, value: float) -> float:
+        """The same, but equal values share the mean of their ranks."""
+        signed = self._sign * steady(value)
+        return (bisect.bisect_left(self._sorted, signed) + 1 + bisect.bisect_right(self._sorted, signed)) / 2
+
+
+def mean_ranks(rows: Sequence[Outcome]) -> list[float | None]:
+    """The mean over tasks of each outcome's rank; None if a task is missing."""
+    rankings = {}
+    for task in rows[0].values if rows else ():
+        known = next((row.metrics[task] for row in rows if row.metrics.get(task)), None)
+        higher = known is not None and higher_is_better(headline(known))
+        rankings[task] = Ranking([row.values.get(task) for row in rows], higher)
+    means: list[float | None] = []
+    for row in rows:
+        ranks = [rankings[task].mean_rank(value) for task, value in row.values.items() if value is not None]
+        means.append(sum(ranks) / len(ranks) if ranks and len(ranks) == len(row.values) else None)
+    return means
+
+
+def unbeaten(items: Sequence[tuple[Item, Sequence[float]]]) -> list[Item]:
+    """The Pareto front: items for which no other has at least as much of every gain, and more of one."""
+
+    def beats(one: Sequence[float], other: Sequence[float]) -> bool:
+        return all(a >= b for a, b in zip(one, other, strict=True)) and list(one) != list(other)
+
+    kept: list[int] = []
+    # An item that beats another has a larger sum, and a beaten item is beaten by one on the front.
+    for place in sorted(range(len(items)), key=lambda place: -sum(items[place][1])):
+        if not any(beats(items[other][1], items[place][1]) for other in kept):
+            kept.append(place)
+    return [items[place][0] for place in sorted(kept)]
+
+
+def task_differences(row: Outcome, other: Outcome) -> dict[str, Difference]:
+    """Task → how much larger its first metric is for one setting than for another.
+
+    On the same rows; or by both standard errors, for metrics such as BLEU that are not known row by row.
+    """
+    found = {}
+    for task, metrics in row.metrics.items():
+        name, against = headline(metrics) if metrics else "", other.metrics.get(task, {})
+        if name in row.rows.get(task, {}) and name in other.rows.get(task, {}):
+            found[task] = difference(row.rows[task][name], other.rows[task][name])
+        elif name in metrics and name in against:
+            errors = (one["standard_errors"].get(name) or math.nan for one in (metrics, against))
+            found[task] = Difference(metrics[name] - against[name], math.hypot(*errors))
+    return found
+
+
+def score_difference(row: Outcome, other: Outcome, criterion: Criterion) -> Difference | None:
+    """How much larger the score of one setting is than another's. The rows of different tasks are independent."""
+    if row.score is None or other.score is None or criterion.by_rank:
+        return None
+    if not criterion.shares:
+        differences = list(task_differences(row, other).values())
+        return averaged(differences) if differences and len(differences) == len(row.values) else None
+    return share_difference(row.shares, other.shares, criterion.worst)
+
+
+def share_difference(shares: Mapping[str, Tensor], others: Mapping[str, Tensor], worst: bool) -> Difference:
+    """How much larger the mean of the worst task, or the sum over tasks, is for one set of rows than for another.
+
+    Which task is worst may depend on the rows. So the error is the spread of means drawn from the normal distribution
+    of the two means of each task, which are correlated because they use the same rows.
+    """
+    if not worst:
+        each = [difference(rows, others[task]) for task, rows in shares.items()]
+        return Difference(sum(one.value for one in each), math.hypot(*(one.error for one in each)))
+    generator = torch.Generator().manual_seed(0)
+    means, drawn = [], []
+    for task, rows in shares.items():
+        both = torch.stack([rows, others[task]]).double()
+        means.append(both.mean(1))
+        noise = torch.randn(DRAWS, 2, generator=generator, dtype=torch.float64)
+        if len(rows) > 1:
+            sizes, axes = torch.linalg.eigh(both.cov() / len(rows))
+            drawn.append(means[-1] + (noise * sizes.clamp(min=0).sqrt()) @ axes.T)
+        else:
+            drawn.append(noise * math.nan)
+
+    def gap(largest: Tensor) -> Tensor:
+        return largest[..., 0] - largest[..., 1]
+
+    value, values = gap(torch.stack(means).amax(0)), gap(torch.stack(drawn).amax(0))
+    return Difference(float(value), float(values.std()))
+
+
+def lost_share(row: Outcome, task: str) -> float | None:
+    """The share of fine-tuning's gain on a task that a setting loses, with its standard error."""
+    cost, rows = row.costs.get(task), row.shares.get(task)
+    return cost if cost is None or rows is None else Measured(cost, standard_error(rows))
+
+
+def score_error(row: Outcome, criterion: Criterion) -> float | None:
+    """The standard error of a score; None for mean ranks and predictions."""
+    if row.score is None or criterion.by_rank or not row.metrics:
+        return None
+    if not criterion.shares:
+        errors = [found["standard_errors"].get(headline(found)) or math.nan for found in row.metrics.values()]
+        return math.hypot(*errors) / len(errors)
+    if criterion.worst:
+        return standard_error(row.shares[max(row.costs, key=lambda task: row.costs[task])])
+    return math.hypot(*map(standard_error, row.shares.values()))
+
+
+def are_tied(row: Outcome, other: Outcome, criterion: Criterion) -> bool:
+    """Whether the difference is within two standard errors: of the scores, or, for mean ranks, on every task."""
+    if row.score is None or other.score is None:
+        return False
+    if criterion.by_rank:
+        differences = task_differences(row, other)
+        return len(differences) == len(row.values) and all(one.tied for one in differences.values())
+    found = score_difference(row, other, criterion)
+    return found is not None and found.tied
+
+
+def simplicity(setting: Setting) -> tuple[int, ...]:
+    """A sort key, simplest first: fewest changed keys, then a method with few inputs, then fewest different weights."""
+    inputs = METHODS[setting.method].inputs
+    needs = sum(name in inputs for name in ("prior", "curvature", "penalty", "weights"))
+    return len(setting.changes), needs, len({leaf for weight in setting.weights for leaf in leaves(weight)})

@@ -1,0 +1,398 @@
+"""The results of previews and diagnoses in sentences, with advice that never contradicts a measurement."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..compare.diagnose import TUNED, UNDER_PENALTY, WITHOUT_PENALTY, Diagnosis
+from ..compare.ranking import Outcome, Preview, are_tied, headline, higher_is_better, lost_share, with_error
+from ..compare.settings import BASE, changes_text
+from ..recipe import Varying, in_words
+from ..tasks.standard_errors import TIE, Difference, difference
+from ..text import counted, plus_minus
+from .tables import number, plain_words
+
+TRUST = (
+    "Predictions use only curvature. They rank merges and layers, and are not losses in nats. In a study of five "
+    "sentiment models they ranked 50 to 70 merges by true loss with Spearman's ρ of 0.4 to 0.5 on average (0.9 on one "
+    "task, 0 on another), and hardly ranked accuracy. A few labeled rows (`--data NAME=SRC`) are more reliable."
+)
+#: How the simplest setting is chosen (`compare/ranking.py`, `simplicity`).
+SIMPLEST = "fewest changed keys, then the method with the fewest inputs, then the fewest different weights"
+#: The penalty P that a model is checked for.
+PENALTIES = {"recipe": "in the recipe", "recorded": "recorded beside the model", "H_0": "H_0"}
+#: Another merge is worth trying if its worst task is predicted to lose less than this share of the own merge's.
+WORTH_TRYING = 0.9
+#: More tied settings than this are summarized by the ranges of their weights.
+MAX_NAMED = 4
+PREVIEW = "`gradmerge preview`"
+
+
+def calibration_advice(command: str) -> list[str]:
+    """The advice to calibrate, which ends with the command; empty without a command."""
+    if not command:
+        return []
+    words = shlex.split(command)
+    unknown = ["OUT with the folder of the merge"] if "OUT" in words else []
+    if any(word.endswith("=ROWS") for word in words):
+        unknown.append("ROWS with a file of unlabeled rows of the task")
+    replace = f" Replace {' and '.join(unknown)}." if unknown else ""
+    what = "Calibration brings the merge closer to its fine-tuned models. It needs a few hundred rows of each task"
+    return [f"{what}, without labels.{replace} To calibrate: `{command}`"]
+
+
+def preview_verdict(found: Preview) -> list[str]:
+    """The result of a preview in sentences."""
+    best, leading = found.best(), found.leading()
+    if best is None or leading is None:
+        why = "No setting is best: a removal trades what is forgotten against what is kept. The figures show both."
+        return [why] if found.measured else [why, TRUST]
+    words = _measured_best(found, best, leading) if found.measured else _predicted_best(found, best, leading)
+    if found.criterion.shares:
+        words.append("A share of 0 is as good as each task's own model, and 1 is as bad as the base.")
+    if found.objective and best.setting.weights:
+        words.append(f"Suggested weights: {by_task(found.weights(best))}.")
+    words += [] if found.measured else [TRUST]
+    return [*words, *(calibration_advice(found.calibrate_command) if _may_lose(found, best) else [])]
+
+
+def _may_lose(found: Preview, row: Outcome) -> bool:
+    """Whether a merge loses on a task compared with the task's own model, or this was not measured."""
+    if not found.measured:
+        return True
+    shares = {task: lost_share(row, task) for task in found.tasks}
+    known = {task: share for task, share in shares.items() if share is not None and math.isfinite(share)}
+    if not set(found.models) <= set(known):
+        return True
+    return any(share > TIE * (getattr(share, "error", None) or 0.0) for share in known.values())
+
+
+def _predicted_best(found: Preview, best: Outcome, leading: Outcome) -> list[str]:
+    times = found.relative_score(leading)
+    beside = f": {number(times)} times that of {reference_text(found)}" if times is not None else ""
+    if leading is found.own:
+        beside = ". It is the recipe's own merge"
+    words = [f"Of {_count(found)}, **{_named(found, leading)}** has the smallest {found.criterion.name}{beside}."]
+    if best is not leading:
+        words.append(f"Take **{_named(found, best)}**: it is the recipe's own merge, and within 1 % of the smallest.")
+    if best.setting.weights:
+        close = found.as_good(best.setting.method)
+        of_method = f"of its {sum(row.setting.method == best.setting.method for row in found.rows)} settings"
+        if any(row is not leading for row in close):
+            ranges = ranges_text(found, close)
+            are = "are" if len(close) > 1 else "is"
+            words.append(f"{len(close)} {of_method} {are} within 1 % of the smallest{f': {ranges}' if ranges else ''}.")
+        else:
+            words.append(f"No other {of_method} is within 1 % of it.")
+    return words
+
+
+def _measured_best(found: Preview, best: Outcome, leading: Outcome) -> list[str]:
+    tied, own = found.all_tied(), found.own
+    what = f"{'highest' if found.criterion.higher else 'smallest'} {plain_words(found.criterion.name)}"
+    if len(tied) == 1:
+        others = "; no other is within two standard errors of it on the same rows" if len(found.rows) > 1 else ""
+        words = [f"Of {_count(found)}, **{_named(found, best)}** has the {what}: {_score(found, best)}{others}."]
+    else:
+        asked = sum(map(found.among_best, found.rows))
+        more = " and the recipe's own merge" if len(tied) > asked else ""
+        top = f"{what}, {_score(found, leading)} ({leading.setting.name})"
+        words = [f"{asked} of {_settings(found)}{more} are **tied** with the {top}."]
+        of = "the tied settings" if own is None or own.rank == 1 else "those not tied with the recipe's own merge"
+        why = "it is the recipe's own merge" if best is own else f"it is the simplest of {of} ({SIMPLEST})"
+        scored = "" if best is leading else f" Its score is {_score(found, best)}."
+        words.append(f"Take **{_named(found, best)}**: {why}.{scored}")
+        where = " on any task" if found.criterion.by_rank else ""
+        words.append(f"Tied means within two standard errors on the same rows{where}: {_tied_text(found, tied)}.")
+    if found.reference is not best:
+        words.append(_reference_result(found, best))
+    return words
+
+
+def _settings(found: Preview) -> str:
+    return f"{len(found.rows)} setting{'s' if len(found.rows) > 1 else ''}"
+
+
+def _count(found: Preview) -> str:
+    return _settings(found) + (" and the recipe's own" if len(found.compared()) > len(found.rows) else "")
+
+
+def _reference_result(found: Preview, best: Outcome) -> str:
+    """How the recipe's own merge compares with the setting that is taken."""
+    reference, apart = found.reference, found.difference(found.reference, best)
+    text = reference_text(found)
+    has = f"{text[:1].upper() + text[1:]} has {_score(found, reference)}"
+    if reference.rank == 1 and not any(reference is row for row in found.rows):
+        return f"{has}, and is tied with the best too."
+    if apart is None:
+        return f"{has}."
+    return f"{has}, which is {number(abs(apart.value))}{plus_minus('', apart)} {'more' if apart.value > 0 else 'less'}."
+
+
+def _tied_text(found: Preview, tied: Sequence[Outcome]) -> str:
+    """The names of some settings, or for each method the ranges of their weights."""
+    if len(tied) <= MAX_NAMED:
+        return ", ".join(row.setting.name for row in tied)
+    parts = []
+    for method in found.methods:
+        rows = [row for row in tied if row.setting.method == method]
+        ranges = ranges_text(found, rows)
+        several = f" ({len(rows)} settings)" if len(rows) > 1 else ""
+        parts += [f"{method}{f' {ranges}' if ranges else ''}{several}"] if rows else []
+    return "; ".join(parts)
+
+
+def _score(found: Preview, row: Outcome) -> str:
+    value = found.shown_score(row)
+    return plus_minus(number(None if value is None else float(value)), value)
+
+
+def _named(found: Preview, row: Outcome) -> str:
+    """Method, weights and changes; lists over the layers are in another sentence."""
+    setting = row.setting
+    if any(isinstance(weight, tuple) for weight in setting.weights):
+        return f"{setting.method} with weights that differ between layers"
+    several = "s" if len(set(setting.weights)) > 1 else ""
+    weights = f" with weight{several} {weights_text(found, row)}" if setting.weights else ""
+    changes = changes_text(setting.changes)
+    return f"{setting.method}{weights}{f', {changes}' if changes else ''}"
+
+
+def weights_text(found: Preview, row: Outcome) -> str:
+    """`0.3`, or `a 0.3, b 0.5`."""
+    return by_task(found.weights(row)) if len(set(row.setting.weights)) != 1 else row.setting.weights_text
+
+
+def by_task(weights: Mapping[str, Varying]) -> str:
+    return ", ".join(f"{task} {in_words(weight)}" for task, weight in weights.items())
+
+
+def reference_text(found: Preview) -> str:
+    setting = found.reference.setting
+    own = "the recipe's own merge" if setting.method == found.recipe.method else "the reference"
+    return f"{own} ({setting.name})"
+
+
+def ranges_text(found: Preview, rows: Sequence[Outcome]) -> str:
+    """The range of weights of some settings, `0.3–0.6` or by task, and of other keys."""
+    spans = {task: _range([low, high]) for task, (low, high) in found.spans(rows).items()}
+    parts = [f"{task} {span}" for task, span in spans.items()]
+    if len(spans) == len(found.models) and len(set(spans.values())) == 1:
+        parts = [spans[found.models[0]]]
+    changes = [dict(row.setting.changes) for row in rows]
+    for key in dict.fromkeys(key for one in changes for key in one):
+        parts.append(f"{key.removeprefix('options.')} {_range([one[key] for one in changes if key in one])}")
+    return ", ".join(parts)
+
+
+def _range(values: Sequence[Any]) -> str:
+    """`0.3–0.6`, or a list of values that are not numbers."""
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        return " or ".join(dict.fromkeys(map(in_words, values)))
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g}–{high:g}"
+
+
+def diagnosis_verdict(found: Diagnosis) -> list[str]:
+    """The result of a diagnosis in sentences."""
+    tuned = tuned_tasks(found)
+    several = "s" if len(tuned) > 1 else ""
+    words = [f"{found.own} merges {len(tuned)} model{several} ({', '.join(tuned)}) into {base_name(found)}."]
+    words += _measured_results(found) if found.outcomes else _predicted_results(found)
+    layers = costliest_layers(found, 3)
+    if layers:
+        listed = ", ".join(f"{name} ({100 * share:.0f} %)" for name, share in layers)
+        words.append(f"Most of the predicted cost is in {listed}.")
+    words += [*_interference_results(found), *_penalty_results(found)]
+    if found.recipe.method == "removal":
+        return [*words, f"To try: {PREVIEW} over the strengths, with rows of the forget set and the retain set."]
+    words += _predicted_advice(found) if found.measured is None else _measured_advice(found, found.measured)
+    measured_all = set(tuned) <= set(found.examples)
+    loses = not measured_all or any(_loss(found, task) for task in found.examples)
+    return [*words, *(calibration_advice(found.calibrate_command) if loses else [])]
+
+
+def base_name(found: Diagnosis) -> str:
+    return found.recipe.base.model if found.recipe.base is not None else "nothing"
+
+
+def tuned_tasks(found: Diagnosis) -> list[str]:
+    return [task for task in found.prediction.tasks if task != BASE]
+
+
+def task_pairs(found: Diagnosis) -> Iterable[tuple[str, str]]:
+    tuned = tuned_tasks(found)
+    return ((one, other) for i, other in enumerate(tuned) for one in tuned[:i])
+
+
+def costliest_layers(found: Diagnosis, count: int = 5) -> list[tuple[str, float]]:
+    """The layer groups with the largest shares of the predicted excess loss; all tasks count equally."""
+    excess = found.prediction.excess
+    wholes = {task: excess(found.own, task) for task in found.prediction.tasks}
+    wholes = {task: whole for task, whole in wholes.items() if whole > 0}
+    shares = {
+        group: sum(excess(found.own, task, group) / whole / len(wholes) for task, whole in wholes.items())
+        for group in (found.prediction.groups if wholes else ())
+    }
+    return sorted(shares.items(), key=lambda item: -item[1])[:count]
+
+
+def _predicted_results(found: Diagnosis) -> list[str]:
+    if found.reference == found.own:
+        return []
+    times = {task: found.relative(found.own, task) for task in found.prediction.tasks}
+    parts = [f"{value:.2g}× for {task}" for task, value in times.items() if value is not None]
+    joined = ", ".join(parts)
+    return [f"Its predicted loss, relative to {found.reference} at the same weights, is {joined}."] if parts else []
+
+
+def _measured_results(found: Diagnosis) -> list[str]:
+    words = []
+    for task in found.examples:
+        name, apart = headline(found.metrics(found.own, task)), _beside_tuned(found, task)
+        merged, tuned = (with_error(found.metrics(model, task), name) for model in (found.own, TUNED))
+        if merged is None or tuned is None:
+            continue
+        on = f"On {task} ({counted(range(found.examples[task]), 'row')})"
+        other = f"the {'base' if task == BASE else 'fine-tuned model'} has {tuned:.4g}"
+        tie = " (tied)" if apart is not None and apart.tied else ""
+        words.append(f"{on} its {plain_words(name)} is {merged:.4g}; {other}{tie}.")
+    return words
+
+
+def _beside_tuned(found: Diagnosis, task: str) -> Difference | None:
+    """How much larger a task's first metric is for the merge than for the task's own model, on the same rows."""
+    name = headline(found.metrics(found.own, task))
+    one, other = (found.outcomes[model].rows.get(task, {}) for model in (found.own, TUNED))
+    return difference(one[name], other[name]) if name in one and name in other else None
+
+
+def _loss(found: Diagnosis, task: str) -> float:
+    """How much worse the merge is than the task's own model, in standard errors; 0 if they are tied."""
+    apart = _beside_tuned(found, task)
+    if apart is None or apart.tied:
+        return 0.0
+    sign = -1.0 if higher_is_better(headline(found.metrics(found.own, task))) else 1.0
+    return max(0.0, sign * apart.value / apart.error) if apart.error else math.inf
+
+
+def _interference_results(found: Diagnosis) -> list[str]:
+    shares = {pair: found.prediction.between(*pair).share for pair in task_pairs(found)}
+    if not shares:
+        return []
+    (one, other), worst = max(shares.items(), key=lambda item: item[1])
+    if worst <= 0.5:
+        return [
+            f"No two tasks move more than {100 * worst:.0f} % of shared weights in opposite directions (chance: 50 %)."
+        ]
+    conflict = f"{one} and {other} move {100 * worst:.0f} % of shared weights in opposite directions"
+    if {one, other} <= set(found.examples) and not _loss(found, one) and not _loss(found, other):
+        return [f"{conflict}, but neither measured worse than its fine-tuned model."]
+    return [f"{conflict}: expect a trade-off between them."]
+
+
+def _penalty_results(found: Diagnosis) -> list[str]:
+    if "penalty" not in found.recipe.rule.inputs:
+        return []
+    known = {task: check for task, check in found.penalty_checks.items() if check.ratio is not None}
+    words = []
+    for low, high, result in (
+        (0.0, UNDER_PENALTY, "trained under the penalty {}, as the merge assumes."),
+        (UNDER_PENALTY, WITHOUT_PENALTY, "trained under a similar penalty to {}, or not to convergence."),
+        (WITHOUT_PENALTY, math.inf, "not trained under the penalty {}" + _without_penalty(found)),
+    ):
+        fitting = {task: check for task, check in known.items() if low <= (check.ratio or 0.0) < high}
+        if fitting:
+            names = ", ".join(f"{task} ({_ratio(check.ratio)})" for task, check in fitting.items())
+            were = "were" if len(fitting) > 1 else "was"
+            kinds = " and ".join(dict.fromkeys(PENALTIES[check.penalty] for check in fitting.values()))
+            words.append(f"By the penalty check (0: yes, 1 or more: no), {names} {were} {result.format(kinds)}")
+    return words
+
+
+def _ratio(ratio: float | None) -> str:
+    return "over 100" if (ratio or 0.0) > 100 else number(ratio, 2)
+
+
+def _without_penalty(found: Diagnosis) -> str:
+    """The advice for models that were trained without the penalty; with data, from a measurement."""
+    none = "`base.penalty: none`"
+    if found.measured is None or not found.without_penalty:
+        return f": try {none}, and compare with {PREVIEW} --set base.penalty=none and data."
+    row, own = found.outcomes[found.without_penalty], found.measured.reference
+    how = _comparison(found.measured, row, own)
+    if are_tied(row, own, found.measured.criterion):
+        return f"; but with {none} the merge measured the same ({how}), so there is no reason to change it."
+    if _better(found.measured, row, own):
+        return f": set {none}, with which the merge measured better ({how})."
+    return f"; but with {none} the merge measured worse ({how}): leave it as it is."
+
+
+def _better(compared: Preview, row: Outcome, other: Outcome) -> bool:
+    """Whether one merge measured better than another, by more than two standard errors."""
+    if row.score is None or other.score is None or are_tied(row, other, compared.criterion):
+        return False
+    return row.score > other.score if compared.criterion.higher else row.score < other.score
+
+
+def _comparison(compared: Preview, row: Outcome, other: Outcome) -> str:
+    """`average accuracy 0.84 ± 0.016 against 0.81 ± 0.018, difference 0.03 ± 0.01`."""
+    apart = compared.difference(row, other)
+    one, two = compared.shown_score(row), compared.shown_score(other)
+    scores = f"{plain_words(compared.criterion.name)} {one:.4g} against {two:.4g}"
+    return scores if apart is None else f"{scores}, difference {plus_minus(number(apart.value, 2), apart)}"
+
+
+def _measured_advice(found: Diagnosis, compared: Preview) -> list[str]:
+    own = compared.reference
+    others = [row for row in compared.rows if row is not own and row.setting.method != found.without_penalty]
+    better = [row for row in others if _better(compared, row, own)]
+    where = "" if len(found.examples) == len(found.prediction.tasks) else f" on the data of {', '.join(found.examples)}"
+    predicted = _predicted_winner(found)
+    if better:
+        sign = -1 if compared.criterion.higher else 1
+        best = min(better, key=lambda row: (row.rank, sign * (row.score or 0)))
+        name = best.setting.method
+        what = f"**{name} measured better** than {found.own}{where}: {_comparison(compared, best, own)}."
+        if predicted != name and _worst(found, name) > _worst(found, found.own):
+            what += " The prediction from curvature says otherwise; trust the measurement."
+        return [f"{what} To try: {name}, and {PREVIEW} over its weights."]
+    words = f"No other method measured better than {found.own}{where} by more than two standard errors"
+    tied = [row.setting.method for row in others if are_tied(row, own, compared.criterion)]
+    words += f"; tied with it: {', '.join(tied)}." if tied else "."
+    if predicted != found.own:
+        row = found.outcomes[predicted]
+        result = "the two are tied" if predicted in tied else "it is worse"
+        words += (
+            f" Curvature predicts that the worst task of {predicted} loses less; measured, {result} "
+            f"({_comparison(compared, row, own)}). Trust the measurement."
+        )
+    losses = {task: _loss(found, task) for task in found.examples}
+    if BASE in losses and losses[BASE] and losses[BASE] == max(losses.values()):
+        why = "because the base's own data has the clearest loss"
+        return [words, f"To try: smaller weights, {why} (`gradmerge preview --suggest`)."]
+    return [words, f"To try: {PREVIEW} over the weights, with rows of each task. More rows separate more settings."]
+
+
+def _worst(found: Diagnosis, candidate: str) -> float:
+    """The largest predicted loss of a task, as a multiple of the reference's."""
+    return max(found.relative(candidate, task) or 0.0 for task in found.prediction.tasks)
+
+
+def _predicted_winner(found: Diagnosis) -> str:
+    """The merge whose worst task is predicted to lose clearly less than the own merge's, or the own merge."""
+    best = min(found.candidates, key=lambda candidate: _worst(found, candidate))
+    return best if _worst(found, best) < WORTH_TRYING * _worst(found, found.own) else found.own
+
+
+def _predicted_advice(found: Diagnosis) -> list[str]:
+    best, tasks = _predicted_winner(found), found.prediction.tasks
+    if best != found.own:
+        return [f"To try: {best}, whose worst task is predicted to lose less. {PREVIEW} compares weights."]
+    if max(tasks, key=lambda task: found.relative(found.own, task) or 0.0) == BASE:
+        why = "because the base's own data is predicted to lose most"
+        return [f"To try: smaller weights, {why} (`gradmerge preview --suggest`)."]
+    return [f"To try: {PREVIEW} over the weights, with a few labeled rows of each task."]
