@@ -118,16 +118,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dora-on-conv2d": ("vit", {"r": 3, "target_modules": ["projection"], "use_dora": True}, {}),
     "names-that-transformers-changes": ("vit", {"r": 2, "target_modules": ["q_proj", "fc1"]}, {}),
     "lora-bias": ("bert", {"r": 2, "lora_alpha": 7, "target_modules": ["query"], "lora_bias": True}, {}),
-    "trainable-tokens-by-name": (
-        "llama-untied",
-        {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [1, 2]}},
-        {},
-    ),
-    "trainable-tokens-of-a-tied-model": (
-        "llama-tied",
-        {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": [7, 3]},
-        {},
-    ),
     "embeddings-of-a-classifier": (
         "bert",
         {"r": 2, "target_modules": ["query"], "modules_to_save": ["word_embeddings", "classifier"]},
@@ -388,13 +378,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], None], dict[str, 
     "no magnitudes": ("llama-untied", {}, setting(use_dora=True), {}),
     "magnitudes without use_dora": ("llama-untied", {"use_dora": True}, setting(use_dora=False), {}),
     "no regular expression": ("llama-untied", {}, setting(alpha_pattern={"(": 1}), {}),
-    "other token rows": ("llama-untied", {"trainable_token_indices": [1, 5]}, setting(trainable_token_indices=[1]), {}),
-    "large token rows": (
-        "llama-untied",
-        {"trainable_token_indices": [1, 5]},
-        setting(trainable_token_indices=[1, 60]),
-        {},
-    ),
+    "rows of single tokens": ("llama-untied", {"trainable_token_indices": [1, 5]}, setting(), {}),
     "fewer experts": ("mixtral", {"target_parameters": EXPERT_PARAMETERS}, setting(), {"num_local_experts": 2}),
     "half of an expert's factors": (
         "mixtral",
@@ -425,18 +409,6 @@ def test_adapters_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None
     with pytest.raises(InputError, match="adapter"):
         merge_one(base, tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_trainable_tokens_of_a_tied_model_that_stores_its_head_too_change_both(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "llama-tied")
-    config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[7, 3])
-    model = tune(base, "llama-tied", tmp_path / "adapter", config)
-    state = read_model(base)
-    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    twice = write_model(tmp_path / "twice", state, 2, json.loads((base / "config.json").read_text()))
-    want = merged_by_peft(model, tmp_path / "want")
-    want["lm_head.weight"] = want["model.embed_tokens.weight"]
-    assert_close(merge_one(twice, tmp_path / "adapter", tmp_path / "out"), want, 1e-6)
 
 
 def test_the_key_adapter_puts_an_adapter_on_a_model_whatever_base_it_names(tmp_path: Path) -> None:

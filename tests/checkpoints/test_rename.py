@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from transformers import (
     CLIPVisionConfig,
@@ -55,24 +54,6 @@ def test_a_renamed_model_merges_as_if_it_had_the_names_of_the_base(tmp_path: Pat
     gm.merge(recipe_of(base, entry), tmp_path / "out")
     want = {ours + n: (BASE[n].double() + 0.5 * (tuned[n].double() - BASE[n].double())).float() for n in BASE}
     assert_close(read_model(tmp_path / "out"), want)
-
-
-def test_the_refusal_says_the_line_to_write_and_the_line_works(tmp_path: Path) -> None:
-    tower = {f"model.language_model.{name}": value for name, value in BASE.items()}
-    picture = random_state(5, {"model.visual.blocks.0.weight": (4, 4), "model.visual.blocks.1.weight": (4, 4)})
-    base = write_model(tmp_path / "base", tower | picture)
-    model = write_model(tmp_path / "tuned", prefixed(near(BASE, 1), "model."))
-    with pytest.raises(InputError) as error:
-        gm.merge(recipe_of(base, str(model)), tmp_path / "out")
-    lines = [line.strip() for line in str(error.value).splitlines()]
-    [rename] = [line for line in lines if line.startswith("rename:")]
-    [include] = [line for line in lines if line.startswith("include:")]
-    assert yaml.safe_load(rename) == {"rename": {"model.": "model.language_model."}}
-    entry = {"model": str(model)} | yaml.safe_load(rename)
-    gm.merge(recipe_of(base, entry, **yaml.safe_load(include)), tmp_path / "out")
-    got = read_model(tmp_path / "out")
-    assert_close({n: got[f"model.language_model.{n}"] for n in BASE}, near(BASE, 1))
-    assert all(got[name].equal(value) for name, value in picture.items())
 
 
 def test_a_prefix_that_fits_nothing_or_makes_one_name_of_two_is_refused(tmp_path: Path) -> None:

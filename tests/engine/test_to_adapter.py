@@ -84,10 +84,6 @@ EXACT: dict[str, tuple[str, list[dict[str, Any]]]] = {
             {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
         ],
     ),
-    "tokens": (
-        "llama-tied",
-        [{"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": [3, 5]}, {"r": 2, "target_modules": LLAMA}],
-    ),
 }
 
 

@@ -214,7 +214,7 @@ ADAPTER: dict[str, Any] = {
 
 
 class Adapters(Merging):
-    """A LoRA adapter, or one with DoRA and trained rows: its config or its weights. It comes out merged, or as one."""
+    """A LoRA adapter, or one with DoRA: its config or its weights. It comes out merged, or as one."""
 
     name, share = "adapter", 9.0
     stays_inside = False  # an adapter names its base
@@ -232,9 +232,8 @@ class Adapters(Merging):
         Path("dora").mkdir()
         del tensors["base_model.model.b.weight"]
         tensors["base_model.model.a.lora_magnitude_vector"] = torch.ones(4)
-        tensors["base_model.model.b.token_adapter.trainable_tokens_delta"] = torch.ones(1, 4)
         Path("dora/adapter_model.safetensors").write_bytes(save(tensors))
-        more = {"use_dora": True, "trainable_token_indices": {"b": [1]}, "modules_to_save": None}
+        more = {"use_dora": True, "modules_to_save": None}
         Path("dora/adapter_config.json").write_text(json.dumps(ADAPTER | more))
 
     def case(self, draw: Draw) -> Case:

@@ -14,7 +14,7 @@ from ..io.small_files import read_json, require_within
 #: Settings of adapters whose weights are not base + scale · BA.
 UNSUPPORTED = (
     "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config",
-    "monteclora_config", "megatron_config",
+    "monteclora_config", "megatron_config", "trainable_token_indices",
 )  # fmt: skip
 #: Initializations that also change the base's weights, which the adapter's file does not show.
 CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}

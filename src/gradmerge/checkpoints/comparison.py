@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from ..io.reader import TensorInfo
 from ..notes import Kind, Note
 from ..text import counted, listed, nearest, some
 from .chat_template import template_notes
-from .checkpoint import Buffers, Checkpoint, is_same, renamed, unwrap_chain
+from .checkpoint import Buffers, Checkpoint, is_same, unwrap_chain
 from .config_diff import abbreviate, allows, differences, labels
 from .embedding_rows import VOCABULARY, unwrap
 from .quantization import detect_quantization
@@ -30,6 +29,7 @@ BUFFERS = re.compile(
     r".*\.(attn|attention)\.masked_bias"
 )
 MASKS = (".attn.bias", ".attention.bias")
+RENAME = 'If the names differ by a prefix, write under this model in the recipe: rename: {"ITS PREFIX": "NEW PREFIX"}'
 #: Fine-tuning moves weight matrices by a few hundredths of their norm, long training on other data by a few tenths.
 #: Unrelated matrices are about √2 apart.
 UNRELATED_DISTANCE = 0.7
@@ -172,7 +172,7 @@ def _compare_tensors(
     what = f"{other.label}: its vocabulary differs from that of {first.label}; rows of the embeddings are other tokens"
     result.refuse(vocabulary, what, f"{MATCH}, resize one of them, or exclude these tensors.")
     what = f"{other.label}: {counted(missing, 'tensor')} of {first.label} missing"
-    result.refuse(missing, what, rename_hint(first, other, missing))
+    result.refuse(missing, what, RENAME if extra else "")
     advice = "" if missing else "If these are heads that should not be merged, exclude them."
     result.refuse(extra, f"{other.label}: {counted(extra, 'tensor')} that {first.label} does not have", advice)
     result.refuse(different, f"{other.label}: shapes or types differ from {first.label}")
@@ -303,27 +303,3 @@ def _compare_configs(
             f"{other.label}: allow_config accepts that its config differs; the result gets that of {first.label}. "
             + "; ".join(accepted)
         )
-
-
-def rename_hint(first: Checkpoint, other: Checkpoint, missing: Sequence[str]) -> str:
-    """Return advice if the names differ only by a prefix, such as those of a language model and of a VLM's part."""
-    unknown = [name for name in other.tensors if name not in first.tensors]
-    if not missing or not unknown:
-        return ""
-    fewer, more = sorted((missing, unknown), key=len)
-    ending = max((_common_ending(fewer[0], name) for name in more), key=len)
-    theirs, ours = (next(n for n in names if n.endswith(ending)).removesuffix(ending) for names in (unknown, missing))
-    new_names = {renamed(name, {theirs: ours}) for name in other.tensors}
-    if 2 * len(new_names.intersection(missing)) <= len(fewer):
-        return ""
-    rename = json.dumps({theirs: ours})
-    hint = f"The names differ by a prefix. Write in the recipe, under this model:\n    rename: {rename}"
-    if ours and not new_names.issuperset(missing):
-        hint += f"\n  and, to merge only that part, at the top level:\n    include: {json.dumps([f'{ours}*'])}"
-    return hint
-
-
-def _common_ending(one: str, two: str) -> str:
-    """Return the longest ending that two names share, from a dot or slash on."""
-    endings = [one, *(one[separator.end() :] for separator in re.finditer("[./]", one))]
-    return next((end for end in endings if two == end or two.endswith((f".{end}", f"/{end}"))), "")

@@ -24,7 +24,7 @@ from ..text import listed
 from .adapter_config import ADVICE, PatternMatcher
 from .checkpoint import Buffers, Checkpoint
 from .quantization import refuse_quantized
-from .tied_weights import TIED, equal, has_head, is_head, same_values, tied_copies, tied_to
+from .tied_weights import TIED, equal, has_head, is_head, same_values, tied_to
 from .transformers_model import BareParameter, Slice, empty_model, find_bare_parameters, find_slices, stored_names
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
@@ -80,8 +80,6 @@ class AdapterCheckpoint(Checkpoint):
         """Tensor of the base, or a new one → the key of the tensor that replaces it."""
         self._bias_changes: dict[str, tuple[str, float]] = {}
         """Bias of the base → the key of LoRA's bias, and its scale."""
-        self._token_rows: dict[str, tuple[str, list[int]]] = {}
-        """Embedding of the base → the key of the rows that replace some of its rows, and their numbers."""
         self._owns_base = owns_base
         self._config = config
         self._patterns = PatternMatcher(folder / "adapter_config.json")
@@ -105,11 +103,8 @@ class AdapterCheckpoint(Checkpoint):
         unknown: list[str] = []
         for key in self.adapter.tensors:
             path = key.removeprefix("base_model.model.")
-            tokens = re.fullmatch(r"(.+)\.token_adapter\.trainable_tokens_delta", path)
             if factor := FACTOR_KEY.fullmatch(path):
                 self._assign(modules[factor[1]], factor[2], key)
-            elif tokens and self._config.get("trainable_token_indices"):
-                self._add_token_rows(tokens[1], key)
             elif "lora_" in path or "trainable_tokens" in path:
                 unknown.append(key)
             elif ".original_module." not in path:  # PEFT's copy of a module that it saves whole, for `bias: all`
@@ -253,21 +248,6 @@ class AdapterCheckpoint(Checkpoint):
             raise self._refused(f"{self.base.label} has no {name} of {size} numbers that {key} could be added to")
         self._bias_changes[target] = (key, scale)
 
-    def _add_token_rows(self, module: str, key: str) -> None:
-        """Add the trained rows of an embedding (`trainable_token_indices`), and of a head that is tied to it."""
-        rows: Any = self._config["trainable_token_indices"]
-        if isinstance(rows, Mapping):
-            rows = next((value for end, value in rows.items() if f".{module}".endswith(f".{end}")), None)
-        name = self._find(f"{module}.weight")
-        shape = self.base.tensors[name].shape if name is not None else ()
-        if name is None or rows is None or len(shape) != 2 or self.adapter.tensors[key].shape != (len(rows), shape[1]):
-            raise self._refused(f"trainable_token_indices and {key} do not fit an embedding of {self.base.label}")
-        if rows and not 0 <= min(rows) <= max(rows) < shape[0]:
-            raise self._refused(f"trainable_token_indices names rows that {name} of {self.base.label} does not have")
-        self._token_rows[name] = (key, rows)
-        for head in (head for head, source in tied_copies(self.base).items() if source == name):
-            self._token_rows[head] = (key, rows)
-
     def _find(self, name: str) -> str | None:
         """Return the base's tensor of this name, also if one of the two lacks a leading part."""
         tensors = self.base.tensors
@@ -315,12 +295,12 @@ class AdapterCheckpoint(Checkpoint):
 
     def changes(self, name: str) -> bool:
         """Return whether the adapter changes a tensor."""
-        return any(name in held for held in (self.factors, self.replaced, self._bias_changes, self._token_rows))
+        return any(name in held for held in (self.factors, self.replaced, self._bias_changes))
 
     def has_only_factors(self, name: str) -> bool:
         """Return whether a tensor is that of the base plus scale · BA of its module, and nothing more."""
         factors = self.factors.get(name)
-        if factors is None or factors.magnitude is not None or factors.slice is not None or name in self._token_rows:
+        if factors is None or factors.magnitude is not None or factors.slice is not None:
             return False
         key = self.replaced.get(name)  # PEFT saves embeddings with their factors, though they are the base's
         if key is None:
@@ -339,11 +319,9 @@ class AdapterCheckpoint(Checkpoint):
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
         holder, stored = self._source(name)
         block = holder.read(stored, start, stop, buffers, slot)
-        if stop <= start or not any(name in held for held in (self.factors, self._bias_changes, self._token_rows)):
+        if stop <= start or not (name in self.factors or name in self._bias_changes):
             return block
         result = _widened(block)
-        if name in self._token_rows:
-            self._put_token_rows(name, start, stop, result)
         if name in self._bias_changes:
             key, scale = self._bias_changes[name]
             result += self.adapter.read(key, start, stop, Buffers()).to(result.dtype) * scale
@@ -359,16 +337,6 @@ class AdapterCheckpoint(Checkpoint):
     def _source(self, name: str) -> tuple[Checkpoint, str]:
         """Return where the tensor is stored that the changes are made to."""
         return (self.adapter, self.replaced[name]) if name in self.replaced else (self.base, name)
-
-    def _put_token_rows(self, name: str, start: int, stop: int, result: Tensor) -> None:
-        """Replace the trained rows among elements ``start`` to ``stop``."""
-        key, rows = self._token_rows[name]
-        columns = self.tensors[name].shape[1]
-        for index, row in enumerate(rows):
-            low, high = max(start, row * columns), min(stop, (row + 1) * columns)
-            if low < high:
-                shift = (index - row) * columns
-                result[low - start : high - start] = self.adapter.read(key, low + shift, high + shift, Buffers())
 
     def _add_product(self, name: str, start: int, stop: int, result: Tensor) -> None:
         """Add scale · BA to elements ``start`` to ``stop``, a panel of rows at a time."""
