@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +48,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make(folder / name)
     write_jsonl(folder / "rows.jsonl", labelled(5, 3))
     (folder / "texts.txt").write_text("".join(f"{text}\n" for text in sentences(5)))
-    (folder / "disk.json").write_text(json.dumps({"": "disk"}))
     return folder
 
 
@@ -121,7 +119,7 @@ def test_a_full_disk_is_told_before_anything_is_lost(
 )
 def test_weights_on_disk_give_the_same_bytes(name: str, kind: str, place: Path, tmp_path: Path) -> None:
     want = estimated(place, name, tmp_path / "plain", kind=kind)
-    got = estimated(place, name, tmp_path / "disk", kind=kind, model_args={"device_map": str(place / "disk.json")})
+    got = estimated(place, name, tmp_path / "disk", kind=kind, model_args={"device_map": {"": "disk"}})
     assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
     if kind == "diagonal":
         model = load_task(place / name, data_for(place, name), dtype="float64").model
@@ -150,17 +148,15 @@ def test_auto_fills_the_memory_there_is_and_leaves_the_rest_on_disk(
     assert any("fetched layer by layer" in note for note in estimate.notes)
     want, got = read_model(tmp_path / "plain"), read_model(tmp_path / "small")
     assert all(torch.equal(got[key], want[key]) for key in want)
-    map_file = str(place / "disk.json")
+    on_disk = {"": "disk"}
     numbers = [
-        gm.evaluate(place / "llama", source, progress=False, model_args={"device_map": x}) for x in (None, map_file)
+        gm.evaluate(place / "llama", source, progress=False, model_args={"device_map": x}) for x in (None, on_disk)
     ]
     assert numbers[0] == numbers[1]
 
 
 def test_a_spread_model_is_left_as_it_was_found_and_needs_one_layer_at_a_time(place: Path) -> None:
-    loaded = load_task(
-        place / "llama", place / "texts.txt", model_args={"device_map": str(place / "disk.json")}, gradients=True
-    )
+    loaded = load_task(place / "llama", place / "texts.txt", model_args={"device_map": {"": "disk"}}, gradients=True)
     model = loaded.model
     hooks = [m._hf_hook for m in model.modules() if getattr(getattr(m, "_hf_hook", None), "offload", False)]
     before = {name: p.device.type for name, p in model.named_parameters()}
@@ -280,9 +276,7 @@ def test_a_model_that_cannot_compute_again_says_so(place: Path, monkeypatch: pyt
     monkeypatch.setattr("gradmerge.tasks.models.enable_gradient_checkpointing", lambda model: False)
     with pytest.raises(InputError, match="gradient_checkpointing"):
         load_task(place / "bert", place / "rows.jsonl", model_args={"gradient_checkpointing": True})
-    loaded = load_task(
-        place / "bert", place / "rows.jsonl", model_args={"device_map": str(place / "disk.json")}, gradients=True
-    )
+    loaded = load_task(place / "bert", place / "rows.jsonl", model_args={"device_map": {"": "disk"}}, gradients=True)
     assert any("in memory at once" in note for note in loaded.notes)
 
 

@@ -97,7 +97,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "no type": (["bert", "labelled.jsonl", "--dtype", "int4"], ["--dtype int4"]),
     "too long": (["bert", "labelled.jsonl", "--max-length", "4000"], ["--max-length 4000"]),
     "text for an image model": (["vit", "labelled.jsonl"], ["labelled.jsonl"]),
-    "no target": (["t5", "unlabelled.jsonl"], ["source=COLUMN,target=COLUMN"]),
+    "no target": (["t5", "unlabelled.jsonl"], ["target=COLUMN"]),
 }
 
 

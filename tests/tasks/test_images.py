@@ -122,17 +122,6 @@ def test_other_sizes_are_resized(models: dict[str, str], tmp_path: Path) -> None
     assert pixels_of(models["rgb"], tmp_path / "large.npz").shape == (2, 3, 8, 8)
 
 
-def test_normalised_numbers_go_in_unchanged(models: dict[str, str], tmp_path: Path) -> None:
-    x = np.random.default_rng(1).normal(size=(3, 8, 8, 3)).astype(np.float32)
-    np.savez(tmp_path / "n.npz", x=x, y=[0, 1, 2])
-    for model in ("rgb", "plain"):
-        assert torch.equal(pixels_of(models[model], tmp_path / "n.npz"), torch.from_numpy(x).permute(0, 3, 1, 2))
-        assert len(load_task(models[model], str(tmp_path / "n.npz")).notes) == 1
-    np.savez(tmp_path / "m.npz", x=x[:, :7], y=[0, 1, 2])
-    with pytest.raises(InputError, match=r"\[7, 8, 3\]"):
-        pixels_of(models["rgb"], tmp_path / "m.npz")
-
-
 def test_pixels_have_the_models_type(models: dict[str, str], tmp_path: Path) -> None:
     loaded = load_task(models["rgb"], in_form(tmp_path, "npz"), dtype="bfloat16", device="cpu")
     batch = next(loaded.batches(2))

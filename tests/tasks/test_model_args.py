@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,9 +70,6 @@ def test_other_keys_are_refused_by_name(key: str, says: str, value: object) -> N
         ("tokenizer", True),
         ("device_map", 0),
         ("device_map", "everywhere"),
-        ("device_map", {}),
-        ("device_map", {"": "gpu"}),
-        ("device_map", {"": ["cpu"]}),
         ("load_in_4bit", "yes"),
         ("load_in_8bit", 1),
         ("gradient_checkpointing", None),
@@ -83,14 +79,6 @@ def test_other_keys_are_refused_by_name(key: str, says: str, value: object) -> N
 def test_wrong_values_are_refused_by_their_key(key: str, value: object) -> None:
     with pytest.raises(InputError, match=key):
         ModelArgs.parse({key: value})
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"": "gpu"}', '{"": true}', '{"": null}'])
-def test_a_device_map_file_that_is_no_map_to_devices_is_refused(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "map.json"
-    path.write_text(content)
-    with pytest.raises(InputError, match=r"device_map|map\.json"):
-        ModelArgs.parse({"device_map": str(path)})
 
 
 def test_4_bits_and_8_bits_exclude_each_other() -> None:
@@ -105,12 +93,6 @@ def test_4_bits_and_8_bits_exclude_each_other() -> None:
 def test_nothing_is_given_to_from_pretrained_by_default() -> None:
     assert arguments({}) == arguments({"tokenizer": "x", "gradient_checkpointing": True, "load_in_4bit": False}) == {}
     assert arguments({"attn_implementation": "eager"}) == {"attn_implementation": "eager"}
-
-
-def test_a_device_map_is_read_from_its_file(tmp_path: Path) -> None:
-    path, layers = tmp_path / "map.json", {"model.embed": "cpu", "model.layers": "disk"}
-    path.write_text(json.dumps(layers))
-    assert arguments({"device_map": str(path)}) == arguments({"device_map": layers}) == {"device_map": layers}
 
 
 def test_auto_leaves_memory_for_the_bytes_beside_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:

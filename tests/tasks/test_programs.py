@@ -20,7 +20,7 @@ from gradmerge.checkpoints import adapter_config, open_checkpoint
 from gradmerge.checkpoints.checkpoint import Buffers
 from gradmerge.errors import InputError
 from gradmerge.tasks import load_model, load_task, text
-from gradmerge.tasks.limits import time_limit
+from gradmerge.tasks.text import time_limit
 
 from .making import tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
 

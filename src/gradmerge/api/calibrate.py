@@ -28,8 +28,7 @@ from ..refinement.structure import block_lists, examine
 from ..report.calibration_page import calibration_page, calibration_verdict
 from ..report.page import Page
 from ..tasks import LoadOptions, complete
-from ..tasks.encoder import encoder_prefix
-from ..tasks.models import device_of
+from ..tasks.models import device_of, encoder_prefix
 from ..text import count, parse_size
 from .dry_run import PROCESS, JobSize, free_disk, free_memory
 from .refine import BATCH_TOKENS, RefinementResult, paths_by_name, refine_folder, refine_module

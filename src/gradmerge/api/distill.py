@@ -23,8 +23,7 @@ from ..refinement.streaming import load_model_whole, load_whole
 from ..report.distillation_page import distillation_page, distillation_verdict
 from ..report.page import Page
 from ..tasks import LoadOptions, complete
-from ..tasks.encoder import encoder_prefix
-from ..tasks.models import load_model
+from ..tasks.models import encoder_prefix, load_model
 from .dry_run import free_memory
 from .refine import BATCH_TOKENS, RefinementResult, paths_by_name, refine_folder, refine_module
 

@@ -171,7 +171,7 @@ class LoadingOptions:
         typer.Option(
             metavar="KEY=VALUE,...",
             help="How transformers loads the model: attn_implementation=sdpa, tokenizer=PATH; for evaluate and "
-            "curvature estimate also device_map=auto or FILE.json, load_in_4bit=true, load_in_8bit=true, "
+            "curvature estimate also device_map=auto, load_in_4bit=true, load_in_8bit=true, "
             "gradient_checkpointing=true.",
         ),
     ] = None

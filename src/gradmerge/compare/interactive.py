@@ -27,7 +27,7 @@ from ..io.reader import local_path
 from ..recipe import Base, Model, Recipe
 from ..rules import METHODS
 from ..tasks import LoadOptions
-from ..tasks.weight_swap import WeightSwap
+from ..tasks.models import WeightSwap
 from ..text import size
 from .candidates import Block, Candidate, KnownStatistics, visit_blocks
 from .evaluate import DataEvaluator, merge_in_memory, state_of

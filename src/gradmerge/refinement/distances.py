@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..curvature.losses import unwrapped
-from ..tasks.encoder import representation_modules
+from ..tasks.models import representation_modules
 from .blocks import Batch, BlockModel, RowStream, counted_positions, forward, input_of
 from .hidden_cache import HiddenCache
 

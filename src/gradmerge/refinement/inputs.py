@@ -21,10 +21,9 @@ from ..errors import InputError
 from ..io.reader import local_path
 from ..io.small_files import MAX_TOKENIZER, read_json
 from ..tasks import LoadOptions
-from ..tasks.encoder import encoder_prefix
 from ..tasks.loading import read_unlabeled
 from ..tasks.model_args import BASIC_KEYS, ModelArgs
-from ..tasks.models import device_of
+from ..tasks.models import device_of, encoder_prefix
 from ..tasks.resolve_model import folder_of
 from ..text import listed, nearest
 from .layers import Layer

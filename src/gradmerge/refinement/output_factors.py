@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..curvature.losses import LOSSES, MASKED, ExampleLoss, unwrapped
-from ..tasks.encoder import representation_modules
+from ..tasks.models import representation_modules
 from ..text import count
 from .blocks import Batch, BlockModel, forward
 from .layers import CONVOLUTIONS, ExpertLayer, Layer

@@ -40,13 +40,7 @@ class ImageData:
         if {"label", "labels"} & fields.keys():
             self.labels = read_labels(rows, fields, config)
             self.loss: ExampleLoss = loss_of(model, self.labels)
-        self.normalized = self._is_normalized()
-        """Whether the images are floating-point numbers beyond [0, 1], which the model takes as they are."""
-        if self.normalized:
-            rows.notes.append(
-                "the images are floating-point numbers beyond [0, 1]: taken as normalized, and not changed"
-            )
-        elif processor is None:
+        if processor is None:
             if self.size is None:
                 raise InputError(
                     f"{rows.label}: the model has no preprocessor_config.json, and its config no image_size, so the "
@@ -57,12 +51,6 @@ class ImageData:
                 "and scaled to [0, 1]"
             )
 
-    def _is_normalized(self) -> bool:
-        first = self.rows.cell(0, self.column)
-        if not isinstance(first, np.ndarray) or first.dtype.kind != "f":
-            return False
-        return any(float(image.min()) < 0 or float(image.max()) > 1 for image in self.rows.column(self.column))
-
     def notes(self) -> list[str]:
         return self.rows.notes
 
@@ -71,9 +59,7 @@ class ImageData:
         return inputs if self.labels is None else inputs | {"labels": self.labels[list(indices)]}
 
     def _pixels(self, indices: Sequence[int]) -> Tensor:
-        if self.normalized:
-            return torch.stack([self._normalized_pixels(index) for index in indices])
-        images = [self._open(index) for index in indices]
+        images = [self.image(index) for index in indices]
         if self.processor is None:
             assert self.size is not None
             return torch.stack([_scale(image, self.size) for image in images])
@@ -87,21 +73,8 @@ class ImageData:
             raise self.rows.error(indices[0], f"the model's image processor fails on the image: {error}") from error
         return pixels
 
-    def _normalized_pixels(self, index: int) -> Tensor:
-        array = _channels_last(self.rows.cell(index, self.column))
-        if array.shape[-1] == 1:
-            array = np.repeat(array, self.channels, axis=-1)
-        expected = (*(self.size or array.shape[:2]), self.channels)
-        if array.shape != expected:
-            raise self.rows.error(
-                index,
-                f"a normalized image of shape {list(array.shape)}, but the model takes {list(expected)} (height, "
-                "width, channels)",
-            )
-        return torch.from_numpy(array.astype(np.float32)).permute(2, 0, 1)
-
-    def _open(self, index: int) -> Image:
-        """Open an image, with the model's channels: gray repeated for three, colors turned into gray for one."""
+    def image(self, index: int) -> Image:
+        """Open the image of a row, and convert it to the model's channels: gray for one, RGB for three."""
         value = self.rows.cell(index, self.column)
         try:
             image = _open_image(value, self.rows.folder)
@@ -115,16 +88,6 @@ class ImageData:
         except Exception as error:  # every format of Pillow has errors of its own
             what = "" if isinstance(value, bytes | dict) else f"{shorten(value)}: "
             raise self.rows.error(index, f"{what}the image cannot be read: {error}") from error
-
-    def displayable(self, index: int) -> Image:
-        """Return the image of a row for people. Normalized numbers go from black, the smallest, to white."""
-        if not self.normalized:
-            return self._open(index)
-        from PIL import Image
-
-        array = _channels_last(self.rows.cell(index, self.column)).astype(np.float64)
-        low, high = array.min(), array.max()
-        return Image.fromarray(_to_bytes((array - low) / max(high - low, 1e-12)))
 
 
 def _image_size(config: Any) -> tuple[int, int] | None:
@@ -176,7 +139,7 @@ def _to_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if array.dtype.kind in "fb":
         array = np.rint(array * 255.0)
     if array.dtype.kind not in "uif" or not (array.size and array.min() >= 0 and array.max() <= 255):
-        raise InputError(f"an array of {array.dtype} without pixels from 0 to 255 or numbers from 0 to 1")
+        raise InputError(f"pixels of an array ({array.dtype}) must be from 0 to 255, or from 0 to 1")
     array = np.ascontiguousarray(array.astype(np.uint8))
     return array[:, :, 0] if array.shape[-1] == 1 else array
 

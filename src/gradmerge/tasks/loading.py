@@ -60,7 +60,7 @@ class LoadOptions(TypedDict, total=False):
     """How transformers loads the model. `{"attn_implementation": "sdpa"}`: `eager`, `sdpa`, `flash_attention_2`, …
     `{"tokenizer": "org/name"}`: folder or Hub id of the tokenizer, if it is not the model's. Estimates of curvature and
     `evaluate` also take: `device_map`: `auto` spreads layers over all GPUs, the CPU and the disk; or a mapping from
-    layers to devices, or its JSON file. `load_in_4bit`, `load_in_8bit`: quantize the base of an adapter with
+    layers to devices. `load_in_4bit`, `load_in_8bit`: quantize the base of an adapter with
     bitsandbytes; False dequantizes a base that is stored quantized. `gradient_checkpointing`: recompute activations in
     the backward pass instead of storing them."""
 

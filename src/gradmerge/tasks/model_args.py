@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 import torch
@@ -15,7 +14,6 @@ from ..curvature.sum_storage import return_freed_memory
 from ..distributed import launched
 from ..errors import InputError
 from ..io.remote_code_guard import check_implementation
-from ..io.small_files import read_json
 from ..text import nearest
 from ..urls import as_url
 
@@ -38,7 +36,7 @@ class ModelArgs:
     tokenizer: str | None = None
     """Folder or Hub id of the tokenizer. Default: the model's own."""
     device_map: str | Mapping[str, Any] | None = None
-    """`auto`, a mapping from layers to devices, or a JSON file with one. `parse` reads the file."""
+    """`auto`, or a mapping from layers to devices."""
     load_in_4bit: bool | None = None
     """Quantize the model with bitsandbytes. False: dequantize a model that is stored quantized."""
     load_in_8bit: bool | None = None
@@ -66,7 +64,9 @@ class ModelArgs:
         check_implementation("attn_implementation", args.attn_implementation, "model_args: attn_implementation")
         if args.load_in_4bit and args.load_in_8bit:
             raise InputError("model_args: load_in_4bit and load_in_8bit are both true. Give one of them.")
-        return args if args.device_map is None else replace(args, device_map=_read_device_map(args.device_map))
+        if isinstance(args.device_map, str) and args.device_map != "auto":
+            raise InputError("model_args: device_map must be auto, or in Python a mapping from layers to devices")
+        return args
 
     @property
     def bits(self) -> int | None:
@@ -129,21 +129,6 @@ def parse_model_args(text: str) -> dict[str, Any]:
         boolean = {"true": True, "false": False}.get(value.lower())
         result[key] = boolean if boolean is not None else as_url(value) or value
     return result
-
-
-def _read_device_map(value: str | Mapping[str, Any]) -> str | dict[str, Any]:
-    if value == "auto":
-        return "auto"
-    if isinstance(value, str) and not Path(value).is_file():
-        raise InputError(f"model_args: device_map {value} is not auto, nor a JSON file that maps layers to devices")
-    devices = read_json(Path(value)) if isinstance(value, str) else dict(value)
-    known = ["cpu", "disk", *(f"{prefix}{n}" for n in range(torch.cuda.device_count()) for prefix in ("", "cuda:"))]
-    if not devices or any(str(device) not in known for device in devices.values()):
-        raise InputError(
-            'model_args: device_map must map layers to devices, such as {"model.layers.0": 0, "lm_head": "cpu"}. '
-            f"Devices here are {', '.join(known)}."
-        )
-    return devices
 
 
 def _bitsandbytes_config(bits: int, config: Any, dtype: str) -> Any:

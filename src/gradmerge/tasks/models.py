@@ -15,6 +15,8 @@ from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.quantization import detect_quantization
+from ..curvature.checkpoint_names import stored_sources
+from ..curvature.losses import unwrapped
 from ..curvature.offload import elsewhere
 from ..distributed import launched
 from ..errors import InputError
@@ -25,7 +27,6 @@ from ..quiet import quiet_transformers
 from ..text import count, first_line, listed, nearest
 from .adapters import add_adapter, base_folder_of, num_classes
 from .embedding import EmbeddingModel, SentenceConfig, read_sentence_config
-from .encoder import encoder_prefix, with_encoder_of
 from .model_args import ModelArgs
 from .resolve_model import check_small_files, check_weights, folder_of, offline
 
@@ -462,3 +463,86 @@ def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None)
             "another shape"
         )
     return result.to(model.device).eval()
+
+
+class WeightSwap:
+    """A model like another, which takes weights by the names of checkpoint files.
+
+    transformers loads the first weights. That shows which stored tensor belongs to which parameter, so later weights
+    are copied. If parameters are not stored one by one and unchanged, transformers loads all weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._template = model
+        self._model: nn.Module | None = None
+        self._sources: list[tuple[Tensor, str]] | None = None
+
+    def with_state(self, state: Mapping[str, Tensor], name: str | None = None) -> nn.Module:
+        """Return the model with these weights, until the next call. ``name`` is for errors."""
+        if self._model is None or self._sources is None:
+            model: nn.Module = model_with(self._template, state, name)
+            if self._model is None:
+                self._model, self._sources = model, _sources(model, state)
+            return model
+        with torch.no_grad():
+            for tensor, stored_name in self._sources:
+                tensor.copy_(state[stored_name])
+        return self._model
+
+
+def _sources(model: nn.Module, state: Mapping[str, Tensor]) -> list[tuple[Tensor, str]] | None:
+    """Return every tensor of the model with its name in the state; None if one is not stored unchanged."""
+    try:
+        stored_names = {name: stored for stored, name in stored_sources(model).items()}
+    except InputError:  # the names cannot be derived
+        return None
+    saved = model.state_dict()
+    buffers = {name: value for name, value in model.named_buffers() if name in saved}
+    sources = []
+    for name, tensor in (*model.named_parameters(), *buffers.items()):
+        stored_name = stored_names.get(name, name)
+        if name in buffers and stored_name not in state:
+            continue  # the model computes it
+        value = state.get(stored_name)
+        if value is None or value.shape != tensor.shape or not torch.equal(value.to(tensor), tensor.detach()):
+            return None
+        sources.append((tensor, stored_name))
+    return sources
+
+
+def representation_modules(module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the language-model head whose input is the representation, or else the encoder whose output it is."""
+    model: Any = unwrapped(module)
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    if isinstance(head, nn.Module):
+        return head, None
+    encoder = getattr(model, "base_model", None)
+    return None, encoder if isinstance(encoder, nn.Module) and encoder is not model else None
+
+
+def encoder_prefix(module: nn.Module) -> str:
+    """Return the path of the encoder in a model with a head for a task, with a dot; empty if there is none."""
+    _, encoder = representation_modules(module)
+    if encoder is None:
+        return ""
+    return next(f"{name}." for name, child in unwrapped(module).named_modules() if child is encoder)
+
+
+@torch.no_grad()
+def with_encoder_of(model: nn.Module, head: nn.Module, reference: str, head_reference: str) -> nn.Module:
+    """Copy the encoder's weights of ``model`` into ``head``, a model with the wanted head, and return it."""
+    prefix = encoder_prefix(head)
+    if not prefix:
+        raise InputError(f"head {head_reference}: has no head apart from its encoder")
+    weights = model.state_dict()
+    for name, value in head.state_dict().items():
+        if name.startswith(prefix):
+            if name not in weights or weights[name].shape != value.shape:
+                shape = list(weights[name].shape) if name in weights else "missing"
+                raise InputError(
+                    f"head {head_reference}: does not fit {reference}: {name} is {list(value.shape)} there, and "
+                    f"{shape} in {reference}"
+                )
+            value.copy_(weights[name])
+    return head

@@ -52,7 +52,7 @@ def _display_row(loaded: LoadedTask, row: int) -> DisplayRow:
         return DisplayRow(prompt.text, None, prompt.reference or "")
     label = NEAREST.format(1) if loaded.loss.name == "ranking" else _label(loaded, data.batch([row])["labels"][0])
     if loaded.task == "image":
-        return DisplayRow(None, data.displayable(row), label)
+        return DisplayRow(None, data.image(row), label)
     roles = [role for role in ("text", "text2", "anchor", "positive", "negative") if role in loaded.columns]
     texts = [data.rows.text(row, [name]) for role in roles for name in loaded.columns[role]]
     return DisplayRow("\n— ".join(texts), None, label)

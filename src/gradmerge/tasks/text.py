@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +24,6 @@ from ..text import first_line, size
 from .data.columns import Fields
 from .data.labels import read_labels
 from .data.read import MAX_LINE, Rows, shorten
-from .limits import memory_limit, time_limit
 
 #: The longest sequence in tokens if the user gives no --max-length and the model allows more.
 DEFAULT_LENGTH = 1024
@@ -313,3 +319,73 @@ def drop_empty_rows(rows: Rows, fields: Fields) -> tuple[Rows, list[str]]:
     if len(empty) == len(rows):
         raise InputError(f"{rows.label}: every row of {'+'.join(fields['text'])} is empty")
     return rows.without(empty), [f"{len(empty)} of {len(rows)} rows are empty and were left out"]
+
+
+class _Timeout(BaseException):
+    """Not an ``Exception``, so that the code that is stopped does not catch it."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Stop Python code that takes too long."""
+    main = threading.current_thread() is threading.main_thread()
+    try:
+        with _alarm(seconds) if main else _trace(seconds):
+            yield
+    except _Timeout:
+        raise InputError(f"{what} takes longer than the limit of {seconds:g} seconds") from None
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise _Timeout
+
+    start = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, stop)
+    # Repeat every second: an exception that is raised in a destructor is lost.
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+        if remaining:
+            signal.setitimer(signal.ITIMER_REAL, max(remaining - time.monotonic() + start, 1e-3), interval)
+
+
+@contextlib.contextmanager
+def _trace(seconds: float) -> Iterator[None]:
+    """Check the time at every line of code. Signals reach the main thread only."""
+    deadline = time.monotonic() + seconds
+
+    def check(*_: Any) -> Any:
+        if time.monotonic() > deadline:
+            raise _Timeout
+        return check
+
+    before = sys.gettrace()
+    sys.settrace(check)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextlib.contextmanager
+def memory_limit(nbytes: int, what: str) -> Iterator[None]:
+    """Stop code that takes ``nbytes`` more memory than the process has. Linux only, on the main thread only."""
+    statm = Path("/proc/self/statm")
+    if threading.current_thread() is not threading.main_thread() or not statm.exists():
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = int(statm.read_text().split()[0]) * resource.getpagesize() + nbytes
+    limits = [n for n in (limit, soft, hard) if n != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    except MemoryError:
+        raise InputError(f"{what} takes more memory than the limit of {size(nbytes)}") from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ...errors import InputError
 from ...text import nearest
@@ -18,6 +18,16 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "embedding": ("anchor", "positive", "negative", "score"),
 }
 LABEL_ROLES = ("label", "labels", "score")
+#: Roles of which the user may name one.
+EXCLUSIVE = (
+    ("label", "labels"),
+    ("text", "prompt"),
+    ("text", "completion"),
+    ("messages", "text"),
+    ("messages", "prompt"),
+    ("messages", "completion"),
+    ("score", "negative"),
+)
 
 # Common names. The first one that the data has is used.
 TEXT = (
@@ -63,10 +73,8 @@ ANCHORS = (
 )
 SCORE = ("score", "similarity", "similarity_score", "label", "labels")
 
-Columns = tuple[str, ...]
-"""The columns of a role, in order. Several are joined."""
-Fields = dict[str, Columns]
-"""Role → its columns."""
+Fields = dict[str, tuple[str, ...]]
+"""Role → its columns. Several columns are joined."""
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
@@ -84,18 +92,54 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 def choose_columns(task: str, rows: Rows, columns: Mapping[str, str] | None, *, labeled: bool = True) -> Fields:
     """Return the columns of each role that the task reads. Without ``labeled``, the roles of its inputs only."""
-    chooser = _Chooser(task, rows, columns or {}, labeled)
-    fields = _CHOOSERS[task](chooser)
-    return {role: names for role, names in fields.items() if names and (labeled or role not in LABEL_ROLES)}
+    chooser = _Chooser(task, rows, columns or {})
+    fields, find = chooser.fields, chooser.find
+    label = "labels" if "labels" in fields else "label"
+    if task == "classify":
+        required = ["text", label]
+        find(label, LABEL)
+        if "text" not in fields and "text2" not in fields:
+            chooser.find_pair(("text", "text2"), PAIRS)
+        find("text", TEXT, only_text=True)
+    elif task == "causal-lm":
+        required = chooser.find_language()
+    elif task == "seq2seq":
+        required = ["source", "target"]
+        find("target", TARGET)
+        find("source", SOURCE, only_text=True)
+    elif task == "image":
+        required = ["image", label]
+        find("image", IMAGE)
+        find(label, ("label", "labels", "fine_label", *LABEL))
+    elif not labeled:
+        required = ["anchor"]
+        find("anchor", [*(anchor for anchor, _ in ANCHORS), *TEXT], only_text=True)
+    else:
+        required = ["anchor", "positive"]
+        chooser.find_pair(("anchor", "positive"), (*ANCHORS, *PAIRS))
+        negatives = [name for name in chooser.free() if re.fullmatch(r"negatives?(_?\d+)?", name, re.IGNORECASE)]
+        if negatives and "score" not in fields:
+            fields.setdefault("negative", tuple(negatives))
+        if "negative" not in fields:
+            find("score", SCORE)
+    chooser.require([role for role in required if labeled or role not in LABEL_ROLES])
+    if task == "embedding" and not labeled:
+        return {"text": fields["anchor"]}
+    return {role: names for role, names in fields.items() if labeled or role not in LABEL_ROLES}
 
 
 class _Chooser:
-    def __init__(self, task: str, rows: Rows, columns: Mapping[str, str], labeled: bool) -> None:
-        self.task, self.rows, self.labeled = task, rows, labeled
-        self.by_name = {name.lower(): name for name in reversed(rows.columns)}
-        self.given = {role: self._parse(role, value) for role, value in columns.items()}
+    """The columns that the user has chosen, and those that are found for other roles."""
 
-    def _parse(self, role: str, value: str) -> Columns:
+    def __init__(self, task: str, rows: Rows, given: Mapping[str, str]) -> None:
+        self.task, self.rows = task, rows
+        self.by_name = {name.lower(): name for name in reversed(rows.columns)}
+        self.fields: Fields = {role: self._parse(role, value) for role, value in given.items()}
+        for pair in EXCLUSIVE:
+            if len(self.fields.keys() & set(pair)) > 1:
+                raise InputError(f"columns: {' and '.join(pair)} exclude each other. Give one of them")
+
+    def _parse(self, role: str, value: str) -> tuple[str, ...]:
         """Check the user's choice for a role: a column, or several joined by +."""
         roles = ROLES[self.task]
         if role not in roles:
@@ -111,108 +155,53 @@ class _Chooser:
     def _known(self) -> str:
         return f"The data has the columns {', '.join(map(str, self.rows.columns))[:2000] or 'none'}."
 
-    def find(self, role: str, names: Sequence[str], taken: Sequence[str] = (), *, only_text: bool = False) -> Columns:
-        """The user's choice, else the first common name that is not taken, else with ``only_text`` the only text."""
-        if role in self.given:
-            return self.given[role]
-        known = [self.by_name[name] for name in names if name in self.by_name]
-        free = [column for column in known if column not in taken]
-        if only_text and not free:
-            texts = [c for c in self.rows.columns if c not in taken and isinstance(self.rows.rows[0].get(c), str)]
-            free = texts if len(texts) == 1 else []
-        return tuple(free[:1])
+    def free(self) -> list[str]:
+        """Return the columns without a role."""
+        taken = [column for columns in self.fields.values() for column in columns]
+        return [column for column in self.rows.columns if column not in taken]
 
-    def find_pair(self, pairs: Sequence[tuple[str, str]], taken: Sequence[str] = ()) -> Columns:
-        """The columns of the first pair that the data has."""
-        found = [tuple(self.by_name[name] for name in pair if name in self.by_name) for pair in pairs]
-        return next((pair for pair in found if len(pair) == 2 and not set(pair) & set(taken)), ())
+    def find(self, role: str, names: Sequence[str], *, only_text: bool = False) -> None:
+        """Choose the first common name, or with ``only_text`` the only column with text."""
+        free = self.free()
+        known = [self.by_name[name] for name in names if self.by_name.get(name) in free]
+        if only_text and not known:
+            known = [column for column in free if isinstance(self.rows.rows[0].get(column), str)]
+            known = known if len(known) == 1 else []
+        if known:
+            self.fields.setdefault(role, (known[0],))
 
-    def require(self, columns: Columns, what: str, example: str) -> Columns:
-        """Return the columns, or raise an error with an example of how to name them."""
-        if not columns:
-            hint = f"{self._known()} Name the columns in `columns`, such as {example}."
-            raise InputError(f"{self.rows.label}: task {self.task} needs {what}.\n  {hint}")
-        return columns
+    def find_pair(self, roles: tuple[str, str], pairs: Sequence[tuple[str, str]]) -> None:
+        """Choose the first pair of common names that the data has."""
+        possible = [*self.free(), *(column for role in roles for column in self.fields.get(role, ()))]
+        for pair in pairs:
+            if all(self.by_name.get(name) in possible for name in pair):
+                for role, name in zip(roles, pair, strict=True):
+                    self.fields.setdefault(role, (self.by_name[name],))
+                return
 
-    def find_label(self, names: Sequence[str], taken: Sequence[str], example: str) -> Fields:
-        if {"label", "labels"} <= self.given.keys():
-            raise InputError("columns: give either label (one column) or labels (several, joined by +)")
-        role = "labels" if "labels" in self.given else "label"
-        columns = self.find(role, names, taken)
-        return {role: self.require(columns, "labels", example) if self.labeled else columns}
+    def find_language(self) -> list[str]:
+        """Choose a text, messages, or a prompt with its completion. Return the roles that are required."""
+        given = bool(self.fields)
+        if not given:
+            self.find("messages", ["messages"])
+        if not self.fields:
+            self.find("text", ["text"])
+        if self.fields.keys() & {"text", "messages"}:
+            return []
+        self.find("completion", COMPLETION)
+        self.find("prompt", PROMPT)
+        if given or len(self.fields) == 2:
+            return ["prompt", "completion"]
+        self.fields.clear()
+        self.find("text", TEXT, only_text=True)
+        return ["text"]
 
-
-def _classify(chooser: _Chooser) -> Fields:
-    texts = {role: chooser.given[role] for role in ("text", "text2") if role in chooser.given}
-    example = f"text={(*chooser.rows.columns, 'COLUMN')[0]},label=COLUMN"
-    labels = chooser.find_label(LABEL, [name for names in texts.values() for name in names], example)
-    [label] = labels.values()
-    if not texts and (pair := chooser.find_pair(PAIRS, label)):
-        texts = {"text": pair[:1], "text2": pair[1:]}
-    if "text" not in texts:
-        text = chooser.find("text", TEXT, (*label, *texts.get("text2", ())), only_text=True)
-        texts["text"] = chooser.require(text, "a text", f"text=COLUMN,label={'+'.join(label)}")
-    return texts | labels
-
-
-def _causal_lm(chooser: _Chooser) -> Fields:
-    given = chooser.given
-    if "messages" in given or "text" in given:
-        if len(given) > 1:
-            both = " and ".join(given)
-            raise InputError(f"columns: {both} exclude each other. Give text, messages, or prompt and completion")
-        return dict(given)
-    for role in () if given else ("messages", "text"):
-        if columns := chooser.find(role, [role]):
-            return {role: columns}
-    completion = chooser.find("completion", COMPLETION, given.get("prompt", ()))
-    prompt = chooser.find("prompt", PROMPT, completion)
-    if given or (prompt and completion):
-        example = "prompt=COLUMN,completion=COLUMN"
-        chooser.require(completion, "a completion as well", example)
-        return {"prompt": chooser.require(prompt, "a prompt as well", example), "completion": completion}
-    text = chooser.find("text", TEXT, only_text=True)
-    return {"text": chooser.require(text, "a text, or a prompt and its completion", "text=COLUMN")}
-
-
-def _seq2seq(chooser: _Chooser) -> Fields:
-    target = chooser.find("target", TARGET, chooser.given.get("source", ()))
-    chooser.require(target, "a target", "source=COLUMN,target=COLUMN")
-    source = chooser.find("source", SOURCE, target, only_text=True)
-    return {"source": chooser.require(source, "a source", f"source=COLUMN,target={'+'.join(target)}"), "target": target}
-
-
-def _image(chooser: _Chooser) -> Fields:
-    image = chooser.require(chooser.find("image", IMAGE), "images", "image=COLUMN,label=COLUMN")
-    labels = chooser.find_label(("label", "labels", "fine_label", *LABEL), image, f"image={image[0]},label=COLUMN")
-    return {"image": image, **labels}
-
-
-def _embedding(chooser: _Chooser) -> Fields:
-    given = chooser.given
-    if not chooser.labeled:
-        text = chooser.find("anchor", [*(anchor for anchor, _ in ANCHORS), *TEXT], only_text=True)
-        return {"text": chooser.require(text, "a text", "anchor=COLUMN")}
-    if {"score", "negative"} <= given.keys():
-        raise InputError("columns: give either score (a number for the pair) or negative (texts to tell apart)")
-    pair = chooser.find_pair((*ANCHORS, *PAIRS))
-    fields = {"anchor": given.get("anchor", pair[:1]), "positive": given.get("positive", pair[1:])}
-    for columns in fields.values():
-        chooser.require(columns, "two texts", "anchor=COLUMN,positive=COLUMN,score=COLUMN")
-    taken = [column for columns in fields.values() for column in columns]
-    if "score" not in given:
-        pattern = re.compile(r"negatives?(_?\d+)?", re.IGNORECASE)
-        negatives = [name for name in chooser.rows.columns if pattern.fullmatch(name) and name not in taken]
-        fields["negative"] = given.get("negative", tuple(negatives))
-    if not fields.get("negative"):
-        fields["score"] = chooser.find("score", SCORE, taken)
-    return fields
-
-
-_CHOOSERS: Mapping[str, Callable[[_Chooser], Fields]] = {
-    "classify": _classify,
-    "causal-lm": _causal_lm,
-    "seq2seq": _seq2seq,
-    "image": _image,
-    "embedding": _embedding,
-}
+    def require(self, roles: Sequence[str]) -> None:
+        """Raise if a role has no column, with an example of how to name it."""
+        if all(role in self.fields for role in roles):
+            return
+        example = ",".join(f"{role}={'+'.join(self.fields.get(role, ['COLUMN']))}" for role in roles)
+        raise InputError(
+            f"{self.rows.label}: task {self.task} needs columns for {' and '.join(roles)}.\n  {self._known()} "
+            f"Name them in `columns`, such as {example}."
+        )
