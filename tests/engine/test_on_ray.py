@@ -36,8 +36,8 @@ from ..recipe.test_external_rules import EXAMPLE
 from . import test_kronecker, test_merge
 
 OPTIONS: dict[str, dict[str, Any]] = {"slerp": {"t": 0.3}, "nearswap": {"t": 0.1}}
-ONE_MODEL = {"slerp", "nearswap", "arcee-fusion", "passthrough"}
-WITH_CURVATURE = {"fa1", "fisher-averaging", "gradient-matching", "removal"}
+ONE_MODEL = {"slerp", "nearswap", "arcee-fusion", "passthrough", "posterior-sample"}
+WITH_CURVATURE = {"fa1", "fisher-averaging", "gradient-matching", "removal", "posterior-sample"}
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from ..recipe import Recipe, Varying, check_options
 from ..rules import METHODS
 from ..rules.kronecker_matching import LayerHessian
 from ..rules.sparse import largest
-from ..rules.spec import Granularity
+from ..rules.spec import RANDOM_INPUTS, Granularity
 from .settings import Setting, changes_inputs, recipe_with
 
 #: Plans of settings that read other inputs, open at a time.
@@ -178,7 +178,7 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
             for name, info in job.tensors.items()
         ]
 
-    if needs & {"kept", "uniform"}:
+    if needs & RANDOM_INPUTS:
         inputs.tied_copies = tied_copies(inputs.template)
     own = Plan(rule, inputs, [other for job in plan.jobs for other in jobs_of(job)], needs | {"base"})
     dry_check_rule(own)
@@ -244,8 +244,8 @@ class _Runner:
             return block.to(job.compute)
         plan, settings = self._plan, self._plan.inputs.settings.of(job.name)
         own: dict[str, Any] = {**tensors, **self._statistics.inputs_of(job.name)}
-        for name in plan.needs & {"kept", "uniform"}:
-            key = f"{name} {settings.options['seed']} {settings.options['density'] if name == 'kept' else ''}"
+        for name in plan.needs & RANDOM_INPUTS:
+            key = f"{name} {[settings.options.get(option) for option in ('seed', 'density', 'sample')]}"
             if key not in masks:
                 masks[key] = random_inputs(plan, name, job.name, start, stop)
             own[name] = masks[key]

@@ -20,6 +20,7 @@ from ..io.reader import FLOATS, TensorInfo
 from ..notes import Kind, Note
 from ..recipe import NONE, Base, CurvatureSource, Identity, Model, Recipe
 from ..rules import Rule
+from ..rules.spec import RANDOM_INPUTS
 from .inputs import CONSTANT_DAMPING, CurvatureInput, Inputs
 from .jobs import BlockJob, CopyJob, Job, LayerJob, rule_arguments
 from .match_curvature import Layers, layer_option_problems, match_curvature
@@ -200,7 +201,7 @@ def make_plan(
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {problem}" for problem in problems))
     jobs = _jobs(recipe, inputs, set(comparison.merged), layers)
     plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
-    if plan.needs & {"kept", "uniform"}:
+    if plan.needs & RANDOM_INPUTS:
         inputs.tied_copies = tied_copies(template)
     plan.note(recipe.notes)
     plan.note([*comparison.notes, *parts.notes])
@@ -291,7 +292,8 @@ def dry_check_rule(plan: Plan) -> None:
         for settings in all_settings:
             models = len(settings.weights)
             tensors |= dict.fromkeys(("tuned", "curvature", "grams"), [unit] * models)
-            tensors |= {"kept": [unit > 0] * models, "uniform": [unit.double() / 2] * models}
+            tensors |= {"kept": [unit > 0] * models}
+            tensors |= dict.fromkeys(("uniform", "normal"), [unit.double() / 2] * models)
             try:
                 ranks = rule.ranks(1, models, settings.options) if rule.ranks is not None else []
                 tensors["thresholds"] = [0.0 if len(some) == 1 else [0.0] * len(some) for some in ranks]

@@ -20,10 +20,10 @@ from ..errors import InputError
 from ..io.reader import FLOATS, TensorInfo
 from ..rules import Rule
 from ..rules.kronecker_matching import OF_MERGES, KroneckerFactors, LayerHessian, mean_eigenvalue
-from ..rules.spec import Granularity, per_model
+from ..rules.spec import RANDOM_INPUTS, Granularity, per_model
 from ..text import one_line
 from .inputs import CurvatureInput
-from .randomness import keep_mask, uniform
+from .randomness import keep_mask, standard_normal, uniform
 from .rounding import rounded
 from .settings import TensorSettings
 
@@ -179,7 +179,7 @@ class BlockJob(Job):
             block["penalty"] = [None if source is None else read[source] for source in inputs.penalty]
         if "curvature" in plan.needs:
             block["curvature"] = [curvature(source, f"curvature {i}") for i, source in enumerate(inputs.curvature)]
-        for name in plan.needs & {"kept", "uniform"}:
+        for name in plan.needs & RANDOM_INPUTS:
             block[name] = random_inputs(plan, name, self.name, start, stop)
         return block
 
@@ -360,11 +360,13 @@ def read_models(
 
 
 def random_inputs(plan: Plan, kind: str, tensor: str, start: int, stop: int) -> list[Tensor]:
-    """Return the masks (``kept``) or random numbers (``uniform``) of a block, one for each tuned model."""
+    """Return the masks (``kept``) or random numbers (``uniform``, ``normal``) of a block, one for each tuned model."""
     options, models = plan.inputs.settings.of(tensor).options, range(len(plan.inputs.tuned_of(tensor)))
     stream = plan.inputs.tied_copies.get(tensor, tensor)
     if kind == "uniform":
         return [uniform(options["seed"], i, stream, start, stop) for i in models]
+    if kind == "normal":
+        return [standard_normal(options["seed"], options["sample"], stream, start, stop) for _ in models]
     shares = enumerate(per_model(options["density"], models))
     return [keep_mask(options["seed"], i, stream, start, stop, share) for i, share in shares]
 

@@ -11,6 +11,7 @@ from ..io.reader import TensorInfo
 from ..notes import Note
 from ..rules import Rule
 from ..rules.measures import Measure
+from ..rules.spec import RANDOM_INPUTS
 from ..text import natural
 from .inputs import Inputs
 from .jobs import Block, BlockJob, Job, LayerJob
@@ -154,5 +155,5 @@ class Plan:
     @property
     def block_size(self) -> int:
         """Entries of a block. Random masks take memory too, so that their blocks are not doubled."""
-        few = self._blocks_in_memory <= FEW and not self._needs_float64 and not self.needs & {"kept", "uniform"}
+        few = self._blocks_in_memory <= FEW and not self._needs_float64 and not self.needs & RANDOM_INPUTS
         return 2 * self.block if few else self.block

@@ -60,6 +60,7 @@ _METHODS = (
     "ram",
     "arcee-fusion",
     "nearswap",
+    "posterior-sample",
 )
 _PLACES = {method: place for place, method in enumerate(_METHODS)}
 #: Models that are no merge, each with a colour of its own.

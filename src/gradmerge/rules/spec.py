@@ -41,9 +41,12 @@ INPUTS = {
     "thresholds": "the magnitude from which an entry of Δ_t counts as large, one per fine-tuned model",
     "kept": "boolean masks drawn with probability `density`, one per fine-tuned model",
     "uniform": "uniform random numbers from 0 to 1, one per entry of every fine-tuned model",
+    "normal": "random numbers from N(0, 1), one per entry of every fine-tuned model",
     "grams": "XᵀX of the inputs of the linear layer, one matrix per fine-tuned model",
 }
 """The inputs that a rule can take, by parameter name."""
+
+RANDOM_INPUTS = {"kept", "uniform", "normal"}
 
 Granularity = Literal["entries", "rows", "tensor"]
 """How the engine may split tensors for a rule.
