@@ -45,7 +45,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature.kronecker import MAX_KRONECKER_DIM
+from gradmerge.curvature.estimate import estimate_curvature
+from gradmerge.curvature.kfac import MAX_KRONECKER_DIM
 
 Batch = dict[str, Tensor]
 Sums = dict[str, Tensor]
@@ -465,13 +466,11 @@ class Clock:
 
 
 def time_ours(
-    model: nn.Module, batches: Sequence[Batch], clock: Clock, structure: str = "diagonal"
+    model: nn.Module, batches: Sequence[Batch], clock: Clock, kind: str = "diagonal"
 ) -> tuple[float, list[float]]:
     """(seconds of the first batch, with setting up and the trial of two examples; seconds of each later batch)."""
     stamps = [clock.now()]
-    gm.estimate_curvature(
-        model, batches, structure=structure, each_batch=lambda _: stamps.append(clock.now()), progress=False
-    )
+    estimate_curvature(model, batches, kind=kind, each_batch=lambda _: stamps.append(clock.now()))
     first, *later = (after - before for before, after in itertools.pairwise(stamps))
     return first, later
 
@@ -498,13 +497,13 @@ def memory(model: nn.Module, batches: Sequence[Batch], device: torch.device, kro
             plain(model, batch)
 
     plain_peak = peak(all_plain)
-    later = peak(lambda: gm.estimate_curvature(model, [*batches, *batches], each_batch=reset))
+    later = peak(lambda: estimate_curvature(model, [*batches, *batches], each_batch=reset))
     factors: dict[str, int] = {}
     if kronecker:
-        found: list[gm.KroneckerCurvature] = []
+        found: list[gm.Curvature] = []
         twice = [*batches, *batches]
         factors["kronecker_peak_bytes"] = peak(
-            lambda: found.append(gm.estimate_curvature(model, twice, structure="kronecker"))
+            lambda: found.append(gm.estimate_curvature(model, twice, kind="kronecker"))
         )
         factors["kronecker_sum_bytes"] = sum(value.nbytes for value in found[0].values())
     return {
@@ -558,15 +557,15 @@ class Benchmark:
             self.measure(number)
         self.summarise()
 
-    def add_ours(self, name: str, judge: Judge, structure: str = "diagonal") -> None:
+    def add_ours(self, name: str, judge: Judge, kind: str = "diagonal") -> None:
         with warnings_of("gradmerge") as notes:
-            sums: Any = gm.estimate_curvature(self.model, [judge.batch], structure=structure)  # type: ignore[call-overload]
+            sums: Any = gm.estimate_curvature(self.model, [judge.batch], kind=kind)
         judgement = judge.judge(errors(dict(sums.items()), judge.wanted))
         result = self.results[name] = Result(**judgement, note="; ".join(notes))
         firsts: list[float] = []
 
         def measure() -> list[float]:
-            first, later = time_ours(self.model, [self.batches[0], *self.batches], self.clock, structure)
+            first, later = time_ours(self.model, [self.batches[0], *self.batches], self.clock, kind)
             firsts.append(first)
             result.first_batch_s = statistics.median(firsts)
             return later

@@ -232,9 +232,9 @@ def small_network(demo: Path, seed: int) -> dict[str, Any]:
     }
     best = min(by_weight, key=lambda weight: by_weight[weight]["loss"])
     found[f"task-arithmetic, best on the test rows: {best:g}"] = by_weight[best]
-    for structure in ("diagonal", "kronecker"):
+    for kind in ("diagonal", "kronecker"):
         prior, *curvature = (
-            gm.estimate_curvature(model, [part], "exact", output="classes", structure=structure, progress=False)
+            gm.estimate_curvature(model, [part], "exact", output="classes", kind=kind, progress=False)
             for model, part in zip([base, *tuned], [rows("upright", "train"), *tasks], strict=True)
         )
         settings: dict[str, dict[str, Any]] = {
@@ -246,7 +246,7 @@ def small_network(demo: Path, seed: int) -> dict[str, Any]:
         }
         for name, setting in settings.items():
             merged = gm.merge_state_dicts(start, states, curvature=curvature, **setting)
-            found[f"{structure}, {name}"] = evaluated(merged)
+            found[f"{kind}, {name}"] = evaluated(merged)
     found["joint training"] = evaluated(trained(base, tasks, PENALTY).state_dict())
     for name, row in found.items():
         report(f"small {seed}", name, row)

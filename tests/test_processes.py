@@ -104,7 +104,7 @@ def test_all_kinds_of_sums_are_those_of_one_process(several: tuple[Path, list[En
     assert all(end.gave == ended[0].gave for end in ended)  # every process gets the same numbers
     for name in ("diagonal", "few", "sampled", "kronecker", "gram", "gpt2"):
         near(out / name, one[0] / name)
-    mine, theirs = (gm.KroneckerCurvature.load(where / "kronecker") for where in (out, one[0]))
+    mine, theirs = (gm.Curvature.load(where / "kronecker") for where in (out, one[0]))
     assert all(mine.layers[name].tokens == layer.tokens for name, layer in theirs.layers.items())
     assert not list(out.glob("*.gradmerge-partial"))
 
@@ -219,14 +219,6 @@ def test_a_command_for_one_process_is_refused(tmp_path: Path, monkeypatch: pytes
     ended = launch(2, command("merge", "recipe.yml", "-o", tmp_path / "merged"), tmp_path / "said")
     assert ended[0].status == 2 and ended[0].said.count("error:") == 1
     assert ended[1].status != 0 and not ended[1].said
-
-
-def test_remaining_rows_are_shared_out_in_ranges() -> None:
-    left = saved_sums.remaining([[8, 9], [0, 3], [3, 4]], 12)
-    assert left == [[4, 8], [9, 12]]
-    assert saved_sums.part_of(left, range(3)) == [[4, 7]]
-    assert saved_sums.part_of(left, range(3, 7)) == [[7, 8], [9, 12]]
-    assert saved_sums.remaining([[0, 12]], 12) == [] and saved_sums.part_of([], range(0)) == []
 
 
 def test_the_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

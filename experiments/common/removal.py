@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.curvature.gradients import estimate_gradient
+from gradmerge.curvature.estimate import estimate_gradient
 
 from .data import evenly
 from .npo import optimise

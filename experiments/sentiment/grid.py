@@ -49,7 +49,7 @@ class Cell:
         """What is measured for it, of the base and of every tuned model: arguments of ``Seed.estimated``."""
         if self.curvature not in ("diagonal", "kronecker"):
             return []
-        how = {"labels": self.labels, "structure": self.curvature, "sample": self.reduction == "N · mean"}
+        how = {"labels": self.labels, "kind": self.curvature, "sample": self.reduction == "N · mean"}
         return [{"model": model, **how} for model in (BASE, *self.models)]
 
 

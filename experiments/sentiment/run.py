@@ -185,7 +185,7 @@ class Seed(seeds.Seed):
         """Gram matrices of a data set's model on the data it was trained on."""
 
         def make(folder: Path) -> int:
-            found = gm.estimate_gram(self._module(name), self._batches(self._measured_on(name)))
+            found = gm.estimate_curvature(self._module(name), self._batches(self._measured_on(name)), kind="gram")
             found.save(folder / "gram", force=True)
             return int(found.examples)
 
@@ -195,17 +195,15 @@ class Seed(seeds.Seed):
         model: PreTrainedModel = model_with(self._template, self._state(stage))
         return model
 
-    def _estimate(
-        self, model: str, *, labels: str = "empirical", structure: str = "diagonal", sample: bool = False
-    ) -> str:
+    def _estimate(self, model: str, *, labels: str = "empirical", kind: str = "diagonal", sample: bool = False) -> str:
         """The stage with the curvature of a model, by its stage, on its own training rows, or on a sample of them."""
-        words = [structure] * (structure != "diagonal") + [labels] * (labels != "empirical") + ["of-few"] * sample
+        words = [kind] * (kind != "diagonal") + [labels] * (labels != "empirical") + ["of-few"] * sample
         stage = "-".join(["curvature", *words, model])
         (data,) = (name for name in SETS if model in (name, grid.model_name(name, "prior")))
 
         def make(folder: Path) -> int:
             batches = self._batches(self._measured_on(data, sample))
-            found = gm.estimate_curvature(self._module(model), batches, labels, structure=structure, progress=False)
+            found = gm.estimate_curvature(self._module(model), batches, labels, kind=kind, progress=False)
             found.save(folder / "curvature", force=True)
             return int(found.examples)
 
@@ -215,8 +213,7 @@ class Seed(seeds.Seed):
 
     def estimated(self, model: str, **how: Any) -> Any:
         """The curvature of a model; ``how`` as in ``_estimate``."""
-        kept: Any = gm.KroneckerCurvature if how.get("structure") == "kronecker" else gm.Curvature
-        return kept.load(self.folder / self._estimate(model, **how) / "curvature")
+        return gm.Curvature.load(self.folder / self._estimate(model, **how) / "curvature")
 
     def _grid(self) -> dict[str, Any]:
         """Every cell's score; and of the models that were tuned under the prior, how, and theirs."""

@@ -82,12 +82,12 @@ class Linear:
             values = values - step
         return values
 
-    def estimated(self, values: Tensor, rows: Rows, structure: str) -> Any:
+    def estimated(self, values: Tensor, rows: Rows, kind: str) -> Any:
         layer = nn.Linear(rows.pixels.shape[1], CLASSES).double()
         layer.load_state_dict(state_of(values))
         labels = F.one_hot(rows.labels, CLASSES).double() if self.output == "squared" else rows.labels
         batch = (rows.pixels, labels)
-        return gm.estimate_curvature(layer, [batch], "exact", output=self.output, structure=structure, progress=False)
+        return gm.estimate_curvature(layer, [batch], "exact", output=self.output, kind=kind, progress=False)
 
 
 def compare(name: str, ridge: float, base_rows: Rows, tasks: Sequence[Rows], tests: Sequence[Rows]) -> dict[str, Any]:
@@ -116,12 +116,12 @@ def compare(name: str, ridge: float, base_rows: Rows, tasks: Sequence[Rows], tes
     start, ends = state_of(base), [state_of(one) for one in tuned]
     for method in ("average", "task-arithmetic"):
         states[method] = flat(gm.merge_state_dicts(start, ends, method))
-    for structure in ("diagonal", "kronecker"):
-        own = [model.estimated(one, rows, structure) for one, rows in zip(tuned, tasks, strict=True)]
-        if structure == "diagonal":
+    for kind in ("diagonal", "kronecker"):
+        own = [model.estimated(one, rows, kind) for one, rows in zip(tuned, tasks, strict=True)]
+        if kind == "diagonal":
             states["fisher-averaging"] = flat(gm.merge_state_dicts(start, ends, "fisher-averaging", curvature=own))
-        known = model.estimated(base, base_rows, structure)
-        states[structure] = flat(gm.merge_state_dicts(start, ends, prior=known, curvature=own, damping=ridge))
+        known = model.estimated(base, base_rows, kind)
+        states[kind] = flat(gm.merge_state_dicts(start, ends, prior=known, curvature=own, damping=ridge))
     return {name: _scored(model, one, joint, base, tests) for name, one in states.items()}
 
 

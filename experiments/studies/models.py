@@ -83,10 +83,10 @@ def trained(
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def estimated(state: State, rows: Rows, shape: Shape, structure: str, likelihood: str = "exact") -> Any:
+def estimated(state: State, rows: Rows, shape: Shape, kind: str, likelihood: str = "exact") -> Any:
     """Curvature as a sum over the rows."""
     return gm.estimate_curvature(
-        network(shape, state), [tuple(rows)], likelihood, output="classes", structure=structure, progress=False
+        network(shape, state), [tuple(rows)], likelihood, output="classes", kind=kind, progress=False
     )
 
 

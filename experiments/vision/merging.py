@@ -44,7 +44,7 @@ class Measures:
 
 def merges(
     measures: Mapping[str, Measures],
-    grams: Sequence[gm.Gram],
+    grams: Sequence[gm.Curvature],
     weights: Sequence[float],
     factors: Sequence[float],
     reductions: Sequence[str] = ("mean", "sum"),

@@ -247,7 +247,7 @@ class Seed(seeds.Seed):
         classifier = self._classifier()
         classifier.put(self._state(f"tuned-{task}"))
         batches = self._images([task], "train", self.settings.curvature_rows).batches(self.settings.curvature_batch)
-        found = gm.estimate_gram(classifier, batches, device=self.run.device, progress=False)
+        found = gm.estimate_curvature(classifier, batches, kind="gram", device=self.run.device, progress=False)
         found.save(folder / "gram", force=True)
         return {"examples": found.examples}
 
@@ -275,9 +275,10 @@ class Seed(seeds.Seed):
         }
         measures = {labels: self.measure(labels) for labels in LABELS}
         grams = [
-            gm.Gram(
+            gm.Curvature(
                 read_state(self.folder / f"gram-{task}" / "gram"),
                 min(self.run.sets[task]["train"], settings.curvature_rows or self.run.sets[task]["train"]),
+                kind="gram",
             )
             for task in tasks
         ]

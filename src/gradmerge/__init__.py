@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from .compare.settings import Setting as Setting
     from .curvature import Curvature as Curvature
     from .curvature.from_optimizer import import_curvature as import_curvature
-    from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
-    from .curvature.kronecker import KroneckerCurvature as KroneckerCurvature
     from .engine.run import MergeResult as MergeResult
     from .errors import GradmergeError as GradmergeError, InputError as InputError, MachineError as MachineError
     from .notes import Note as Note
@@ -66,8 +64,6 @@ _NAMES = {
     "api.state_dicts": "merge_state_dicts",
     "checkpoints": "Checkpoint open_checkpoint",
     "curvature": "Curvature",
-    "curvature.gram": "Gram estimate_gram",
-    "curvature.kronecker": "KroneckerCurvature",
     "curvature.from_optimizer": "import_curvature",
     "compare.predictions": "Answer Flip",
     "compare.controls": "Control",

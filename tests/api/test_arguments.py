@@ -65,7 +65,7 @@ def test_what_stands_for_a_type_fits_it(value: Any, hint: Any) -> None:
 
 
 #: Classes that users make themselves. Other classes are results, which explain their fields.
-CLASSES = {"Curvature", "CurvatureCallback", "Generation", "Gram", "KroneckerCurvature", "PriorAdamW", "PriorTrainer"}
+CLASSES = {"Curvature", "CurvatureCallback", "Generation", "PriorAdamW", "PriorTrainer"}
 #: Rules: their docstring is the equation, with the names of the arguments in it.
 EQUATIONS = {"gradient_matching_full", "removal_full"}
 EXPLAINED = sorted(CLASSES | {name for name in gm.__all__ if inspect.isfunction(getattr(gm, name))} - EQUATIONS)

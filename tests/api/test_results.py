@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradmerge as gm
-from gradmerge.curvature.kronecker import LayerFactors
+from gradmerge.curvature.curvature import KroneckerFactors
 
 from ..making import random_curvature, three_models, write_recipe
 
@@ -53,9 +53,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             "Preview": gm.preview(path, weights="0:1:0.5"),
             "Diagnosis": gm.diagnose(path),
             "Curvature": gm.Curvature(sums, 7, name),
-            "Gram": gm.Gram(sums, 7),
-            "KroneckerCurvature": gm.KroneckerCurvature(
-                {key: LayerFactors(value, value, 9) for key, value in sums.items()}, {}, 7, name
+            "Curvature, gram": gm.Curvature(sums, 7, kind="gram"),
+            "Curvature, kronecker": gm.Curvature(
+                {key: KroneckerFactors(value, value, 9) for key, value in sums.items()}, 7, name
             ),
             "Estimate": gm.Estimate(Path(name), "diagonal", "classify", 7, 60, 240, 1.5, "cpu", notes=[name]),
             "Checkpoint": checkpoint,
@@ -63,13 +63,14 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         }
 
 
-TABLES = ("MergeResult", "Preview", "Diagnosis", "Curvature", "Gram", "KroneckerCurvature", "Estimate")
+KINDS = ("Curvature", "Curvature, gram", "Curvature, kronecker")
+TABLES = ("MergeResult", "Preview", "Diagnosis", *KINDS, "Estimate")
 
 
 @pytest.mark.parametrize("kind", [*TABLES, "Recipe", "Checkpoint", "Rows"])
 def test_a_result_is_a_line_at_a_prompt(results: dict[str, Any], kind: str) -> None:
     line = repr(results[kind])
-    assert line.startswith(f"{kind}(") and line.endswith(")")
+    assert line.startswith(f"{kind.partition(', ')[0]}(") and line.endswith(")")
     assert len(line) < 120 and line.isprintable()
 
 

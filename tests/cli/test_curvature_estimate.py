@@ -164,7 +164,7 @@ def test_gram_matrices_merge_by_regmean(place: Path, task: str, tmp_path: Path) 
 def test_kronecker_factors_are_written_and_shown(place: Path, task: str, tmp_path: Path) -> None:
     words = (place / task / "a", "-d", place / DATA[task], "--kind", "kronecker", "--likelihood", LIKELIHOOD[task])
     estimate(*words, "-o", tmp_path / "k")
-    got = gm.KroneckerCurvature.load(tmp_path / "k")
+    got = gm.Curvature.load(tmp_path / "k")
     assert (LAYER[task] in got.layers) and (LAYER[task] in got.transposed) == (task == "causal-lm")
     facts = json.loads(run("curvature", "show", tmp_path / "k", "--json").stdout)
     assert (facts["kind"], facts["likelihood"], facts["examples"]) == ("kronecker", LIKELIHOOD[task], got.examples)
@@ -193,7 +193,7 @@ def test_kronecker_factors_are_refused_where_a_diagonal_is_needed(place: Path, t
         entry = {"model": str(model), "curvature": str(tmp_path / "k")}
         recipe = write_recipe(tmp_path / "r.yml", {"method": method, "models": [entry, entry]})
         assert str(tmp_path / "k") in run("merge", recipe, "-o", tmp_path / "out", status=2).stderr
-    for load, path in ((gm.Curvature.load, tmp_path / "k"), (gm.KroneckerCurvature.load, tmp_path / "d")):
+    for load, path in ((gm.Curvature.load, tmp_path / "k"), (gm.Curvature.load, tmp_path / "d")):
         with pytest.raises(gm.InputError, match=str(path)):
             load(path)
     with pytest.raises(gm.InputError, match="prior"):

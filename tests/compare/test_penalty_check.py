@@ -18,7 +18,7 @@ from gradmerge.cli.app import app
 from gradmerge.compare.candidates import Candidate
 from gradmerge.compare.diagnose import PenaltyCheck, check_penalties
 from gradmerge.compare.predict import open_for_prediction, predict
-from gradmerge.curvature.gradients import estimate_gradient
+from gradmerge.curvature.estimate import estimate_gradient
 from gradmerge.recipe import make_recipe
 from gradmerge.tasks import load_task
 

@@ -10,9 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import gradmerge as gm
-from gradmerge.curvature import log8, spectra
-from gradmerge.curvature.format import open_curvature
-from gradmerge.curvature.kronecker import LayerFactors
+from gradmerge.curvature import summary
+from gradmerge.curvature.curvature import KroneckerFactors
+from gradmerge.curvature.format import decode_log8, encode_log8, log8_table, open_curvature
 from gradmerge.curvature.summary import group_of, pieces, summarize
 from gradmerge.text import size
 
@@ -59,7 +59,7 @@ def test_curvature_survives_a_round_trip(tmp_path: Path, precision: str, shard_s
 
 def test_log8_codes_are_equally_spaced_in_the_logarithm() -> None:
     ends = torch.tensor([1e-12, 3.0])
-    values = log8.table(ends).double()
+    values = log8_table(ends).double()
     assert values[0] == 0
     assert values[1] == pytest.approx(float(ends[0]), rel=1e-6)
     assert values[255] == pytest.approx(3.0, rel=1e-6)
@@ -72,16 +72,16 @@ def test_log8_codes_are_equally_spaced_in_the_logarithm() -> None:
 
 def test_log8_of_values_it_can_hold_is_exact() -> None:
     ends = torch.tensor([2e-9, 5.0])
-    values = log8.table(ends)
-    codes, got = log8.encode(values)
+    values = log8_table(ends)
+    codes, got = encode_log8(values)
     assert torch.equal(codes, torch.arange(256, dtype=torch.uint8))
     assert torch.allclose(got, ends)
 
 
 @pytest.mark.parametrize("values", [torch.zeros(3), torch.tensor([0.0, 2.0, 2.0]), torch.zeros(0), torch.tensor(4.0)])
 def test_log8_holds_constants_zeros_and_nothing(values: torch.Tensor) -> None:
-    codes, ends = log8.encode(values)
-    assert torch.allclose(log8.decode(codes, log8.table(ends)), values)
+    codes, ends = encode_log8(values)
+    assert torch.allclose(decode_log8(codes, log8_table(ends)), values)
 
 
 def test_blocks_of_a_file_are_pieces_of_the_whole(tmp_path: Path) -> None:
@@ -191,32 +191,30 @@ def test_a_file_of_factors_that_do_not_belong_together_is_refused(
     with pytest.raises(gm.InputError, match=named):
         open_curvature(str(path))
     with pytest.raises(gm.InputError, match=named):
-        gm.KroneckerCurvature.load(path)
+        gm.Curvature.load(path)
 
 
 def test_factors_come_back_in_shards(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    layers = {f"{i}.weight": LayerFactors(torch.randn(4, 4), torch.randn(3, 3), 5 + i) for i in range(3)}
-    gm.KroneckerCurvature(layers, {"b": torch.ones(2)}, 9, "exact", "m", ["1.weight"]).save(
-        tmp_path / "k", shard_size=100
-    )
+    layers = {f"{i}.weight": KroneckerFactors(torch.randn(4, 4), torch.randn(3, 3), 5 + i, i == 1) for i in range(3)}
+    gm.Curvature({**layers, "b": torch.ones(2)}, 9, "exact", "m").save(tmp_path / "k", shard_size=100)
     assert len(list((tmp_path / "k").glob("*.safetensors"))) > 1
-    got = gm.KroneckerCurvature.load(tmp_path / "k")
+    got = gm.Curvature.load(tmp_path / "k")
     assert (got.examples, got.likelihood, got.model, got.transposed) == (9, "exact", "m", frozenset({"1.weight"}))
     assert got.layers.keys() == layers.keys() and got.diagonal.keys() == {"b"}
-    for name, (a, g, tokens) in layers.items():
+    for name, (a, g, tokens, _) in layers.items():
         assert torch.equal(got.layers[name].inputs, a) and torch.equal(got.layers[name].outputs, g)
         assert got.layers[name].tokens == tokens
 
 
 @pytest.mark.parametrize(("scale", "most"), [(1e-30, 4096), (1.0, 3), (1e37, 4096)])
 def test_a_spectrum_is_that_of_all_eigenvalues(scale: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spectra, "WIDEST_SPECTRUM", most)
+    monkeypatch.setattr(summary, "WIDEST_SPECTRUM", most)
     torch.manual_seed(0)
     rows = torch.randn(9, 6, dtype=torch.float64) * torch.tensor([5.0, 2.0, 1.0, 0.3, 0.1, 0.0])
     matrix = rows.T @ rows
     values = torch.linalg.eigvalsh(matrix)
-    got = spectra.spectrum((matrix * (scale / 100)).float())
+    got = summary.spectrum((matrix * (scale / 100)).float())
     assert got.size == 6
     assert math.isclose(got.trace, float(values.sum()) * scale / 100, rel_tol=1e-5)
     assert math.isclose(got.largest, float(values[-1]) * scale / 100, rel_tol=1e-5)
@@ -225,13 +223,13 @@ def test_a_spectrum_is_that_of_all_eigenvalues(scale: float, most: int, monkeypa
         assert got.median is None
     else:
         assert got.median is not None and math.isclose(got.median, float(values[2]) * scale / 100, rel_tol=1e-3)
-    assert spectra.spectrum(torch.zeros(2, 2)) == spectra.Spectrum(2, 0.0, 0.0, 0.0, 0.0)
+    assert summary.spectrum(torch.zeros(2, 2)) == summary.Spectrum(2, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_a_folder_has_a_card_that_says_what_its_sums_are_of(tmp_path: Path) -> None:
     sums = {"w": torch.rand(3, 4), "b": torch.rand(3)}
     gm.Curvature(sums, 1234, "sampled", "org/<b>model|").save(tmp_path / "diagonal", precision="bfloat16")
-    gm.Gram({"w": torch.eye(4)}, 7).save(tmp_path / "gram")
+    gm.Curvature({"w": torch.eye(4)}, 7, kind="gram").save(tmp_path / "gram")
     card = ModelCard((tmp_path / "diagonal" / "README.md").read_text())
     assert card.data.to_dict() == {"tags": ["gradmerge", "curvature"]}
     assert r"# Curvature of org/\<b\>model\|" in card.text and "| model | `org/<b>model\\|` |" in card.text

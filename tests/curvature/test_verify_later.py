@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,9 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import gradmerge as gm
-from gradmerge.curvature import estimate
-from gradmerge.curvature.batches import Repeatable
 from gradmerge.curvature.estimate import estimate_curvature
 
 from . import slow
@@ -51,31 +48,6 @@ class OutsideOnlyWhenMarked(Body):
         )
 
 
-class OddLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        marked = (x[:, :, 0] > 5).any(1)[:, None, None] | (x.shape[1] > LONG)
-        return y + marked * (x.cumsum(1) @ self.weight.T).cos() if marked.any() else y
-
-
-class Inside(Body):
-    """A second use within the module itself, for long or marked inputs: nothing but the numbers tells."""
-
-    def build(self) -> None:
-        self.layer = OddLinear(WIDTH, WIDTH)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-class TimeMajor(Body):
-    """Rows are folded token by token; with one token an example that is the same as example by example."""
-
-    def inner(self, x: Tensor) -> Tensor:
-        rows = self.layer(x.transpose(0, 1).reshape(-1, WIDTH))
-        return rows.view(x.shape[1], x.shape[0], WIDTH).transpose(0, 1)
-
-
 class TwiceWhenLong(Body):
     def inner(self, x: Tensor) -> Tensor:
         y = self.layer(x)
@@ -88,7 +60,7 @@ class OnceWhenLong(Body):
         return y if x.shape[1] > LONG else self.layer(y.tanh())
 
 
-KINDS = [OutsideWhenLong, OutsideWhenMarked, OutsideOnlyWhenMarked, Inside, TimeMajor, TwiceWhenLong, OnceWhenLong]
+KINDS = [OutsideWhenLong, OutsideWhenMarked, OutsideOnlyWhenMarked, TwiceWhenLong, OnceWhenLong]
 
 
 def batches_of(lengths: Sequence[int], marked: Sequence[int] = (), size: int = 3) -> tuple[list[Example], list[Any]]:
@@ -144,37 +116,3 @@ def test_a_use_outside_the_module_leaves_the_models_gradients_alone() -> None:
         assert bool((gradient == 3).all())
         assert p.requires_grad
     assert "weight" not in model.layer.__dict__
-
-
-@pytest.mark.parametrize("kind", [Inside, TimeMajor])
-def test_a_mismatch_after_unverified_shapes_restarts_the_estimate(
-    kind: type[Body], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(estimate, "MAX_SHAPES", 2)
-    examples, batches = batches_of([1, 1, 1])
-    more, longer = batches_of([5, 6])
-    model = kind()
-    formulas = estimate.verify_formulas(model, batches[0], torch.device("cpu"))
-    formulas.shapes.clear()  # the shape of the first batches counts as not verified
-    formulas.shapes.add("another shape")
-    monkeypatch.setattr(estimate, "MAX_SHAPES", 1)
-
-    def changing() -> Iterator[Any]:
-        yield from batches
-        monkeypatch.setattr(estimate, "MAX_SHAPES", 9)
-        yield from longer
-
-    got = estimate_curvature(model, Repeatable(changing), formulas=formulas)
-    assert_same(got, slow.empirical(model, examples + more, "classes"), EXACT)
-    assert "layer.weight" in caplog.text
-    formulas = estimate.verify_formulas(model, batches[0], torch.device("cpu"))
-    formulas.shapes.clear()
-    monkeypatch.setattr(estimate, "MAX_SHAPES", 0)
-    with pytest.raises(gm.InputError, match=r"layer\.weight"):
-        estimate_curvature(model, changing(), formulas=formulas)
-
-
-def test_a_module_that_is_called_more_often_later_restarts_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "MAX_SHAPES", 1)
-    examples, batches = batches_of([3, 5, 3, 5])
-    check(TwiceWhenLong(), examples, batches)

@@ -15,7 +15,7 @@ import gradmerge as gm
 from gradmerge.compare.candidates import Candidate
 from gradmerge.compare.evaluate import merge_in_memory
 from gradmerge.compare.predict import open_for_prediction, predict
-from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
+from gradmerge.curvature.curvature import Curvature, KroneckerFactors
 from gradmerge.engine.output import Output
 from gradmerge.recipe import make_recipe
 
@@ -46,7 +46,7 @@ WEIGHTS = [1.0, 0.4]
 Sources = list[Any]
 
 
-def kronecker(seed: int, tokens: int = 30, examples: int = 10) -> KroneckerCurvature:
+def kronecker(seed: int, tokens: int = 30, examples: int = 10) -> Curvature:
     generator = torch.Generator().manual_seed(seed)
 
     def square(size: int) -> Tensor:
@@ -54,9 +54,12 @@ def kronecker(seed: int, tokens: int = 30, examples: int = 10) -> KroneckerCurva
         square = rows.T @ rows
         return (square + square.T) / 2
 
-    layers = {n: LayerFactors(square(i + bias), square(o), tokens) for n, (o, i, bias) in LAYERS.items()}
+    layers = {
+        n: KroneckerFactors(square(i + bias), square(o), tokens, n.startswith("turned"))
+        for n, (o, i, bias) in LAYERS.items()
+    }
     rest = {n: torch.rand(SHAPES[n], generator=generator) for n in (EMBEDDING, "norm.weight")}
-    return KroneckerCurvature(layers, rest, examples, "sampled", "test", ["turned.weight"])
+    return Curvature({**layers, **rest}, examples, "sampled", "test")
 
 
 @pytest.fixture
@@ -100,7 +103,7 @@ def matrix(name: str, state: dict[str, Tensor]) -> Tensor:
 
 def written_out(name: str, source: Any, factor: float) -> Tensor:
     numel = LAYERS[name][0] * (LAYERS[name][1] + LAYERS[name][2])
-    if isinstance(source, KroneckerCurvature):
+    if isinstance(source, Curvature) and source.layers:
         layer = source.layers[name]
         return torch.kron(layer.outputs.double(), layer.inputs.double()) * factor / layer.tokens
     if isinstance(source, float):
@@ -235,16 +238,16 @@ def test_a_removal_is_damped_by_the_mean_over_all_entries(tmp_path: Path, states
     assert bool((step <= 2 * negated + 1e-12).all())
 
 
-def without(name: str, **layers: LayerFactors) -> KroneckerCurvature:
+def without(name: str, **layers: KroneckerFactors) -> Curvature:
     """Curvature with another layer in the place of one, or with none."""
     source = kronecker(5)
     kept = {n: layer for n, layer in source.layers.items() if n != name} | layers
-    return KroneckerCurvature(kept, source.diagonal, 10, "sampled", "t", ["turned.weight"])
+    return Curvature({**kept, **source.diagonal}, 10, "sampled", "t")
 
 
 def test_a_dead_layer_is_task_arithmetic(tmp_path: Path, states: Any, folders: Any) -> None:
-    a, g, tokens = kronecker(5).layers["linear.weight"]
-    dead = without("linear.weight", **{"linear.weight": LayerFactors(a, torch.zeros_like(g), tokens)})
+    a, g, tokens, _ = kronecker(5).layers["linear.weight"]
+    dead = without("linear.weight", **{"linear.weight": KroneckerFactors(a, torch.zeros_like(g), tokens)})
     for damping in (0.0, "auto"):
         recipe = recipe_of(folders, [dead] * 3, tmp_path / str(damping), "gradient-matching", damping=damping)
         gm.merge(recipe, tmp_path / str(damping) / "out")
@@ -263,9 +266,9 @@ def test_a_filter_that_parts_a_weight_from_its_bias_is_refused(tmp_path: Path, f
         gm.merge(recipe, tmp_path / "out")
 
 
-def other_model() -> KroneckerCurvature:
-    a, g, tokens = kronecker(5).layers["linear.weight"]
-    return without("linear.weight", **{"linear.weight": LayerFactors(a[:-2, :-2].contiguous(), g, tokens)})
+def other_model() -> Curvature:
+    a, g, tokens, _ = kronecker(5).layers["linear.weight"]
+    return without("linear.weight", **{"linear.weight": KroneckerFactors(a[:-2, :-2].contiguous(), g, tokens)})
 
 
 BAD: dict[str, tuple[str, Any, dict[str, Any]]] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import gradmerge as gm
-from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
+from gradmerge.curvature.curvature import Curvature, KroneckerFactors
 from gradmerge.engine.run import MergeResult
 from gradmerge.errors import InputError
 from gradmerge.recipe import make_recipe
@@ -335,8 +335,8 @@ def test_kronecker_factors_of_a_head_cannot_be_reordered(tmp_path: Path) -> None
     for name, weights in models.states.items():
         rows = len(weights["lm_head.weight"])
         diagonal = {n: torch.ones(v.shape) for n, v in weights.items() if n != "lm_head.weight"}
-        factors = LayerFactors(torch.eye(8), torch.eye(rows), 5)
-        found = KroneckerCurvature({"lm_head.weight": factors}, diagonal, 10, "empirical", "test")
+        factors = KroneckerFactors(torch.eye(8), torch.eye(rows), 5)
+        found = Curvature({"lm_head.weight": factors, **diagonal}, 10, "empirical", "test")
         found.save(tmp_path / name / "curvature")
     with pytest.raises(InputError):
         models.merge(method="gradient-matching", tokenizer="union")

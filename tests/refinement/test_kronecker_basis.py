@@ -14,7 +14,7 @@ from .making import batches, classes, perceptron
 
 def test_solving_is_a_dense_solve_with_every_layers_kronecker_matrix() -> None:
     model = perceptron()
-    curvature = estimate_curvature(model, batches(classes(50)), "exact", structure="kronecker")
+    curvature = estimate_curvature(model, batches(classes(50)), "exact", kind="kronecker")
     gradient = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     basis = KroneckerBasis(curvature, 2.0)
     solution, eigenvalues = basis.solve(gradient, 0.1), []
@@ -33,7 +33,7 @@ def test_solving_is_a_dense_solve_with_every_layers_kronecker_matrix() -> None:
 def test_every_parameter_of_a_transformer_gets_a_solution_of_its_shape(family: str) -> None:
     found = FAMILIES[family]
     model = found.model()
-    curvature = estimate_curvature(model, [batch_of(found.examples())], "sampled", structure="kronecker")
+    curvature = estimate_curvature(model, [batch_of(found.examples())], "sampled", kind="kronecker")
     gradient = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     solution = KroneckerBasis(curvature).solve(gradient, 1e9)
     assert solution.keys() == gradient.keys()

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.cli.app import app
+from gradmerge.curvature.curvature import KroneckerFactors
 from gradmerge.curvature.format import open_curvature
-from gradmerge.curvature.kronecker import LayerFactors
 from gradmerge.curvature.summary import group_of
 from gradmerge.report.curvature_plot import LayerRow, draw, legible, spread
 
@@ -114,8 +114,8 @@ def test_of_kronecker_factors_the_diagonal_that_they_make_is_plotted(
     monkeypatch.setattr("gradmerge.curvature.summary._CHUNK", 7)  # two outputs at a time
     torch.manual_seed(0)
     rows, columns = torch.randn(7, 3), torch.randn(7, 5)
-    layer = LayerFactors(rows.T @ rows, columns.T @ columns, 7)
-    gm.KroneckerCurvature({"a.0.weight": layer}, {"a.0.scale": torch.tensor([0.0, 2.0])}, 2).save(tmp_path / "k")
+    layer = KroneckerFactors(rows.T @ rows, columns.T @ columns, 7)
+    gm.Curvature({"a.0.weight": layer, "a.0.scale": torch.tensor([0.0, 2.0])}, 2).save(tmp_path / "k")
     with open_curvature(str(tmp_path / "k")) as file:
         (row,) = spread(file)
     made = layer.outputs.diagonal()[:, None] * layer.inputs.diagonal()[None] / 7

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..cards.metadata import license_notes, read_all_metadata
+from ..curvature.accumulate import kronecker_layers
+from ..curvature.checkpoint_names import stored_unchanged
 from ..curvature.kernels import HELD_CPU, HELD_CUDA
-from ..curvature.kronecker import MAX_KRONECKER_DIM, factors_for, stored_alone
+from ..curvature.kfac import MAX_KRONECKER_DIM
 from ..curvature.offload import blocks_of
 from ..curvature.per_example_gradients import is_conv1d
 from ..engine.checks import check_step_size, coefficient_notes
@@ -250,10 +252,11 @@ def sums_size(model: nn.Module, kind: str, max_kronecker_dim: int = MAX_KRONECKE
         layers = [layer for layer in linear_layers(model) if layer.weight not in tables]
         return 4 * sum(int(layer.weight.shape[not is_conv1d(layer)]) ** 2 for layer in layers)
     if kind == "kronecker":
-        factors, _ = factors_for(model, parameters, stored_alone(model), max_kronecker_dim)
-        total += sum(one.inputs.numel() + one.outputs.numel() for one in factors.values())
-        total -= sum(weight.numel() for weight in factors)
-        total -= sum(one.bias.numel() for one in factors.values() if one.bias is not None)
+        with_factors, _ = kronecker_layers(model, parameters, stored_unchanged(model), max_kronecker_dim)
+        for weight, (_, module) in with_factors.items():
+            inputs, outputs = weight.shape[1:].numel(), weight.shape[0]
+            bias = 0 if module._parameters.get("bias") is None else outputs
+            total += (inputs + bool(bias)) ** 2 + outputs**2 - weight.numel() - bias
     return 4 * total
 
 

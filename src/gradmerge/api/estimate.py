@@ -9,24 +9,24 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Unpack, cast, overload
+from typing import Any, Unpack, cast, overload
 
+import numpy as np
 import torch
 from torch import nn
 
 from ..arguments import check_known, checked
 from ..cards.metadata import name_of
 from ..curvature.batches import with_progress
-from ..curvature.curvature import Curvature
-from ..curvature.curvature_card import write_curvature_card
+from ..curvature.curvature import Curvature, write_curvature_card
 from ..curvature.estimate import LIKELIHOODS, estimate_curvature as estimate_in_memory
-from ..curvature.format import PRECISIONS
-from ..curvature.gram import Gram, gram_of
-from ..curvature.kronecker import MAX_KRONECKER_DIM, KroneckerCurvature
+from ..curvature.experts import expert_notes
+from ..curvature.format import KINDS, PRECISIONS
+from ..curvature.kfac import MAX_KRONECKER_DIM
 from ..curvature.losses import ExampleLoss, TokenLoss
 from ..curvature.offload import elsewhere
 from ..curvature.sum_storage import LOCATIONS, SumStorage
@@ -39,16 +39,9 @@ from ..progress import Progress, shown
 from ..tasks import LoadedTask, LoadOptions, complete, load_model, load_task
 from ..tasks.data.read import data_paths, dataset_metadata
 from ..tasks.model_args import ModelArgs
-from ..text import listed
 from ..urls import output_path
-from .saved_sums import SavedSums, estimate_with_saves, share_of
+from .saved_sums import SavedSums, estimate_with_saves
 
-#: What can be estimated, and what unfinished work on it is called.
-KINDS = {
-    "diagonal": "measurement of diagonal curvature",
-    "gram": "measurement of Gram matrices",
-    "kronecker": "measurement of Kronecker factors",
-}
 #: Seconds between two copies of the sums so far.
 SAVE_EVERY = 180.0
 
@@ -79,21 +72,8 @@ class Estimate(Displayed):
 
 @overload
 def estimate_curvature(
-    model: nn.Module,
-    batches: Iterable[Any],
-    likelihood: str = ...,
-    *,
-    structure: Literal["diagonal"] = ...,
-    **options: Any,
+    model: nn.Module, batches: Iterable[Any], likelihood: str = ..., *, kind: str = ..., **options: Any
 ) -> Curvature: ...
-@overload
-def estimate_curvature(
-    model: nn.Module, batches: Iterable[Any], likelihood: str = ..., *, structure: Literal["kronecker"], **options: Any
-) -> KroneckerCurvature: ...
-@overload
-def estimate_curvature(
-    model: nn.Module, batches: Iterable[Any], likelihood: str = ..., *, kind: Literal["kronecker"], **options: Any
-) -> KroneckerCurvature: ...
 @overload
 def estimate_curvature(
     model: str | Path, batches: str | Path, likelihood: str = ..., *, out: str | Path, **options: Any
@@ -104,14 +84,12 @@ def estimate_curvature(
     batches: Iterable[Any] | str | Path,
     likelihood: str = "empirical",
     *,
-    structure: str = "diagonal",
+    kind: str = "diagonal",
     out: str | Path | None = None,
     seed: int = 0,
     progress: bool | Progress = True,
     max_kronecker_dim: int = MAX_KRONECKER_DIM,
     output: str | ExampleLoss | None = None,
-    each_batch: Callable[[Callable[[], Any]], None] | None = None,
-    kind: str | None = None,
     at_delta: str | Path | None = None,
     precision: str = "float32",
     shard_size: int = 5_000_000_000,
@@ -121,84 +99,70 @@ def estimate_curvature(
     processes: bool = False,
     accumulate_on: str | None = None,
     **loading: Any,
-) -> Curvature | KroneckerCurvature | Estimate:
-    """The curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
+) -> Curvature | Estimate:
+    """Estimate the curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the squared gradients of single examples.
 
-    ℓ_i is the negative log-likelihood of example i: of a sequence it is the sum over its tokens, never their mean.
+    ℓ_i is the negative log-likelihood of example i. For a sequence it is the sum over its tokens, never their mean.
     Neither batch size nor padding changes the result. It costs about a training step per batch.
 
     Args:
-        model: A module, such as a model of transformers with a head, which is left as it was found (parameters with
-            ``requires_grad=False`` are left out). Or the folder or Hub id of a model: then ``out`` is written.
-        batches: For a module: mappings of keyword arguments with ``labels``, or tuples that end with the labels. A list
-            or a DataLoader lets the estimate begin anew where a quick formula turns out wrong; an iterator does not.
-            For a model on disk: its data, as `gradmerge curvature estimate --data` takes it.
-        likelihood: ``empirical`` takes the data's labels, ``sampled`` draws them from the model, ``exact`` takes the
-            expectation over the model's classes.
-        structure: ``diagonal``; ``kronecker``: of every linear layer the factors A = Σ x̃x̃ᵀ and G = Σ ggᵀ over tokens,
-            of every other parameter the diagonal; on disk also ``gram``, as of :func:`gradmerge.estimate_gram`.
+        model: A module, such as a model of transformers with a head. It is not changed, and parameters with
+            ``requires_grad=False`` are left out. Or the folder or Hub id of a model, which needs ``out``.
+        batches: For a module: mappings of keyword arguments with ``labels``, or tuples that end with the labels. For a
+            model on disk: its data, as for `gradmerge curvature estimate --data`.
+        likelihood: ``empirical``: the data's labels; ``sampled``: labels drawn from the model; ``exact``: expectation
+            over the model's classes.
+        kind: ``diagonal``; ``kronecker``: for every linear layer the factors A = Σ x̃x̃ᵀ and G = Σ ggᵀ over tokens, and
+            the diagonal for other parameters; ``gram``: XᵀX of the inputs of every linear layer, for ``regmean``.
         out: For a model on disk: the new folder to write, such as the model's own `curvature/`.
-        seed: Of the labels that are drawn. They depend on the seed and the example's place in the data alone.
-        progress: A bar on long work; False for none; or what is told how far it is, in batches or, on disk, examples.
-        max_kronecker_dim: Layers with more inputs or outputs have a diagonal instead of Kronecker factors; the result
-            names them.
-        output: For a module: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``, where the model and
-            its labels do not tell. See :mod:`gradmerge.curvature.losses`.
-        each_batch: For a module: called after every batch with a function that gives the curvature so far.
-        kind: Another name of ``structure``, the one that files and the command line have for it.
+        seed: Of sampled labels. They depend only on the seed and on the example's index in the data.
+        progress: True shows a progress bar, False none. Or an object that receives the progress, in batches for a
+            module and in examples for a model on disk.
+        max_kronecker_dim: Layers with more inputs or outputs have a diagonal instead of Kronecker factors.
+        output: For a module: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``. Default: by the model
+            and its labels. See :mod:`gradmerge.curvature.losses`.
         at_delta: On disk: a base, to estimate at MODEL − BASE, for ``fa1``.
-        precision, shard_size, force: On disk: as of :meth:`Curvature.save`.
-        resume: On disk: go on with a run that was stopped, from the sums that it saved every ``save_every`` seconds.
-        processes: On disk: divide the rows over the processes that torchrun or `accelerate launch` has started, all of
-            which must call this alike; the first writes. Without it every process is on its own, as with a module: add
-            the curvature of its batches to that of the others.
-        accumulate_on: Where the sums are kept: on the ``device`` of each layer, the ``cpu`` or ``disk``; by default
-            where the model's weights are.
-        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.LoadOptions` says. For a module
-            only ``device``: where batches are moved to, by default where the model is.
+        precision, shard_size, force: On disk: as for :meth:`Curvature.save`.
+        resume: On disk: resume an unfinished run, from the sums that it saved every ``save_every`` seconds.
+        save_every: On disk: seconds between two saves.
+        processes: On disk: divide the rows over the processes that torchrun or `accelerate launch` started. All call
+            this alike; the first one writes. For a module, add up the curvature of the processes' batches yourself.
+        accumulate_on: Where to keep the sums: on the ``device`` of each layer, the ``cpu`` or ``disk``. Default: where
+            the model's weights are.
+        loading: On disk: how to load the model and its data, as in :class:`gradmerge.LoadOptions`. For a module only
+            ``device``, where batches are moved to; default: where the model is.
 
     Returns:
-        For a module its :class:`Curvature` or :class:`KroneckerCurvature`, **sums** over examples; for a model on disk
-        what was written.
+        For a module its :class:`Curvature`, **sums** over examples; for a model on disk what was written.
 
     >>> estimate_curvature(module, batches).save("./yelp/curvature")  # doctest: +SKIP
     >>> estimate_curvature("./yelp", "reviews.jsonl", out="./yelp/curvature", limit=1000)  # doctest: +SKIP
     """
-    of_modules: Any = {"output": output, "each_batch": each_batch}
-    of_disk: Any = {"out": out, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
-    of_disk |= {"resume": resume, "force": force, "save_every": save_every}
-    of_disk["processes"] = processes
-    if kind is not None and structure not in ("diagonal", kind):
-        raise InputError(f"structure {structure!r} and kind {kind!r} are two names of one option: give one of them")
-    structure = kind or structure
-    _check_max_kronecker_dim(max_kronecker_dim, structure)
-    on_disk = not isinstance(model, nn.Module)
-    if on_disk is not isinstance(batches, str | os.PathLike):
-        expected = "the path or name of its data, for a model on disk" if on_disk else "batches in memory, for a module"
+    on_disk: Any = {"out": out, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
+    on_disk |= {"resume": resume, "force": force, "save_every": save_every, "processes": processes}
+    both: Any = {"kind": kind, "seed": seed, "max_kronecker_dim": max_kronecker_dim}
+    if isinstance(model, nn.Module) is isinstance(batches, str | os.PathLike):
+        expected = "batches in memory, for a module" if isinstance(model, nn.Module) else "a path or name, like model"
         raise InputError(f"batches is {type(batches).__name__}, but must be {expected}")
     if isinstance(model, nn.Module):
+        check_known(f"kind {kind}", kind, tuple(KINDS))
+        _check_max_kronecker_dim(max_kronecker_dim, kind)
         device = loading.pop("device", None)
         complete(cast(LoadOptions, loading), estimate_curvature)
-        if structure == "gram":
-            raise InputError("structure gram: of a module, gradmerge.estimate_gram(model, batches) gives Gram matrices")
-        _refuse(of_disk | loading, "a model on disk, not for a module")
-        with shown(progress, "batches") as told:
-            seen = with_progress(cast(Iterable[Any], batches), told, "estimating")
-            keywords: Any = of_modules | {"seed": seed, "device": device, "max_kronecker_dim": max_kronecker_dim}
-            keywords["storage"] = SumStorage(accumulate_on or "device")
-            return estimate_in_memory(model, seen, likelihood, structure=structure, **keywords)
-    _refuse(of_modules, "a module, not for a model on disk")
+        _refuse(on_disk | loading, "a model on disk, not for a module")
+        with shown(progress, "batches") as bar:
+            counted = with_progress(cast(Iterable[Any], batches), bar, "estimating")
+            storage = SumStorage(accumulate_on or "device")
+            result = estimate_in_memory(
+                model, counted, likelihood, output=output, device=device, storage=storage, **both
+            )
+        result.notes += expert_notes(model, result)
+        return result
+    _refuse({"output": output}, "a module, not for a model on disk")
     if out is None:
         raise InputError("out is None, but must be the folder to write, for a model on disk: out=…")
-    of_disk |= {
-        "accumulate_on": accumulate_on,
-        "likelihood": likelihood,
-        "kind": structure,
-        "seed": seed,
-        "max_kronecker_dim": max_kronecker_dim,
-        "progress": progress,
-    }
-    return estimate_to_disk(model, str(batches), **of_disk, **loading)
+    on_disk |= {"accumulate_on": accumulate_on, "likelihood": likelihood, "progress": progress}
+    return estimate_to_disk(model, str(batches), **on_disk, **both, **loading)
 
 
 def _refuse(options: Mapping[str, Any], whose: str) -> None:
@@ -242,7 +206,9 @@ def estimate_to_disk(
     if group.is_first:
         # A model's curvature may be in its folder, where merges look for it.
         paths = model_paths(model)
-        output = AtomicDir(Path(out), KINDS[kind], force=force, resume=resume, reads=[*models, *data], inside=paths)
+        output = AtomicDir(
+            Path(out), f"estimate of {KINDS[kind]}", force=force, resume=resume, reads=[*models, *data], inside=paths
+        )
     with output as staging, shown(progress if group.is_first else False, "examples") as bar:
         shared_folder = group.all_gather(None if staging is None else str(staging.folder))[0]
         files = state_of(models) + state_of(data, deep=True)
@@ -281,22 +247,15 @@ def estimate_to_disk(
             "max_kronecker_dim": max_kronecker_dim,
         }
         saved = SavedSums(Path(shared_folder), request, group.rank)
-        done: list[list[int]] = []
+        rows = np.arange(loaded.examples)
         try:
-            result: Curvature | KroneckerCurvature | Gram
-            if kind == "gram":
-                bar.begin("estimating", len(group.share(loaded.examples)))
-                result = gram_of(loaded.model, share_of(loaded, group), loaded.device, bar.advance, group, storage)
-            else:
-                done = group.all_gather(saved.join(loaded.examples) if group.is_first and resume else [])[0]
-                keywords: Any = {"structure": kind, "seed": seed, "storage": storage}
-                keywords["max_kronecker_dim"] = max_kronecker_dim
-                result = estimate_with_saves(loaded, likelihood, done, saved, save_every, bar, group, **keywords)
-                if group.is_first:
-                    saved.add_joined(result)
-                if isinstance(result, KroneckerCurvature) and result.wide:
-                    wide = f"layers with more than {max_kronecker_dim:,} inputs or outputs have a diagonal"
-                    notes.append(f"{wide}:\n{listed(result.wide)}")
+            if resume:
+                rows = group.all_gather(saved.join(loaded.examples) if group.is_first else None)[0]
+            keywords: Any = {"kind": kind, "seed": seed, "storage": storage, "max_kronecker_dim": max_kronecker_dim}
+            result = estimate_with_saves(loaded, likelihood, rows, saved, save_every, bar, group, **keywords)
+            if group.is_first:
+                saved.add_joined(result)
+            notes += [*result.notes, *expert_notes(loaded.model, result)]
             if path := changed(files, state_of(models) + state_of(data, deep=True)):
                 saved.remove()
                 raise MachineError(f"{path}: changed during the estimate. Nothing was written; run it again.")
@@ -321,7 +280,7 @@ def estimate_to_disk(
         entries=sum(value.numel() for value in result.values()),
         seconds=time.perf_counter() - begun,
         device=str(loaded.device),
-        resumed_from=sum(end - first for first, end in done),
+        resumed_from=loaded.examples - len(rows),
         processes=group.world_size,
         memory=memory,
         notes=[*(staging.notes if staging is not None else []), *loaded.notes, *notes],

@@ -16,7 +16,7 @@ from ..checkpoints.adapter_config import is_adapter
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.sidecars import sidecars
-from ..curvature.curvature_card import curvature_card
+from ..curvature.curvature import curvature_card
 from ..curvature.format import STEM, open_curvature
 from ..engine.journal import NAME as JOURNAL
 from ..engine.penalties import PENALTY

@@ -14,7 +14,7 @@ from torch import nn
 from ..arguments import check_known, checked
 from ..cards.eval_results import evaluation
 from ..cards.provenance import input_entry
-from ..curvature.kronecker import MAX_KRONECKER_DIM
+from ..curvature.kfac import MAX_KRONECKER_DIM
 from ..curvature.losses import ExampleLoss, loss_named
 from ..engine.input_state import changed, model_paths, state_of
 from ..engine.run import MergeResult

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..arguments import checked
 from ..checkpoints.checkpoint import STORED_TYPES, Checkpoint
 from ..curvature.curvature import Curvature
-from ..curvature.kronecker import KroneckerCurvature
 from ..engine.build_plan import inputs_of, make_plan
 from ..engine.executor import LocalExecutor, merge_blocks
 from ..engine.inputs import CurvatureInput
@@ -51,8 +50,7 @@ def merge_state_dicts(
 ) -> dict[str, Tensor]:
     """Merge state dicts in memory, with the same rules, checks and arithmetic as on disk.
 
-    Curvature is a :class:`Curvature` or :class:`KroneckerCurvature`, a mapping from names to tensors, or a number c
-    for c · I.
+    Curvature is a :class:`Curvature`, a mapping from names to tensors, or a number c for c · I.
 
     Args:
         base: The base model; None for methods that need none.
@@ -180,12 +178,9 @@ def _in_memory(value: CurvatureLike | None, label: str, recipe: Recipe, method: 
             f"{label}: {method} needs it: a Curvature, a mapping from names to tensors, or a number c for c · I"
         )
     if isinstance(value, Mapping):
-        if isinstance(value, KroneckerCurvature):
-            factor = reduction_factor(recipe.reduction, value.examples)
-            tokens = {name: layer.tokens for name, layer in value.layers.items()}
-            return CurvatureInput(label, memory=value, factor=factor, tokens=tokens, transposed=value.transposed)
         if isinstance(value, Curvature):
-            return CurvatureInput(label, memory=value, factor=reduction_factor(recipe.reduction, value.examples))
+            factor = reduction_factor(recipe.reduction, value.examples)
+            return CurvatureInput(label, memory=value, factor=factor, tokens=value.tokens, transposed=value.transposed)
         return CurvatureInput(label, memory=value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise InputError(f"{label}: {value} is not a curvature; give a finite number that is not negative")

@@ -13,7 +13,7 @@ from .output import print_json, print_table, progress
 from .stdio import echo
 
 if TYPE_CHECKING:
-    from ..curvature.spectra import LayerSpectra, Spectrum
+    from ..curvature.summary import LayerSpectra, Spectrum
 
 EXAMPLE = "Example: gradmerge curvature show ./yelp-curvature"
 
@@ -37,8 +37,7 @@ def show(
     Of Kronecker factors these are of the diagonal that they make; sizes, traces and eigenvalues of every layer follow.
     """
     from ..curvature.format import open_curvature
-    from ..curvature.spectra import layers_of, spectra
-    from ..curvature.summary import pieces, summarize
+    from ..curvature.summary import layers_of, pieces, spectra, summarize
 
     if plot:
         from ..report.curvature_plot import check_plot_path, plot_curvature

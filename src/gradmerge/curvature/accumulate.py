@@ -6,7 +6,8 @@ would add up all g_i before anyone can square them. So hooks on the layers captu
 Σ_i (Σ_t y_it x_itᵀ)² from them. One batch passes through these files:
 
 1. `estimate.py` calls :meth:`Accumulator.add`.
-2. The model runs. The hooks of each layer (`hooks.py`) capture x.
+2. The model runs. The hooks of each layer (`hooks.py`) capture x. Parameters whose formula does not fit this batch
+   become slow.
 3. The backward pass passes y to the layer's formula (`per_example_gradients.py`), which computes a term of the gradient
    and calls :meth:`Accumulator.take`.
 4. A parameter's only term is squared and added at once (`kernels.py`), or added to Kronecker factors (`kfac.py`). Small
@@ -17,21 +18,26 @@ would add up all g_i before anyone can square them. So hooks on the layers captu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .batches import enough_memory
+from ..errors import InputError
+from ..text import listed
+from .batches import enough_memory, masks_of, sees_decoder
+from .checkpoint_names import for_files, stored_sources, stored_unchanged
+from .curvature import Curvature, Entries, Entry, KroneckerFactors
 from .hooks import Recorder
-from .kernels import DirectGradient, OuterGradient, Term, add_many_direct, add_outer, add_squares
+from .kernels import DirectGradient, OuterGradient, Term, add_many_direct, add_outer, add_squares, sum_type
 from .kfac import BatchInputs, KroneckerSums
-from .padding import masks_of
-from .parameter_sum import FormulaMismatchError, ParameterSum, differentiable, for_each_example, without_gradients
-from .sum_storage import SumStorage
-from .verify import Formulas, verify_again
+from .losses import logits_of
+from .parameter_sum import ParameterSum, differentiable, for_each_example, without_gradients
+from .per_example_gradients import is_conv1d
+from .sum_storage import StoredSum, SumStorage
+from .verify import Formulas, warn_slow
 
 Objectives = Callable[[Any, int], list[Callable[[], Tensor]]]
 """(batch, index of its first example) → one function per backward pass, which returns the sum to differentiate."""
@@ -46,165 +52,260 @@ class Accumulator(Recorder):
     def __init__(
         self,
         model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
         formulas: Formulas,
         objectives: Objectives,
-        factors: Mapping[nn.Parameter, KroneckerSums] = MappingProxyType({}),
-        storage: SumStorage | None = None,
+        storage: SumStorage,
+        max_kronecker_dim: int | None = None,
     ) -> None:
-        self._storage = storage or SumStorage()
-        super().__init__(model, {p: ParameterSum(p, factors.get(p), self._storage) for p in formulas.kinds})
+        """``max_kronecker_dim`` is the largest layer with Kronecker factors; None for diagonals only."""
+        super().__init__(model, {p: ParameterSum(p, storage) for p in formulas.parameters})
         for parameter, one in self.sums.items():
-            one.kinds, one.slow = formulas.kinds[parameter], parameter in formulas.slow
-            if one.factors is not None and one.factors.bias is not None:
-                self.sums[one.factors.bias].weight = one
-        self._model, self._objectives = model, objectives
-        self._formulas = formulas
+            one.slow = parameter in formulas.slow
+        self._model, self._objectives, self._formulas, self._storage = model, objectives, formulas, storage
+        self._parameters = parameters
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._kind = "diagonal" if max_kronecker_dim is None else "kronecker"
+        self._to_files: Callable[[Any], Entries] | None = for_files(model)
+        self._notes: list[str] = []
+        self._unused: list[str] = []
         self._inputs = BatchInputs({})
-        self._has_factors = bool(factors)
-        self._added: set[ParameterSum] = set()
-        """Sums that have their squares of this backward pass."""
-        self._unverified: set[ParameterSum] = set()
-        """Parameters that were not used when formulas were verified."""
         self._first_pass = True
-        self._watched: list[ParameterSum] = []
-        self._checked_strays = True
+        if max_kronecker_dim is not None:
+            self._make_factors(max_kronecker_dim)
+        self.attach(formulas.attached(self.sums))
 
-    def __enter__(self) -> Accumulator:
-        self.attach(self._formulas.chosen(self.sums))
-        return self
+    def _make_factors(self, max_kronecker_dim: int) -> None:
+        """Give layers Kronecker factors, if the two examples use their matrix in one product."""
+        stored, kinds = stored_unchanged(self._model), self._formulas.kinds
+        layers, wide = kronecker_layers(self._model, self._parameters.values(), stored, max_kronecker_dim)
+        holders = [p for module in self._model.modules() for p in module._parameters.values()]
+        for parameter, (name, module) in layers.items():
+            if not self.sums[parameter].slow and kinds.get(parameter) == [OuterGradient]:
+                bias, one = module._parameters.get("bias"), self.sums[parameter]
+                if bias is not None and bias in self.sums and sum(other is bias for other in holders) == 1:
+                    self.sums[bias].weight = one
+                else:
+                    bias = None
+                one.factors = KroneckerSums(name, parameter, bias, is_conv1d(module), self._storage)
+        self._unused = [name for p, (name, _) in layers.items() if p not in kinds and not self.sums[p].slow]
+        if wide:
+            self._notes.append(
+                f"layers with more than {max_kronecker_dim:,} inputs or outputs have a diagonal:\n{listed(wide)}"
+            )
+        convert = self._to_files
 
-    def __exit__(self, *_: object) -> None:
-        self.hooks.close()
+        def to_files(entries: Entries) -> Entries:
+            factors = {stored[name]: one for name, one in entries.items() if isinstance(one, KroneckerFactors)}
+            diagonal = {name: one for name, one in entries.items() if isinstance(one, Tensor)}
+            return {**factors, **(convert(diagonal) if convert is not None else diagonal)}
 
-    @property
-    def slow(self) -> set[nn.Parameter]:
-        """Parameters that no formula fits."""
-        return {parameter for parameter, one in self.sums.items() if one.slow}
+        self._to_files = to_files
+
+    def curvature(self, examples: int, likelihood: str) -> Curvature:
+        """Return the sums so far. Their tensors change with the next batch."""
+        sums = {name: self.sums[p] for name, p in self._parameters.items()}
+        entries: dict[str, Entry] = {n: one.factors.result() for n, one in sums.items() if one.factors is not None}
+        entries |= {n: one.total for n, one in sums.items() if one.factors is None and one.weight is None}
+        name = str(getattr(getattr(self._model, "config", None), "_name_or_path", "") or type(self._model).__name__)
+        return Curvature(entries, examples, likelihood, name, kind=self._kind, stored=self._to_files, notes=self._notes)
+
+    def check_used(self) -> None:
+        """Raise InputError if no gradient reached a layer that should have Kronecker factors."""
+        if unused := [name for name in self._unused if not self.sums[self._parameters[name]].slow]:
+            raise InputError(
+                f"no gradient reaches these layers, so they have no Kronecker factors:\n{listed(unused)}\n"
+                "  Freeze them (requires_grad_(False)), or estimate a diagonal."
+            )
 
     def add(self, batch: Any, first: int) -> None:
         """Add the squares of every example of a batch; ``first`` is the index of its first example."""
         with enough_memory():
-            already_slow = [one for one in self.sums.values() if one.slow]
-            if len(already_slow) < len(self.sums):
+            if not all(one.slow for one in self.sums.values()):
                 self._add_by_formulas(batch, first)
-            self._check_factors()
             if slow := [one for one in self.sums.values() if one.slow]:
-                self._add_by_autograd(slow, batch, first)
-
-    def verify_again(self, batch: Any, outputs: Callable[[Any], Tensor], *, unverified_shapes: bool) -> None:
-        """Verify the formulas on a batch of another shape; parameters that they do not fit become slow.
-
-        ``unverified_shapes``: batches of unverified shapes were added before, so their sums may be wrong.
-        """
-        self.hooks.close()
-        wrong = verify_again(self._formulas, self._model, batch, outputs)
-        if wrong and unverified_shapes:
-            raise FormulaMismatchError(wrong)
-        for parameter, one in self.sums.items():
-            one.kinds, one.slow = self._formulas.kinds[parameter], one.slow or parameter in wrong
-        self._check_factors()
-        self.attach(self._formulas.chosen(self.sums))
-
-    def _check_factors(self) -> None:
-        """Raise if a layer has factors of earlier batches, but cannot have factors of this one."""
-        with_factors = [one for one in self.sums.values() if one.factors is not None and one.factors.has_examples]
-        if changed := [one.parameter for one in with_factors if not one.has_factors]:
-            raise FormulaMismatchError(changed)
+                objectives = lambda example, row: self._objectives(example, first + row)  # noqa: E731
+                for_each_example(batch, objectives, slow, _add_gradient)
 
     def _add_by_formulas(self, batch: Any, first: int) -> None:
         """Run the model, and each backward pass; the hooks call :meth:`take`."""
-        self._inputs = BatchInputs(masks_of(self._model, batch) if self._has_factors else {})
-        with self.recording(batch), self._watching(), contextlib.closing(self._inputs):
+        fast = [one.parameter for one in self.sums.values() if not one.slow]
+        has_factors = any(one.factors is not None for one in self.sums.values())
+        self._inputs = BatchInputs(masks_of(self._model, batch) if has_factors else {})
+        with (
+            self.recording(batch),
+            without_gradients(fast),
+            differentiable(fast),
+            contextlib.closing(self._inputs),
+        ):
             objectives = self._objectives(batch, first)
             for number, make_objective in enumerate(objectives):
-                objective = make_objective()
-                self._added, self._first_pass, self._checked_strays = set(), number == 0, False
+                objective, self._first_pass = make_objective(), number == 0
+                if self._first_pass:
+                    reached = _reached(objective)
+                    unfit = [one for formula in self.check_shapes() for one in formula.sums.values()]
+                    # Parameters with a formula are hidden in their module, so the backward pass must not reach them.
+                    self._give_up([*unfit, *(one for p, one in self.sums.items() if p in reached)])
                 if objective.requires_grad:  # otherwise no parameter with a formula is used
                     objective.backward(retain_graph=number + 1 < len(objectives))
-                if not self._checked_strays:  # no layer called `take`
-                    self._give_up(one for one in self._watched if one.parameter.grad is not None)
-                self._finish_pass()
+                self._end_pass()
 
     def wants(self, one: ParameterSum) -> bool:
-        return one.weight is None or not one.weight.has_factors
+        return one.weight is None
 
     def take(self, one: ParameterSum, term: Term) -> None:
-        if not self._checked_strays:  # the first term of a backward pass, before anything is added
-            self._checked_strays = True
-            self._give_up(w for w in self._watched if torch._C._will_engine_execute_node(w.accumulation_node))
         if one.slow:
             return
-        if not one.kinds:
-            self._unverified.add(one)
-        elif len(one.kinds) == 1 and not _is_small(term):
-            if one in self._added:
-                raise FormulaMismatchError([one.parameter])
-            if one.factors is not None and isinstance(term, OuterGradient):
-                one.factors.add(term, self._inputs, inputs=self._first_pass)
-            else:
-                one.add(lambda total: add_squares(total, [term]))
-            self._added.add(one)
+        if one.factors is not None and isinstance(term, OuterGradient):
+            one.factors.add(term, self._inputs, inputs=self._first_pass)
+        elif one.parameter not in self._formulas.kinds or (len(one.uses) == 1 and _is_small(term)):
+            one.terms.append(term)
+        elif len(one.uses) == 1:
+            one.add(lambda total: add_squares(total, [term]))
         elif isinstance(term, OuterGradient) and one.is_tied_table:
             one.keep_head(term)
             one.add(lambda total: add_outer(total, term))
-            self._added.add(one)
         else:
             one.terms.append(term)
 
-    def _finish_pass(self) -> None:
+    def _end_pass(self) -> None:
         """Add the squares of the terms that waited for the end of a backward pass."""
-        self._give_up(self._unverified.union(*(formula.sums.values() for formula in self.unfit)))
-        self._unverified.clear()
-        self.unfit.clear()
-        waiting = [one for one in self.sums.values() if one.terms and not one.slow]
+        waiting = [one for one in self.sums.values() if one.terms]
+        self._give_up(one for one in waiting if one.parameter not in self._formulas.kinds)
         small: dict[Any, list[ParameterSum]] = {}
         for one in waiting:
+            if one.slow:
+                continue
             if self._storage.on_device and all(_is_small(term) for term in one.terms):
                 small.setdefault((one.dtype, one.total.device), []).append(one)
             else:
                 one.add_terms()
         for group in small.values():
             add_many_direct([one.total for one in group], [one.terms for one in group])  # type: ignore[misc]
-        for one in self.sums.values():
-            one.forget()
+        for one in waiting:
+            one.end_pass()
 
     def _give_up(self, sums: Iterable[ParameterSum]) -> None:
-        """Make parameters slow, and all others of their modules, from this batch on."""
-        unfit = set(sums)
-        unfit |= {other for module in self._formulas.modules_of(unfit) for other in self.own(module)}
-        if not unfit:
-            return
-        self._formulas.conclusive = False
-        if unfit & self._added or not self._first_pass:
-            raise FormulaMismatchError(one.parameter for one in unfit)
+        """Make parameters slow from this batch on, which has added nothing to them yet."""
+        unfit = {one for one in sums if not one.slow}
+        for one in self.sums.values():
+            if one.factors is not None and (one in unfit or one.uses not in ([], [OuterGradient])):
+                raise InputError(
+                    f"{self._names[one.parameter]}: this batch does not use the layer once per example, as the first "
+                    "examples do, so it has no Kronecker factors. Freeze it (requires_grad_(False)), or estimate a "
+                    "diagonal."
+                )
+        if unfit:
+            self._formulas.conclusive = False
+            warn_slow(self._names[one.parameter] for one in unfit)
         for one in unfit:
             one.slow = True
-            one.forget()
 
-    def own(self, module: nn.Module) -> set[ParameterSum]:
-        return {self.sums[p] for p in module._parameters.values() if p is not None and p in self.sums}
 
-    @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Let parameters with a formula require a gradient: one that arrives comes from outside their module."""
-        self._watched = [one for one in self.sums.values() if not one.slow]
-        parameters = [one.parameter for one in self._watched]
-        try:
-            with without_gradients(parameters), differentiable(parameters):
-                for one in self._watched:
-                    one.accumulation_node  # noqa: B018
-                yield
-        finally:
-            self._checked_strays = True
+def kronecker_layers(
+    model: nn.Module, parameters: Collection[nn.Parameter], stored: Collection[str], max_kronecker_dim: int
+) -> tuple[dict[nn.Parameter, tuple[str, nn.Module]], list[str]]:
+    """Return the weights that may have Kronecker factors, with their names and modules; and names of too wide ones.
 
-    def _add_by_autograd(self, sums: list[ParameterSum], batch: Any, first: int) -> None:
-        def add(one: ParameterSum, gradient: Tensor) -> None:
-            wide = gradient.to(one.dtype)
-            one.add(lambda total: total.addcmul_(wide, wide))
+    These are weights of linear layers and convolutions that only one module uses, and that a checkpoint stores
+    unchanged: its name is in ``stored``.
+    """
+    uses: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                uses.setdefault(parameter, []).append((f"{path}.{name}".lstrip("."), module))
+    found, wide = {}, []
+    for parameter in parameters:
+        name, module = uses[parameter][0]
+        linear = isinstance(module, nn.Linear) or is_conv1d(module)
+        convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1
+        is_weight = len(uses[parameter]) == 1 and name in stored and module._parameters.get("weight") is parameter
+        if not is_weight or not (linear or convolution):
+            continue
+        if max(parameter.shape[0], parameter.shape[1:].numel()) > max_kronecker_dim:
+            wide.append(name)
+        else:
+            found[parameter] = name, module
+    return found, wide
 
-        objectives = lambda example, row: self._objectives(example, first + row)  # noqa: E731
-        for_each_example(batch, objectives, sums, add)
+
+def _reached(objective: Tensor) -> set[Tensor]:
+    """Return the leaf tensors that the backward pass from a tensor reaches."""
+    leaves, seen, nodes = set(), set(), [objective.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            if (leaf := getattr(node, "variable", None)) is not None:
+                leaves.add(leaf)
+    return leaves
+
+
+def _add_gradient(one: ParameterSum, gradient: Tensor) -> None:
+    wide = gradient.to(one.dtype)
+    one.add(lambda total: total.addcmul_(wide, wide))
 
 
 def _is_small(term: Term) -> bool:
     return isinstance(term, DirectGradient) and term.gradient.numel() <= _SMALL
+
+
+class GramAccumulator:
+    """Adds up XᵀX of the inputs of every linear layer, without padding. A head tied to an embedding is left out."""
+
+    def __init__(self, model: nn.Module, storage: SumStorage) -> None:
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        self._model = model
+        self._layers: dict[str, nn.Module] = {}
+        self._sums: dict[str, StoredSum] = {}
+        self._masks: dict[bool, Tensor | None] = {}
+        self._hooks = contextlib.ExitStack()
+        for path, module in model.named_modules():
+            if not (isinstance(module, nn.Linear) or is_conv1d(module)) or id(module.weight) in tables:
+                continue
+            name, weight = f"{path}.weight".lstrip("."), module.weight
+            width = weight.shape[0] if is_conv1d(module) else weight.shape[1]
+            self._layers[name] = module
+            self._sums[name] = storage.new_sum((width, width), sum_type(weight), weight.device)
+            hook = functools.partial(self._add_input, self._sums[name], sees_decoder(name))
+            self._hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        if not self._layers:
+            raise InputError("the model has no linear layer: there is no Gram matrix to estimate")
+
+    def __enter__(self) -> GramAccumulator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def add(self, batch: Any, first: int) -> None:
+        """Run the model on a batch; the hooks add the inputs of its layers."""
+        self._masks = masks_of(self._model, batch)
+        with enough_memory(), torch.no_grad():
+            logits_of(self._model, batch)
+
+    def _add_input(
+        self, total: StoredSum, decoder: bool, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        x: Tensor = next(iter((*args, *kwargs.values()))).detach()
+        mask = self._masks.get(decoder)
+        folded = x.dim() == 2 and mask is not None and mask.numel() == len(x)
+        if mask is not None and (mask.shape == x.shape[:-1] or folded):
+            x = x[mask.to(x.device).bool().reshape(x.shape[:-1])]
+        x = x.reshape(-1, x.shape[-1]).to(total.value.dtype)
+        total.add(lambda value: value.addmm_(x.T, x))
+
+    def curvature(self, examples: int, likelihood: str) -> Curvature:
+        """Return the sums so far, with the names of the model's files."""
+        order = {source: number for number, source in enumerate(self._layers)}
+        named = [(stored, source) for stored, source in stored_sources(self._model).items() if source in order]
+        named.sort(key=lambda pair: order[pair[1]])
+        sums = {stored: self._sums[source].value for stored, source in named}
+        transposed = [stored for stored, source in named if is_conv1d(self._layers[source])]
+        name = str(getattr(getattr(self._model, "config", None), "_name_or_path", ""))
+        return Curvature(sums, examples, "", name, kind="gram", transposed=transposed)
+
+    def check_used(self) -> None:
+        """A layer without inputs has a Gram matrix of zeros."""

@@ -8,29 +8,24 @@ from operator import length_hint
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import InputError, MachineError
 from ..progress import Progress
+from .losses import MASKED
 
 
-class Repeatable:
-    """Batches that can be iterated several times: each iteration calls ``make``."""
+class IndexedBatches:
+    """Batches that know the index of their first example in the data: ``make`` returns pairs (index, batch)."""
 
-    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, make: Callable[[], Iterable[tuple[int, Any]]]) -> None:
         self._make = make
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._make())
-
-
-class IndexedBatches(Repeatable):
-    """Repeatable batches that know the index of their first example in the data: ``make`` returns pairs."""
 
     def __iter__(self) -> Iterator[Any]:
         return (batch for _, batch in self._make())
 
     def indexed(self) -> Iterator[tuple[int, Any]]:
+        """Yield each batch with the index of its first example."""
         return iter(self._make())
 
 
@@ -45,16 +40,12 @@ def indexed(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         first += examples_in(batch)
 
 
-def with_progress(batches: Iterable[Any], progress: Progress, what: str) -> Iterable[Any]:
-    """Report progress per batch. Batches that can be iterated several times still can."""
-
-    def count() -> Iterator[Any]:
-        progress.begin(what, length_hint(batches))
-        for batch in batches:
-            yield batch
-            progress.advance(1)
-
-    return count() if isinstance(batches, Iterator) else Repeatable(count)
+def with_progress(batches: Iterable[Any], progress: Progress, what: str) -> Iterator[Any]:
+    """Report progress per batch."""
+    progress.begin(what, length_hint(batches))
+    for batch in batches:
+        yield batch
+        progress.advance(1)
 
 
 def values_of(batch: Any) -> Iterable[Any]:
@@ -108,3 +99,26 @@ def enough_memory(what: str = "a batch") -> Iterator[None]:
             f"out of memory with {what}. Use a smaller batch_size or max_length, dtype bfloat16, or a larger device; "
             "the result does not depend on batch_size."
         ) from error
+
+
+def masks_of(model: nn.Module, batch: Any) -> dict[bool, Tensor | None]:
+    """The mask (examples, tokens) of tokens that are no padding: of the encoder, and under True of the decoder."""
+    if not isinstance(batch, Mapping):
+        return {}
+    return {False: batch.get("attention_mask"), True: _decoder_mask(model, batch)}
+
+
+def sees_decoder(name: str) -> bool:
+    """Whether a layer takes the decoder's tokens: in a decoder all do but keys and values of cross-attention."""
+    crossing = any(word in name for word in ("EncDecAttention", "encoder_attn", "crossattention"))
+    keys = name.removesuffix(".weight").rpartition(".")[2] in ("k", "v", "k_proj", "v_proj", "key", "value")
+    return ("decoder." in name or name.startswith("lm_head")) and not (crossing and keys)
+
+
+def _decoder_mask(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | None:
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return batch.get("attention_mask")
+    if "decoder_attention_mask" in batch:
+        return batch["decoder_attention_mask"]
+    labels = batch.get("labels")
+    return labels != MASKED if isinstance(labels, Tensor) and labels.dim() == 2 else None

@@ -7,7 +7,7 @@ to the files: a merge reads it beside them.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -146,6 +146,14 @@ def stored_sources(model: nn.Module) -> dict[str, str]:
     coded = {name: torch.tensor(float(k)).expand(shapes[k]) for k, name in enumerate(names)}
     stored = _reverted(model, _untied(model, coded))
     return {n: names[int(v[(0,) * v.dim()])] for n, v in stored.items() if v.numel() and _is_one_number(v)}
+
+
+def stored_unchanged(model: nn.Module) -> dict[str, str]:
+    """Return name in memory → name in a checkpoint, of parameters that are one tensor of the same shape there."""
+    shapes, sources = stored_shapes(model), stored_sources(model)
+    parts = Counter(sources.values())
+    known = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return {source: file for file, source in sources.items() if parts[source] == 1 and shapes[file] == known[source]}
 
 
 def _is_one_number(value: Tensor) -> bool:

@@ -6,9 +6,8 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,85 +17,36 @@ from torch.utils.checkpoint import checkpoint
 from ..arguments import check_known
 from ..errors import InputError
 from ..text import listed
-from .accumulate import Accumulator
+from .accumulate import Accumulator, GramAccumulator
 from .batches import examples_in, indexed, moved
-from .checkpoint_names import for_files
 from .curvature import Curvature
-from .kfac import KroneckerSums
-from .kronecker import (
-    MAX_KRONECKER_DIM,
-    KroneckerCurvature,
-    factors_for,
-    for_kronecker_files,
-    kronecker_of,
-    stored_alone,
-)
+from .format import KINDS
+from .kfac import MAX_KRONECKER_DIM
 from .losses import ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_named, loss_of
-from .offload import reaching
-from .parameter_sum import FormulaMismatchError
+from .offload import input_device, reachable
+from .parameter_sum import gradient_handlers
 from .sum_storage import SumStorage
-from .verify import Formulas, choose_formulas, shape_of
+from .verify import Formulas, choose_formulas
 
-STRUCTURES = ("diagonal", "kronecker")
 LIKELIHOODS = ("empirical", "sampled", "exact")
-#: Formulas are verified again on batches of other shapes, up to this number of shapes.
-MAX_SHAPES = 4
-_log = logging.getLogger(__name__)
 
 
-class _Keywords(TypedDict, total=False):
-    """Options of every structure."""
-
-    output: str | ExampleLoss | None
-    seed: int
-    device: str | torch.device | None
-    each_batch: Callable[[Callable[[], Any]], None] | None
-    formulas: Formulas | None
-    verify_on: Any
-    max_kronecker_dim: int
-    storage: SumStorage | None
-    allow_empty: bool
-
-
-@overload
-def estimate_curvature(
-    model: nn.Module,
-    batches: Iterable[Any],
-    likelihood: str = ...,
-    *,
-    structure: Literal["kronecker"],
-    **options: Unpack[_Keywords],
-) -> KroneckerCurvature: ...
-@overload
-def estimate_curvature(
-    model: nn.Module,
-    batches: Iterable[Any],
-    likelihood: str = ...,
-    *,
-    structure: Literal["diagonal"] = ...,
-    **options: Unpack[_Keywords],
-) -> Curvature: ...
-@overload
-def estimate_curvature(
-    model: nn.Module, batches: Iterable[Any], likelihood: str = ..., *, structure: str, **options: Unpack[_Keywords]
-) -> Curvature | KroneckerCurvature: ...
-@reaching
 def estimate_curvature(
     model: nn.Module,
     batches: Iterable[Any],
     likelihood: str = "empirical",
     *,
-    structure: str = "diagonal",
+    kind: str = "diagonal",
     output: str | ExampleLoss | None = None,
     seed: int = 0,
     device: str | torch.device | None = None,
-    each_batch: Callable[[Callable[[], Any]], None] | None = None,
+    each_batch: Callable[[Callable[[], Curvature]], None] | None = None,
     formulas: Formulas | None = None,
     verify_on: Any = None,
     max_kronecker_dim: int = MAX_KRONECKER_DIM,
     storage: SumStorage | None = None,
     allow_empty: bool = False,
-) -> Curvature | KroneckerCurvature:
+) -> Curvature:
     """Return Σ_i [∇ℓ_i(θ)]² over the examples of ``batches``; see :func:`gradmerge.estimate_curvature`.
 
     ``each_batch`` is called after every batch with a function that returns the curvature so far, whose tensors change
@@ -105,110 +55,107 @@ def estimate_curvature(
     returns sums of zeros if there are no examples.
     """
     check_known(f"likelihood {likelihood!r}", likelihood, LIKELIHOODS)
-    check_known(f"structure {structure!r}", structure, STRUCTURES)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
-    if not parameters:
-        raise InputError("the model has no parameter with requires_grad=True: there is nothing to estimate")
-    target = torch.device(device) if device is not None else next(iter(parameters.values())).device
-    objective = Objective(model, likelihood, loss_named(output), seed)
-    label = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+    check_known(f"kind {kind!r}", kind, KINDS)
+    rows, examples = iter(indexed(batches)), 0
     storage = storage or SumStorage()
-    kronecker = structure == "kronecker"
-    alone = stored_alone(model) if kronecker else {}
-    slow: set[nn.Parameter] = set()
+    with reachable(model):
+        parameters = {} if kind == "gram" else trainable(model)
+        target = torch.device(device) if device is not None else input_device(model)
+        losses = Losses(model, likelihood, loss_named(output), seed)
+        with prepared(model), contextlib.ExitStack() as stack:
+            sums: Accumulator | GramAccumulator
+            if kind == "gram":
+                sums = stack.enter_context(GramAccumulator(model, storage))
+            else:
+                if formulas is None or not {*formulas.parameters} >= {*parameters.values()}:
+                    first, rows = _peek(rows) if verify_on is None else (verify_on, rows)
+                    formulas = choose_formulas(model, parameters.values(), moved(first, target), losses.logits)
+                widest = max_kronecker_dim if kind == "kronecker" else None
+                sums = stack.enter_context(Accumulator(model, parameters, formulas, losses.passes, storage, widest))
 
-    def one_pass() -> Curvature | KroneckerCurvature:
-        nonlocal formulas
-        examples, skipped = 0, False
-        rows = iter(indexed(batches))
-        with prepared(model):
-            if formulas is None or not formulas.kinds.keys() >= set(parameters.values()):
-                first, rows = _peek(rows) if verify_on is None else (verify_on, rows)
-                if first is None:
-                    raise InputError("there are no examples to estimate curvature on")
-                formulas = choose_formulas(model, parameters.values(), moved(first, target), objective.logits, slow)
-                _warn_slow(formulas.slow, parameters)
-            wide: list[str] = []
-            factors: dict[nn.Parameter, KroneckerSums] = {}
-            if kronecker:
-                factors, wide = factors_for(model, list(parameters.values()), alone, max_kronecker_dim, storage)
-            accumulator = Accumulator(model, formulas, objective.passes, factors, storage)
+            def so_far() -> Curvature:
+                losses.check()
+                return sums.curvature(max(1, examples), likelihood)
 
-            def so_far() -> Curvature | KroneckerCurvature:
-                objective.check_losses()
-                sums = {name: accumulator.sums[p] for name, p in parameters.items()}
-                if kronecker:
-                    names = for_kronecker_files(model, alone)
-                    return kronecker_of(sums, max(1, examples), likelihood, label, wide, names)
-                totals = {name: one.total for name, one in sums.items()}
-                return Curvature(totals, max(1, examples), likelihood, label, for_files(model))
-
-            with accumulator:
-                for first_row, batch in rows:
-                    batch = moved(batch, target)
-                    if not len(labels_of(batch)):
-                        continue
-                    known = accumulator.slow
-                    shape = shape_of(batch)
-                    if shape not in formulas.shapes and len(formulas.shapes) < MAX_SHAPES:
-                        accumulator.verify_again(batch, objective.logits, unverified_shapes=skipped)
-                    skipped |= shape not in formulas.shapes
-                    accumulator.add(batch, first_row)
-                    _warn_slow(accumulator.slow - known, parameters)
-                    examples += examples_in(batch)
+            for first_row, batch in rows:
+                batch = moved(batch, target)
+                count = examples_in(batch) if kind == "gram" else len(labels_of(batch))
+                if count:
+                    sums.add(batch, first_row)
+                    examples += count
                     if each_batch is not None:
                         each_batch(so_far)
             if not examples and not allow_empty:
                 raise InputError("there are no examples to estimate curvature on")
-            unused = [name for name, p in parameters.items() if p in factors and not accumulator.sums[p].kinds]
-            unused = [name for name in unused if parameters[name] not in accumulator.slow]
-            if unused:
-                raise InputError(
-                    f"no gradient reaches these layers, so they have no Kronecker factors:\n{listed(unused)}\n"
-                    "  Freeze them (requires_grad_(False)), or estimate a diagonal."
-                )
+            sums.check_used()
             return so_far()
 
-    while True:
-        try:
-            return one_pass()
-        except FormulaMismatchError as error:
-            names = [name for name, parameter in parameters.items() if parameter in error.parameters]
-            message = f"the formula that fitted the first examples does not fit later ones:\n{listed(names)}"
-            if isinstance(batches, Iterator):
-                raise InputError(
-                    f"{message}\nThe batches are a one-shot iterator. Pass a list or a DataLoader: then the estimate "
-                    "restarts, with these parameters one example at a time."
-                ) from None
-            _log.warning("%s\nThe estimate restarts, with these parameters one example at a time.", message)
-            slow |= error.parameters
-            formulas = None
+
+def estimate_gradient(
+    model: nn.Module, batches: Iterable[Any], *, output: str | ExampleLoss | None = None
+) -> dict[str, Tensor]:
+    """Return Σ_i ∇ℓ_i(θ) over the examples of ``batches``, by parameter name.
+
+    ℓ_i is the negative log-likelihood of example i with the data's label; for a sequence it is the sum over its tokens.
+    Sums are float32, or float64 if the model is float64.
+    """
+    parameters = trainable(model)
+    device = input_device(model)
+    losses, examples = Losses(model, "empirical", loss_named(output), 0), 0
+    sums = {
+        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
+        for name, p in parameters.items()
+    }
+    with prepared(model), gradient_handlers({p: sums[name].add_ for name, p in parameters.items()}):
+        for row, batch in indexed(batches):
+            batch = moved(batch, device)
+            if not len(labels_of(batch)):
+                continue
+            examples += len(labels_of(batch))
+            total = losses.passes(batch, row)[0]()
+            if total.requires_grad:
+                total.backward()
+            losses.check()
+    if not examples:
+        raise InputError("there are no examples to estimate a gradient on")
+    for name, value in sums.items():
+        if not bool(torch.isfinite(value).all()):
+            raise InputError(f"the gradient of {name} has values that are not finite. Check the model's weights")
+    if not any(bool(value.any()) for value in sums.values()):
+        raise InputError(
+            "the gradient of every parameter is 0: the loss does not depend on the model's weights, or no example has "
+            "a label that counts"
+        )
+    return sums
 
 
-@reaching
 def verify_formulas(model: nn.Module, batch: Any, device: torch.device) -> Formulas:
     """Return formulas that further estimates of the same model can reuse."""
-    parameters = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-    with prepared(model):
-        return choose_formulas(model, parameters, moved(batch, device), lambda inputs: logits_of(model, inputs))
+    with reachable(model):
+        parameters = trainable(model)
+        with prepared(model):
+            return choose_formulas(model, parameters.values(), moved(batch, device), lambda b: logits_of(model, b))
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require a gradient, by name."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
+    if not parameters:
+        raise InputError("the model has no parameter with requires_grad=True: there is nothing to estimate")
+    return parameters
 
 
 def _peek(rows: Iterator[tuple[int, Any]]) -> tuple[Any, Iterator[tuple[int, Any]]]:
-    """Return the first batch with examples, or None, and an iterator over all batches."""
+    """Return the first batch with examples, and an iterator over all batches."""
     seen = []
     for index, batch in rows:
         seen.append((index, batch))
         if len(labels_of(moved(batch, torch.device("cpu")))):
             return batch, itertools.chain(seen, rows)
-    return None, iter(seen)
+    raise InputError("there are no examples to estimate curvature on")
 
 
-def _warn_slow(slow: set[nn.Parameter], parameters: Mapping[str, nn.Parameter]) -> None:
-    if names := sorted(name for name, parameter in parameters.items() if parameter in slow):
-        _log.warning("no formula gives the exact gradient; one example at a time, which is slow:\n%s", listed(names))
-
-
-class Objective:
+class Losses:
     """The losses of a batch under a likelihood, which backward passes differentiate."""
 
     def __init__(self, model: nn.Module, likelihood: str, loss: ExampleLoss | None, seed: int) -> None:
@@ -223,7 +170,7 @@ class Objective:
 
     def passes(self, batch: Any, first: int) -> list[Callable[[], Tensor]]:
         """Run the model. Return a function per backward pass, which returns the sum over examples to differentiate."""
-        self.check_losses()
+        self.check()
         labels = labels_of(batch)
         loss = self._loss or loss_of(self._model, labels)
         try:
@@ -250,7 +197,7 @@ class Objective:
         stream.advance(example << 32)
         return torch.from_numpy(np.random.Generator(stream).random(count))
 
-    def check_losses(self) -> None:
+    def check(self) -> None:
         """Raise InputError if a loss of the last batch is not finite. Called late, so that a GPU need not wait."""
         if self._losses is None:
             return

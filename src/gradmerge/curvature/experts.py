@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..text import listed
+from .curvature import Curvature
 from .hooks import FollowedTensor, InsideFormula, unfollowed
 from .kernels import ExpertGradient, join_experts
 from .parameter_sum import ParameterSum
@@ -34,6 +36,22 @@ def has_fused_experts(module: nn.Module) -> bool:
     return any(p.dim() == 3 and min(p.shape) > 1 for p in parameters) and len(counts) == 1
 
 
+def expert_notes(model: nn.Module, curvature: Curvature) -> list[str]:
+    """Return notes on the experts of a model: those without tokens, and weights without Kronecker factors."""
+    weights, experts, idle = [], 0, 0
+    for path, module in model.named_modules():
+        names = [f"{path}.{name}".lstrip(".") for name, p in module._parameters.items() if p is not None]
+        sums = [curvature.diagonal[name] for name in names if "expert" in name and name in curvature.diagonal]
+        if sums and has_fused_experts(module):
+            weights += names
+            experts += len(sums[0])
+            idle += int((torch.stack([value.flatten(1).amax(1) for value in sums]).amax(0) == 0).sum())
+    notes = [f"{idle} of {experts} experts received no token and have zero curvature"] if idle else []
+    if weights and curvature.kind == "kronecker":
+        notes.append(f"fused weights of experts have a diagonal, not Kronecker factors:\n{listed(weights)}")
+    return notes
+
+
 class ExpertsFormula(InsideFormula):
     """Weights (experts, …): each token is multiplied with the weights of the experts that it is routed to."""
 
@@ -42,6 +60,7 @@ class ExpertsFormula(InsideFormula):
             return None
         call = _Call(self)
         for name, one in self.sums.items():
+            self.recorder.note_use(one, ExpertGradient)
             module.__dict__[name] = FollowedTensor.of(getattr(module, name).detach(), call, weight=_Weight(one))
         values = (*args, *kwargs.values())
         hidden = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
@@ -57,10 +76,11 @@ class ExpertsFormula(InsideFormula):
     def examples_of(self, rows: Tensor) -> Tensor | None:
         """Return the example of each row of (rows, width), if these are all tokens of all examples."""
         self._see(rows)
-        unfolded = self._per_example(rows, 1)
-        if unfolded is None:
+        if not self.fits(rows.shape, 1):
+            self.unfit()
             return None
-        return torch.arange(self.recorder.examples, device=rows.device).repeat_interleave(unfolded.shape[1])
+        examples = self.recorder.examples
+        return torch.arange(examples, device=rows.device).repeat_interleave(len(rows) // examples)
 
 
 class _Weight:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from ..errors import InputError
 from ..io.reader import Entry, TensorFile, bytes_of, close_files, local_path, open_files
 from ..text import listed
 from ..urls import redact
-from . import log8
 
 FORMAT = "gradmerge-curvature/1"
 STEM = "curvature"
@@ -27,6 +27,9 @@ KINDS = {"diagonal": "diagonal curvature", "gram": "Gram matrices", "kronecker":
 INPUTS, OUTPUTS = ".A", ".G"
 #: How a value is stored, by precision.
 PRECISIONS = {"float32": "F32", "bfloat16": "BF16", "log8": "U8"}
+#: Suffix of two numbers of a tensor in `log8`: its smallest and its largest nonzero value.
+#: Code 0 is zero; codes 1 to 255 are equally spaced in ln(value) between the two.
+LOG8 = ".log8"
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
@@ -46,7 +49,7 @@ class CurvatureFile:
         self._places: dict[str, tuple[TensorFile, Entry]] = {
             name: (file, entry) for file in files for name, entry in file.entries.items()
         }
-        scales = {name + log8.SUFFIX for name in self._places} if self.precision == "log8" else set()
+        scales = {name + LOG8 for name in self._places} if self.precision == "log8" else set()
         self.shapes = {name: entry.shape for name, (_, entry) in self._places.items() if name not in scales}
         self._check_types()
         self.tokens = self._tokens() if self.kind == "kronecker" else {}
@@ -74,9 +77,9 @@ class CurvatureFile:
             )
         if self.precision == "log8":
             for name in self.shapes:
-                scale = self._places.get(name + log8.SUFFIX)
+                scale = self._places.get(name + LOG8)
                 if scale is None or (scale[1].dtype, scale[1].shape) != ("F32", (2,)):
-                    raise InputError(f"{self.label}: {name + log8.SUFFIX} with two float32 numbers is missing")
+                    raise InputError(f"{self.label}: {name + LOG8} with two float32 numbers is missing")
 
     @property
     def transposed(self) -> frozenset[str]:
@@ -132,7 +135,7 @@ class CurvatureFile:
             file.read_into(bytes_of(buffer), entry.start + start * size)
         values = buffer.view(dtype)
         if self.precision == "log8":
-            return log8.decode(values, self._table(name))
+            return decode_log8(values, self._table(name))
         return values.float()
 
     def read_whole(self, name: str) -> Tensor:
@@ -142,14 +145,14 @@ class CurvatureFile:
 
     def _table(self, name: str) -> Tensor:
         if name not in self._tables:
-            file, entry = self._places[name + log8.SUFFIX]
+            file, entry = self._places[name + LOG8]
             ends = torch.empty(2)
             file.read_into(bytes_of(ends), entry.start)
             low, high = ends.tolist()
             if not (0 <= low <= high < float("inf")) or (high > 0 and low == 0):
-                scale = name + log8.SUFFIX
+                scale = name + LOG8
                 raise InputError(f"{self.label}: {scale} holds {low:g} and {high:g}, not 0 < smallest ≤ largest")
-            self._tables[name] = log8.table(ends)
+            self._tables[name] = log8_table(ends)
         return self._tables[name]
 
     def will_need(self, name: str) -> None:
@@ -204,3 +207,31 @@ def metadata(examples: int, likelihood: str, model: str, precision: str = "float
     """The header of a curvature file."""
     facts = {"format": FORMAT, "examples": str(examples), "likelihood": likelihood, "model": model}
     return {**facts, "precision": precision, **more}
+
+
+def encode_log8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes as uint8, [smallest, largest] nonzero value as float32). A value moves by at most half a step in ln."""
+    values = values.float().double()  # what float32 cannot hold is 0
+    positive = values[values > 0]
+    if positive.numel() == 0:
+        return torch.zeros(values.shape, dtype=torch.uint8), torch.zeros(2)
+    ends = torch.stack([positive.min(), positive.max()]).float()
+    low, high = (math.log(end) for end in ends.tolist())
+    step = (high - low) / 254
+    exact = (values.clamp(min=math.exp(low)).log() - low) / step if step > 0 else torch.zeros_like(values)
+    codes = exact.round().clamp(0, 254) + 1
+    return torch.where(values > 0, codes, 0.0).to(torch.uint8), ends
+
+
+def log8_table(ends: Tensor) -> Tensor:
+    """The 256 values that the codes of a tensor stand for, as float32."""
+    low, high = ends.double().tolist()
+    if high <= 0:
+        return torch.zeros(256)
+    values = torch.linspace(math.log(low), math.log(high), 255, dtype=torch.float64).exp()
+    return torch.cat([torch.zeros(1, dtype=torch.float64), values]).float()
+
+
+def decode_log8(codes: Tensor, values: Tensor) -> Tensor:
+    """Values of some codes, from the tensor's table."""
+    return values.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)

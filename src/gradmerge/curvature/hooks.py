@@ -6,11 +6,15 @@ The hooks of a :class:`LayerFormula` work as follows:
 2. After it ran, its output gets a hook that receives y, the gradient of the output, in the backward pass.
 3. That hook passes y and the layer's input x to ``LayerFormula.use``, which makes a term (:mod:`.kernels`) of them and
    passes it to ``Recorder.take``.
+
+Everything that can exclude a formula for a batch is known after the forward pass (:meth:`Recorder.check_shapes`), so
+nothing has been added by then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -30,10 +34,8 @@ class Recorder:
     :class:`~gradmerge.curvature.accumulate.Accumulator` adds up their squares.
     """
 
-    def __init__(self, model: nn.Module, sums: Sums, hooks: contextlib.ExitStack | None = None) -> None:
+    def __init__(self, model: nn.Module, sums: Sums) -> None:
         self.sums = sums
-        self.hooks = hooks or contextlib.ExitStack()
-        """Removes the hooks of the attached formulas."""
         self.examples = 0
         self.tokens: set[int] = set()
         """Numbers of tokens (or positions) per example in this forward pass, from inputs with an axis of examples."""
@@ -43,27 +45,36 @@ class Recorder:
         """The last formula that replaced a parameter or the ids of its module."""
         self.failed: list[LayerFormula] = []
         """Formulas whose module raised an error."""
-        self.unfit: list[LayerFormula] = []
-        """Formulas that do not fit the shapes of this batch. They made no term."""
+        self.unfit: set[LayerFormula] = set()
+        """Formulas that do not fit the shapes of this batch."""
+        self._shapes: list[tuple[LayerFormula, torch.Size, int]] = []
+        """Shapes to check after the forward pass: formula, shape, and number of last axes of one token."""
+        self._hooks = contextlib.ExitStack()
         trained = (module for module in model.modules() if module.training)
         self.recomputes = any(getattr(module, "gradient_checkpointing", False) is True for module in trained)
         self.anchor = torch.zeros((), device=next(iter(sums)).device, requires_grad=True)
-        self._active = False
+        self._active = self._forward = False
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
 
     def wants(self, one: ParameterSum) -> bool:
         """Whether terms of a bias are needed."""
         return True
 
     def take(self, one: ParameterSum, term: Term) -> None:
-        """A term of the gradients of this batch's examples, for one parameter."""
+        """Handle a term of the gradients of this batch's examples, for one parameter."""
         raise NotImplementedError
 
     def attach(self, formulas: Iterable[Callable[[Recorder], LayerFormula]]) -> None:
         """Register the hooks of these formulas, and remove those of earlier ones."""
-        self.hooks.close()
+        self._hooks.close()
         for make in formulas:
             for remove in make(self).attach():
-                self.hooks.callback(remove)
+                self._hooks.callback(remove)
 
     @property
     def listening(self) -> bool:
@@ -73,20 +84,37 @@ class Recorder:
     @contextlib.contextmanager
     def recording(self, batch: Any) -> Iterator[None]:
         """Let the hooks capture this batch inside."""
-        self._active = True
+        self._active = self._forward = True
         self.examples = examples_in(batch)
         self.tokens = _tokens_in(batch)
         self.rows.clear()
         self.changed = None
         self.failed.clear()
         self.unfit.clear()
+        self._shapes.clear()
         try:
             yield
         finally:
             self._active = False
             for one in self.sums.values():
                 one.forget()
-                one.ids.clear()
+
+    def expect(self, formula: LayerFormula, shape: torch.Size, keep: int) -> None:
+        """Note a shape that must be (examples, everything between, *``keep`` axes of one token)."""
+        if self._forward:
+            self._shapes.append((formula, shape, keep))
+
+    def note_use(self, one: ParameterSum, kind: type[Term], ids: Tensor | None = None) -> None:
+        """Note that the forward pass uses a parameter, which kind of term this gives, and which rows of a table."""
+        if self._forward:
+            one.uses.append(kind)
+            one.ids += [] if ids is None else [ids]
+
+    def check_shapes(self) -> set[LayerFormula]:
+        """Return the formulas that do not fit this batch. Called after its forward pass."""
+        self._forward = False
+        self.unfit |= {formula for formula, shape, keep in self._shapes if not formula.fits(shape, keep)}
+        return self.unfit
 
 
 def _tokens_in(batch: Any) -> set[int]:
@@ -102,10 +130,14 @@ class LayerFormula:
     def __init__(self, recorder: Recorder, module: nn.Module) -> None:
         self.recorder = recorder
         self.module = module
-        own = [(name, recorder.sums.get(p)) for name, p in module._parameters.items() if p is not None]
-        self.sums = {name: one for name, one in own if one is not None and not one.slow}
+        named = [(name, recorder.sums.get(p)) for name, p in module._parameters.items() if p is not None]
+        self.sums = {name: one for name, one in named if one is not None and not one.slow}
 
-    def use(self, gradient: Tensor, *seen: Tensor) -> None:
+    def expect(self, output: Tensor, x: Tensor) -> None:
+        """Note what a call of the module must fit, and which kind of term each parameter gets."""
+        raise NotImplementedError
+
+    def use(self, y: Tensor, *seen: Tensor) -> None:
         """Make terms of the gradient of the output and of the inputs, and pass them to the recorder."""
         raise NotImplementedError
 
@@ -138,15 +170,28 @@ class LayerFormula:
             self.unfit()  # the module does not map a tensor to a tensor
             return output
         seen = inputs[0] if inputs[0].device == output.device else inputs[0].to(output.device)
-        self._see(seen)
+        self.expect(output, seen)
         return self._tap(output, self.use, seen)
 
     def unfit(self) -> None:
         """Report that the formula does not fit the shapes of this batch."""
-        self.recorder.unfit.append(self)
+        self.recorder.unfit.add(self)
+
+    def _expect_product(self, output: Tensor, x: Tensor) -> None:
+        """Note a product with a matrix: the output has as many rows as the input."""
+        self._see(x)
+        if output.shape[:-1].numel() != x.shape[:-1].numel():
+            self.unfit()
+        self.recorder.expect(self, output.shape, 1)
+        self.recorder.expect(self, x.shape, 1)
+
+    def _expect(self, kind: type[Term]) -> None:
+        """Note a use of the weight, which gives a term of this kind, and of the bias."""
+        for name, one in self.sums.items():
+            self.recorder.note_use(one, kind if name == "weight" else DirectGradient)
 
     def _see(self, value: Tensor) -> None:
-        """Note how many rows and tokens there are, so that `_per_example` recognizes whole examples."""
+        """Note how many rows and tokens there are, so that `fits` recognizes whole examples."""
         if value.dim() == 2:
             self.recorder.rows.setdefault(self._shapes(), set()).add(value.shape[0])
         if value.dim() > 1 and value.shape[0] == self.recorder.examples:
@@ -164,43 +209,49 @@ class LayerFormula:
             def hook(y: Tensor) -> None:
                 if [value._version for value in seen] != versions:
                     raise RuntimeError("a layer's input was changed in place before the backward pass")
-                use(y, *seen)
+                self._use_if_fit(use, y, *seen)
 
             output.register_hook(hook)
             return output
         # The anchor makes the output part of the graph although no parameter requires a gradient. Saved by autograd,
         # ``seen`` is recomputed under gradient checkpointing, as activations are.
+        use = functools.partial(self._use_if_fit, use)
         return _Tap.apply(output, self.recorder.anchor, use, *seen)  # type: ignore[no-any-return,no-untyped-call]
 
-    def _per_example(self, value: Tensor, keep: int) -> Tensor | None:
-        """Return ``value`` as (examples, everything between, *the last ``keep`` axes), or report that it does not fit.
+    def _use_if_fit(self, use: Callable[..., None], *values: Tensor) -> None:
+        if self not in self.recorder.unfit:
+            use(*values)
+
+    def fits(self, shape: torch.Size, keep: int) -> bool:
+        """Return whether a tensor has all tokens of every example: its last ``keep`` axes are those of one token.
 
         Rows may be the tokens of all examples in one axis. They are split by example if each example has all of its
         tokens there. Rows that the model selected, for example for an expert, may be as many as there are examples by
         chance. So the rows of other layers of the same shape must be whole examples too.
         """
-        examples, rows = self.recorder.examples, value.shape[0]
-        if rows == examples and value.dim() == keep + 2:
-            return value
-        if value.dim() <= keep or rows % examples:
-            self.unfit()
-            return None
-        unfolded = value.reshape(examples, -1, *value.shape[value.dim() - keep :])
-        counts = set() if rows == examples else {examples * unfolded.shape[1]}
-        if value.dim() == 2:
+        examples = self.recorder.examples
+        if shape[:1] == (examples,) and len(shape) == keep + 2:
+            return True
+        if len(shape) <= keep or shape[0] % examples:
+            return False
+        counts = set() if shape[0] == examples else {math.prod(shape[: len(shape) - keep])}
+        if len(shape) == 2:
             counts |= self.recorder.rows.get(self._shapes(), set())
-        if examples > 1 and not all(map(self._are_whole, counts)):
-            self.unfit()
-            return None
-        return unfolded
+        return examples == 1 or all(map(self._are_whole, counts))
 
     def _are_whole(self, rows: int) -> bool:
         """Whether this many rows can be one per example, or all tokens of every example."""
         examples = self.recorder.examples
         return rows == examples or (rows % examples == 0 and rows // examples in self.recorder.tokens)
 
+    def _per_example(self, value: Tensor, keep: int) -> Tensor:
+        """Return ``value`` as (examples, everything between, *the last ``keep`` axes)."""
+        if value.dim() == keep + 2 and value.shape[0] == self.recorder.examples:
+            return value
+        return value.reshape(self.recorder.examples, -1, *value.shape[value.dim() - keep :])
+
     def _take_bias(self, y: Tensor) -> None:
-        """``y`` is (examples, tokens, width)."""
+        """Pass on the term of the bias; ``y`` is (examples, tokens, width)."""
         bias = self.sums.get("bias")
         if bias is not None and self.recorder.wants(bias):
             self.recorder.take(bias, DirectGradient(y.sum(1, dtype=sum_type(y))))

@@ -14,9 +14,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from .batches import sees_decoder
+from .curvature import KroneckerFactors
 from .kernels import OuterGradient, sum_type
-from .padding import sees_decoder
 from .sum_storage import StoredSum, SumStorage, release_pages
+
+#: Layers with more inputs or outputs get a diagonal: their factors would be of a gigabyte or more each.
+MAX_KRONECKER_DIM = 16384
 
 #: A product of a matrix with itself is computed in stripes that end at the diagonal: (most stripes, least width).
 STRIPES_CPU, STRIPES_CUDA = (8, 48), (4, 256)
@@ -102,11 +106,9 @@ class KroneckerSums:
         self._inputs = storage.new_sum((width, width), dtype, weight.device)
         self._outputs = storage.new_sum((outputs, outputs), dtype, weight.device)
         self._tokens: int | Tensor = 0
-        self.has_examples = False
 
     def add(self, term: OuterGradient, batch: BatchInputs, inputs: bool) -> None:
         """Add a batch; ``inputs``: also add its inputs, which only the first of several backward passes does."""
-        self.has_examples = True
         x, y = (term.y, term.x) if self.transposed else (term.x, term.y)
         rows = batch.rows(y, self.decoder, self._outputs.value.dtype)
         if inputs:
@@ -114,22 +116,12 @@ class KroneckerSums:
             self._tokens = self._tokens + batch.tokens(x, self.decoder)
         self._outputs.add(lambda total: _add_square(total, rows))
 
-    @property
-    def inputs(self) -> Tensor:
-        """A: (in + 1, in + 1), or (in, in) without a bias."""
-        mirrored = self._mirrored(self._inputs)
+    def result(self) -> KroneckerFactors:
+        """Return A, G and T."""
+        inputs, outputs, tokens = self._mirrored(self._inputs), self._mirrored(self._outputs), int(self._tokens)
         if self.bias is not None:
-            mirrored[-1, -1] = self.tokens
-        return mirrored
-
-    @property
-    def outputs(self) -> Tensor:
-        """G: (out, out)."""
-        return self._mirrored(self._outputs)
-
-    @property
-    def tokens(self) -> int:
-        return int(self._tokens)
+            inputs[-1, -1] = tokens
+        return KroneckerFactors(inputs, outputs, tokens, self.transposed)
 
     def _mirrored(self, total: StoredSum) -> Tensor:
         return _mirrored_in_place(total.value) if self._in_place else _mirrored(total.value)

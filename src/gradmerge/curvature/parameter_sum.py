@@ -17,33 +17,23 @@ from .kfac import KroneckerSums
 from .sum_storage import StoredSum, SumStorage
 
 
-class FormulaMismatchError(Exception):
-    """A formula that fitted the first examples does not fit later ones, after something was added by it."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__()
-        self.parameters = set(parameters)
-
-
 class ParameterSum:
     """Σ_i g_i² of one parameter over examples, or instead the Kronecker factors of its layer."""
 
-    def __init__(
-        self, parameter: nn.Parameter, factors: KroneckerSums | None = None, storage: SumStorage | None = None
-    ) -> None:
+    def __init__(self, parameter: nn.Parameter, storage: SumStorage | None = None) -> None:
         self.parameter = parameter
-        self.factors = factors
         self.dtype = kernels.sum_type(parameter)
+        self.factors: KroneckerSums | None = None
         self.weight: ParameterSum | None = None
-        """For a bias: its layer's weight, whose factors may include the bias."""
+        """For a bias: its layer's weight, if the factors of that include the bias."""
         self.slow = False
         """No formula fits: autograd computes the gradients, one example at a time."""
-        self.kinds: list[type] = []
-        """The kinds of terms in one backward pass, as verified."""
+        self.uses: list[type[Term]] = []
+        """For each use in this forward pass, the kind of term that the backward pass gives."""
+        self.ids: list[Tensor] = []
+        """For each use as a table in this forward pass, the rows that the examples use."""
         self.terms: list[Term] = []
         """Terms of this backward pass. All uses of a parameter add up before they are squared."""
-        self.ids: list[Tensor] = []
-        """Rows of a table that the examples of this batch use, from the forward pass."""
         self._storage = storage or SumStorage()
         self._head: tuple[Tensor, Tensor] | None = None
 
@@ -61,14 +51,9 @@ class ParameterSum:
         self._stored.add(add_to)
 
     @property
-    def has_factors(self) -> bool:
-        """Whether Kronecker factors replace the diagonal: the parameter is used in one matrix product, by a formula."""
-        return self.factors is not None and not self.slow and self.kinds == [OuterGradient]
-
-    @property
     def is_tied_table(self) -> bool:
         """Whether it is an embedding that is also the matrix of a linear layer."""
-        return self.kinds.count(OuterGradient) == 1 and self.kinds.count(RowGradient) == len(self.kinds) - 1 > 0
+        return self.uses.count(OuterGradient) == 1 and self.uses.count(RowGradient) == len(self.uses) - 1 > 0
 
     def keep_head(self, term: OuterGradient) -> None:
         """Keep what the embedding of a tied table needs of its head, whose own squares have been added.
@@ -76,8 +61,6 @@ class ParameterSum:
         With the head's gradient A and the embedding's S, (A + S)² = A² + S (2A + S). S has few rows, and only those of
         A are kept: all of A is as large as the logits.
         """
-        if self._head is not None:
-            raise FormulaMismatchError([self.parameter])
         rows = kernels.unique_rows(torch.cat(self.ids, 1))
         self._head = rows, kernels.outer_at_rows(term, rows, self.dtype)
 
@@ -86,25 +69,22 @@ class ParameterSum:
         if self._head is None:
             self.add(lambda total: kernels.add_squares(total, self.terms))
             return
-        if len(self.terms) != len(self.kinds) - 1:
-            raise FormulaMismatchError([self.parameter])
         rows, head = self._head
-        table = kernels.merge_rows([term for term in self.terms if isinstance(term, RowGradient)], self.dtype).y
-        # With recomputed activations, rows are requested twice: the same rows, with more unused places.
-        count = min(rows.shape[1], table.shape[1])
-        rows, head, table = rows[:, :count], head[:, :count], table[:, :count]
-        self.add(lambda total: kernels.add_rows(total, rows, table * (2 * head + table)))
+        table = [term for term in self.terms if isinstance(term, RowGradient)]
+        if len(table) < len(self.ids):  # a use without a gradient
+            table += [RowGradient(ids, table[0].y.new_zeros(*ids.shape, head.shape[2])) for ids in self.ids]
+        sums = kernels.merge_rows(table, self.dtype).y[:, : rows.shape[1]]
+        self.add(lambda total: kernels.add_rows(total, rows, sums * (2 * head + sums)))
 
-    def forget(self) -> None:
+    def end_pass(self) -> None:
         """Drop the terms of the backward pass."""
-        if self.terms:
-            self.terms = []
+        self.terms = []
         self._head = None
 
-    @functools.cached_property
-    def accumulation_node(self) -> Any:
-        """The autograd node that accumulates the parameter's gradient. The parameter must require a gradient."""
-        return torch.autograd.graph.get_gradient_edge(self.parameter).node
+    def forget(self) -> None:
+        """Drop everything of this batch."""
+        self.end_pass()
+        self.uses, self.ids = [], []
 
 
 Sums = Mapping[nn.Parameter, ParameterSum]
@@ -119,7 +99,7 @@ def for_each_example(
     """Call ``use`` with each example's gradient of each parameter that is used, by plain autograd.
 
     This is right for every model, and takes a forward and backward pass per example. ``objectives(example, row)``
-    returns a function for each backward pass over one example, which is a batch of its own.
+    returns a function for each backward pass over one example, as a batch of one.
     """
     with gradient_handlers({one.parameter: functools.partial(use, one) for one in sums}):
         for row in range(examples_in(batch)):

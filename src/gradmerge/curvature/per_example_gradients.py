@@ -23,13 +23,12 @@ from .parameter_sum import ParameterSum
 class LinearFormula(LayerFormula):
     """x Wᵀ + b: g_i = Σ_t y_it x_itᵀ. GPT-2's Conv1D holds Wᵀ."""
 
-    def use(self, gradient: Tensor, *seen: Tensor) -> None:
-        y, x = self._per_example(gradient, 1), self._per_example(seen[0], 1)
-        if y is None or x is None:
-            return
-        if y.shape[1] != x.shape[1]:
-            self.unfit()
-            return
+    def expect(self, output: Tensor, x: Tensor) -> None:
+        self._expect_product(output, x)
+        self._expect(OuterGradient)
+
+    def use(self, y: Tensor, *seen: Tensor) -> None:
+        y, x = self._per_example(y, 1), self._per_example(seen[0], 1)
         if weight := self.sums.get("weight"):
             self.recorder.take(weight, OuterGradient(x, y) if is_conv1d(self.module) else OuterGradient(y, x))
         self._take_bias(y)
@@ -62,11 +61,13 @@ class FunctionFormula(InsideFormula):
             return self._embedding(sums[1], plain, named)
         result = function(*plain, **named)
         if function is F.linear and sums[1] is not None:
-            self._see(plain[0])
+            self._expect_product(result, plain[0])
+            self.recorder.note_use(sums[1], OuterGradient)
             result = self._tap(result, functools.partial(self._use_matrix, sums[1]), plain[0])
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             if not isinstance(bias, FollowedTensor):
                 return result
+            self.recorder.note_use(bias.sum_of, DirectGradient)  # type: ignore[attr-defined]
             return self._tap(result, functools.partial(self._use_bias, bias.sum_of))  # type: ignore[attr-defined]
         if function in (Tensor.to, Tensor.float, Tensor.type) and sums[0] is not None:
             return FollowedTensor.of(result, self, sum_of=sums[0])
@@ -78,6 +79,7 @@ class FunctionFormula(InsideFormula):
             and len(plain[0]) == 1
             and len(result) == self.recorder.examples
         ):
+            self.recorder.note_use(sums[0], DirectGradient)
             return self._tap(result, functools.partial(self._use_expanded, sums[0], plain[0].shape))
         return result
 
@@ -90,53 +92,54 @@ class FunctionFormula(InsideFormula):
         elif self.shared:
             self.unfit()  # the examples have different rows
             return F.embedding(*args, **kwargs)
+        shape = ids[..., None].shape
         self._see(ids[..., None])
-        unfolded = self._per_example(ids[..., None], 1)
-        if unfolded is None:
+        if not self.fits(shape, 1):
+            self.unfit()
             return F.embedding(*args, **kwargs)
-        one.ids.append(unfolded[..., 0])
+        self.recorder.expect(self, shape, 1)
+        self.recorder.note_use(one, RowGradient, self._per_example(ids[..., None], 1)[..., 0])
         rows = F.embedding(ids, *args[1:], **kwargs)
         return self._tap(rows, functools.partial(self._use_rows, one, padding), ids)
 
-    def _use_matrix(self, one: ParameterSum, gradient: Tensor, x: Tensor) -> None:
-        y, inputs = self._per_example(gradient, 1), self._per_example(x, 1)
-        if y is not None and inputs is not None:
-            self.recorder.take(one, OuterGradient(y, inputs))
+    def _use_matrix(self, one: ParameterSum, y: Tensor, x: Tensor) -> None:
+        self.recorder.take(one, OuterGradient(self._per_example(y, 1), self._per_example(x, 1)))
 
-    def _use_bias(self, one: ParameterSum, gradient: Tensor) -> None:
-        y = self._per_example(gradient, 1)
-        if y is not None and self.recorder.wants(one):
-            self.recorder.take(one, DirectGradient(y.sum(1, dtype=sum_type(y))))
+    def _use_bias(self, one: ParameterSum, y: Tensor) -> None:
+        if self.recorder.wants(one):
+            self.recorder.take(one, DirectGradient(self._per_example(y, 1).sum(1, dtype=sum_type(y))))
 
-    def _use_expanded(self, one: ParameterSum, shape: torch.Size, gradient: Tensor) -> None:
-        y = gradient.sum_to_size(len(gradient), *shape[1:])
+    def _use_expanded(self, one: ParameterSum, shape: torch.Size, y: Tensor) -> None:
+        y = y.sum_to_size(len(y), *shape[1:])
         self.recorder.take(one, DirectGradient(y.reshape(len(y), *one.parameter.shape)))
 
-    def _use_rows(self, one: ParameterSum, padding: int | None, gradient: Tensor, ids: Tensor) -> None:
-        unfolded, y = self._per_example(ids[..., None], 1), self._per_example(gradient, 1)
-        if unfolded is None or y is None:
-            return
-        rows = unfolded[..., 0]
+    def _use_rows(self, one: ParameterSum, padding: int | None, y: Tensor, ids: Tensor) -> None:
+        rows, y = self._per_example(ids[..., None], 1)[..., 0], self._per_example(y, 1)
         self.recorder.take(one, RowGradient(rows, y if padding is None else y * (rows != padding)[..., None]))
 
 
 class NormFormula(LayerFormula):
     """x̂ ∘ w + b with normalized input x̂: g_i = Σ_t y_it ∘ x̂_it, over everything but channels."""
 
-    def use(self, gradient: Tensor, *seen: Tensor) -> None:
-        module = self.module
-        gradient, normal = self._channels_last(gradient), self._channels_last(_normalized(module, seen[0]))
-        axes = len(module.weight.shape) if isinstance(module.weight, Tensor) else 1
-        y, x = self._per_example(gradient, axes), self._per_example(normal, axes)
-        if y is None or x is None:
-            return
+    def expect(self, output: Tensor, x: Tensor) -> None:
+        for value in (output, x):
+            value = self._channels_last(value)
+            self._see(value)
+            self.recorder.expect(self, value.shape, self._axes)
+        self._expect(DirectGradient)
+
+    def use(self, y: Tensor, *seen: Tensor) -> None:
+        normal = self._channels_last(_normalized(self.module, seen[0]))
+        y, x = self._per_example(self._channels_last(y), self._axes), self._per_example(normal, self._axes)
         if weight := self.sums.get("weight"):
             product = y * x
             self.recorder.take(weight, DirectGradient(product.sum(1, dtype=sum_type(product))))
         self._take_bias(y)
 
-    def _see(self, value: Tensor) -> None:
-        super()._see(self._channels_last(value))
+    @property
+    def _axes(self) -> int:
+        """The number of axes of the weight."""
+        return self.module.weight.dim() if isinstance(self.module.weight, Tensor) else 1
 
     def _channels_last(self, value: Tensor) -> Tensor:
         return value if isinstance(self.module, nn.LayerNorm | nn.RMSNorm) else value.movedim(1, -1)
@@ -145,15 +148,15 @@ class NormFormula(LayerFormula):
 class ConvFormula(LayerFormula):
     """A convolution is a linear layer of patches."""
 
-    def _see(self, value: Tensor) -> None:
-        super()._see(value.movedim(1, -1))
-
-    def use(self, gradient: Tensor, *seen: Tensor) -> None:
-        module: Any = self.module
-        if len(gradient) != self.recorder.examples:
+    def expect(self, output: Tensor, x: Tensor) -> None:
+        self._see(x.movedim(1, -1))
+        if len(output) != self.recorder.examples:
             self.unfit()
-            return
-        y = gradient.flatten(2).transpose(1, 2)
+        self._expect(OuterGradient if self.module.groups == 1 else DirectGradient)
+
+    def use(self, y: Tensor, *seen: Tensor) -> None:
+        module: Any = self.module
+        y = y.flatten(2).transpose(1, 2)
         self._take_bias(y)
         if weight := self.sums.get("weight"):
             x, groups = _patches(module, seen[0]), module.groups
@@ -191,11 +194,12 @@ class RelativeBiasFormula(LayerFormula):
         if not self.recorder.listening or self._ids is None:
             return bias
         repeated = bias.detach().expand(self.recorder.examples, *bias.shape[1:])
+        self._expect(DirectGradient)
         return self._tap(repeated, self.use, self._ids)
 
-    def use(self, gradient: Tensor, *seen: Tensor) -> None:
+    def use(self, y: Tensor, *seen: Tensor) -> None:
         if weight := self.sums.get("weight"):
-            y = gradient.permute(0, 2, 3, 1).flatten(1, 2).to(sum_type(gradient))
+            y = y.permute(0, 2, 3, 1).flatten(1, 2).to(sum_type(y))
             table = y.new_zeros(len(y), *weight.parameter.shape).index_add_(1, seen[0].flatten(), y)
             self.recorder.take(weight, DirectGradient(table))
 
@@ -227,6 +231,7 @@ class RepeatedFormula(InsideFormula):
                 self.unfit()
                 module.__dict__[name] = value
             else:
+                self.recorder.note_use(one, DirectGradient)
                 module.__dict__[name] = self._tap(value.expand(shape), functools.partial(self._use, one))
 
     def _repeated_shape(self, value: Tensor, like: Tensor | None) -> tuple[int, ...] | None:
@@ -238,8 +243,8 @@ class RepeatedFormula(InsideFormula):
         ones = {"input": between, "front": 0, "spaced": 1}[self.shape]
         return (examples, *[1] * ones, *shape) if ones >= 0 else None
 
-    def _use(self, one: ParameterSum, gradient: Tensor) -> None:
-        self.recorder.take(one, DirectGradient(gradient.reshape(len(gradient), *one.parameter.shape)))
+    def _use(self, one: ParameterSum, y: Tensor) -> None:
+        self.recorder.take(one, DirectGradient(y.reshape(len(y), *one.parameter.shape)))
 
 
 def formulas_for(module: nn.Module, owner: nn.Module | None) -> list[Callable[[Recorder], LayerFormula]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoints.sidecars import copy_sidecars, sidecars, stems
-from ..curvature.curvature_card import OF_MERGES, write_curvature_card
+from ..curvature.curvature import OF_MERGES, write_curvature_card
 from ..curvature.format import STEM, metadata
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from ..curvature.batches import moved, with_progress
-from ..curvature.estimate import estimate_curvature, prepared
-from ..curvature.gradients import estimate_gradient
-from ..curvature.kronecker import MAX_KRONECKER_DIM, KroneckerCurvature
+from ..curvature.curvature import Curvature
+from ..curvature.estimate import estimate_curvature, estimate_gradient, prepared
+from ..curvature.kfac import MAX_KRONECKER_DIM
 from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, loss_of
 from ..display import Displayed, View
 from ..errors import InputError
@@ -324,7 +324,7 @@ class _Run:
         batches = with_progress(rows.batches, self.progress, "gradient")
         return estimate_gradient(self.model, batches, output=rows.loss)
 
-    def curvature(self, rows: Dataset, max_kronecker_dim: int) -> KroneckerCurvature:
+    def curvature(self, rows: Dataset, max_kronecker_dim: int) -> Curvature:
         """Kronecker curvature with labels sampled from the model; with two classes, the exact expectation over both."""
         batch = moved(rows.batches[0], next(self.model.parameters()).device)
         with prepared(self.model), torch.no_grad():
@@ -334,7 +334,7 @@ class _Run:
             self.model,
             with_progress(rows.batches, self.progress, "curvature"),
             "exact" if logits[0].numel() <= 2 and not by_token else "sampled",
-            structure="kronecker",
+            kind="kronecker",
             output=rows.loss,
             max_kronecker_dim=max_kronecker_dim,
         )

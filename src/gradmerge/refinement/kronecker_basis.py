@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..curvature.kronecker import KroneckerCurvature
+from ..curvature.curvature import Curvature
 
 
 class KroneckerBasis:
     """The eigenvalues of a curvature, multiplied by ``scale``, and the eigenvectors of its layers."""
 
-    def __init__(self, curvature: KroneckerCurvature, scale: float = 1.0) -> None:
+    def __init__(self, curvature: Curvature, scale: float = 1.0) -> None:
         self._transposed = curvature.transposed
         self._vectors: dict[str, tuple[Tensor, Tensor]] = {}
         self._values = {name: scale * value for name, value in curvature.diagonal.items()}
