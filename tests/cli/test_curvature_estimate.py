@@ -193,9 +193,6 @@ def test_kronecker_factors_are_refused_where_a_diagonal_is_needed(place: Path, t
         entry = {"model": str(model), "curvature": str(tmp_path / "k")}
         recipe = write_recipe(tmp_path / "r.yml", {"method": method, "models": [entry, entry]})
         assert str(tmp_path / "k") in run("merge", recipe, "-o", tmp_path / "out", status=2).stderr
-    for load, path in ((gm.Curvature.load, tmp_path / "k"), (gm.Curvature.load, tmp_path / "d")):
-        with pytest.raises(gm.InputError, match=str(path)):
-            load(path)
     with pytest.raises(gm.InputError, match="prior"):
         gm.PriorAdamW(torch.nn.Linear(2, 2).named_parameters(), prior=tmp_path / "k")
     assert not (tmp_path / "out").exists()
@@ -300,9 +297,9 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "narrow Gram": (["classify/a", "labels.jsonl", "--kind", "gram", "--precision", "log8"], ["float32"]),
     "factors at a difference": (
         ["classify/a", "labels.jsonl", "--kind", "kronecker", "--at-delta", "classify/base"],
-        ["at_delta"],
+        ["at-delta"],
     ),
-    "a width for a diagonal": (["classify/a", "labels.jsonl", "--max-kronecker-dim", "9"], ["max_kronecker_dim"]),
+    "a width for a diagonal": (["classify/a", "labels.jsonl", "--max-kronecker-dim", "9"], ["max-kronecker-dim"]),
     "base of another model": (["classify/a", "labels.jsonl", "--at-delta", "causal-lm/a"], ["--at-delta"]),
     "no device": (["classify/a", "labels.jsonl", "--device", "cuda:77"], ["--device cuda:77"]),
 }
@@ -339,5 +336,5 @@ def test_a_full_device_is_the_machines_failure(place: Path, tmp_path: Path, monk
 
     monkeypatch.setattr("gradmerge.curvature.estimate.logits_of", full)
     result = estimate(place / "classify/a", "-d", place / "labels.jsonl", "-o", tmp_path / "c", status=1)
-    assert "max_length" in result.stderr
+    assert "--max-length" in result.stderr
     assert not list(tmp_path.iterdir())
