@@ -159,7 +159,8 @@ def test_yaml_that_is_not_a_recipe_is_refused() -> None:
             parse_yaml(text, "recipe.yml")
 
 
-def test_anchors_may_be_used() -> None:
+def test_anchors_and_null_may_be_used() -> None:
+    assert parse_yaml("null", "r") is None
     assert parse_yaml("a: &x {b: 1}\nc: *x", "r") == {"a": {"b": 1}, "c": {"b": 1}}
 
 

@@ -294,7 +294,7 @@ def _compare_configs(
     result.refuse(
         [line for key, line in lines if not allows(allowed, key)],
         f"{other.label}: with its config the same weights compute something else than with that of {first.label}",
-        "Use models that agree. If a difference is intended, list its key in allow_config (--allow-config KEY).",
+        "Use models that agree. If a difference is intended, list its key in allow_config.",
         limit=20,
     )
     accepted = [line for key, line in lines if allows(allowed, key)]

@@ -38,7 +38,7 @@ ORIGINAL = (
     "Use the original, unquantized checkpoint, or dequantize it first: load it with transformers, call "
     "model.dequantize(), and save it with save_pretrained."
 )
-OR_DEQUANTIZE = "Use the original, unquantized checkpoint, or dequantize while reading: dequantize=True (--dequantize)."
+OR_DEQUANTIZE = "Use the original, unquantized checkpoint, or dequantize while reading: dequantize=True."
 #: Scales of activations, which an unquantized model does not have.
 ACTIVATION_SCALES = {"input_scale", "input_scale_inv", "activation_scale", "k_scale", "v_scale", "q_scale"}
 ACTIVATION_SCALES |= {"output_scale"}

@@ -11,7 +11,7 @@ import typer
 
 from ..text import count, one_line, size
 from .options import AllowConfig, AllowPickle, Dequantize, Printing, command
-from .output import indented, print_json, print_table
+from .output import indented, print_json, print_table, with_options
 from .stdio import echo
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def inspect(
         list[str], typer.Argument(metavar="MODEL...", help="Models: folders, Hub ids or PEFT adapters. The base first.")
     ],
     exclude: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Do not compare these tensors. Repeatable.")
+        list[str] | None, typer.Option(metavar="GLOB", help="Tensors that are not compared. Repeatable.")
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors of each model.")] = False,
     allow_pickle: AllowPickle = False,
@@ -37,7 +37,7 @@ def inspect(
     dequantize: Dequantize = False,
     printing: Printing,
 ) -> None:
-    """Show what a model contains. With several models, check whether they can be merged (exit status 2 if not)."""
+    """Show what models contain. With several models, check whether they can be merged (exit status 2 if not)."""
     from ..checkpoints import compare, open_checkpoint
 
     with contextlib.ExitStack() as stack:
@@ -47,17 +47,17 @@ def inspect(
         checkpoints = [first, *others]
         facts = [_facts(checkpoint, tensors) for checkpoint in checkpoints]
         result: dict[str, Any] = {"models": facts}
-        problems: list[str] = []
         if others:
             comparison = compare(first, others, exclude=exclude or (), allow_config=allow_config or ())
-            problems = comparison.problems
+            parameters = ("allow_config", "allow_pickle", "dequantize")
             result |= {
-                "mergeable": not problems,
+                "mergeable": not comparison.problems,
                 "merged_tensors": len(comparison.merged),
                 "copied_tensors": len(comparison.copied),
-                "problems": problems,
+                "problems": [with_options(problem, parameters) for problem in comparison.problems],
                 "notes": [*comparison.notes, *(note for checkpoint in checkpoints for note in checkpoint.notes)],
             }
+    problems = result.get("problems", [])
     if printing.json:
         print_json(result)
     elif printing.quiet:
@@ -73,7 +73,7 @@ def inspect(
 
 
 def _facts(checkpoint: Checkpoint, list_tensors: bool) -> dict[str, Any]:
-    """What is known about a model, for `--json`."""
+    """Return what `--json` prints of a model."""
     from ..checkpoints.comparison import is_buffer
     from ..checkpoints.lora import AdapterCheckpoint
     from ..checkpoints.quantization import detect_quantization
@@ -116,7 +116,7 @@ def _facts(checkpoint: Checkpoint, list_tensors: bool) -> dict[str, Any]:
 
 
 def _layers(folder: Path | None) -> list[str]:
-    """For a model merged from slices: which layers come from which layers, by its record. Otherwise empty."""
+    """Return from which layers each layer was merged, according to the record of a model merged from slices."""
     from ..cards.metadata import RECORD
     from ..errors import InputError
     from ..io.small_files import MAX_TOKENIZER, read_json
@@ -127,13 +127,13 @@ def _layers(folder: Path | None) -> list[str]:
             sources = [f"{part['model']} {_range(part['layers'])}" for part in row["from"]]
             base = [f"on {row['base']['model']} {_range(row['base']['layers'])}"] if "base" in row else []
             lines.append(f"{_range(row['layers'])}: {', '.join(sources + base)}")
-    except (InputError, TypeError, ValueError, KeyError, IndexError, AttributeError):  # no record, or a broken one
+    except (InputError, TypeError, ValueError, KeyError, IndexError, AttributeError):  # no record, or an invalid one
         return []
     return lines
 
 
 def _range(layers: list[int]) -> str:
-    """The range [first, last + 1] as "first–last"."""
+    """Return the range [first, last + 1] as "first–last"."""
     first, last = layers[0], layers[1] - 1
     return f"{first}–{last}" if last > first else f"{first}"
 

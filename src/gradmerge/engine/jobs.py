@@ -414,7 +414,7 @@ def all_finite(values: Tensor) -> bool:
 def not_finite(label: str, name: str) -> InputError:
     return InputError(
         f"{label}: {one_line(name)} has values that are NaN or infinite. The model is damaged; to merge it all the "
-        "same, set allow_nonfinite (--allow-nonfinite)."
+        "same, set allow_nonfinite=True."
     )
 
 
@@ -442,7 +442,7 @@ def check_finite(plan: Plan, job: Job, tensors: Mapping[str, Any], merged: Tenso
         )
     raise InputError(
         f"the merge of {job.name} has values that are NaN or infinite, although its inputs have none: a weight, "
-        "an option or the curvature is too extreme. To write them, set allow_nonfinite (--allow-nonfinite)."
+        "an option or the curvature is too extreme. To write them, set allow_nonfinite=True."
     )
 
 

@@ -45,7 +45,7 @@ class Journal:
         if header.get("fingerprint", self._header["fingerprint"]) != self._header["fingerprint"]:
             raise InputError(
                 f"{self.path.parent}: the unfinished merge there has another recipe, or its inputs have changed since. "
-                "Merge without resume (--resume) to start over."
+                "Merge without resume=True to start over."
             )
         if header != self._header:
             return None
