@@ -93,20 +93,6 @@ def test_gradient_matching_reads_curvature_files_by_the_stored_names(trio: Trio,
     load(trio.family, tmp_path / "out")
 
 
-@pytest.mark.parametrize("method", ["ties", "dare"])
-def test_the_bytes_do_not_depend_on_blocks_threads_or_shards(trio: Trio, method: str, tmp_path: Path) -> None:
-    options = RULES[method][0]
-    gm.merge(trio.recipe(method, options=options), tmp_path / "one", threads=1)
-    other = [
-        save(model, tmp_path / "other" / name, shard)
-        for model, name, shard in zip(trio.models, ("base", "a", "b"), ("5GB", "9KB", "2KB"), strict=True)
-    ]
-    moved_recipe = Trio(trio.family, other, [], []).recipe(method, options=options)
-    gm.merge(moved_recipe, tmp_path / "two", threads=2, block=77)
-    weights = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("one", "two")]
-    assert weights[0] == weights[1]
-
-
 def test_small_output_shards_have_a_valid_index_and_load(trio: Trio, tmp_path: Path) -> None:
     out = tmp_path / "out"
     gm.merge(trio.recipe("task-arithmetic", output={"shard_size": "4KB"}), out)
@@ -143,18 +129,6 @@ def test_the_result_keeps_the_type_of_the_base_and_is_rounded_once(dtype: torch.
     assert next(load(family, tmp_path / "out", dtype="auto").parameters()).dtype == dtype
 
 
-def test_output_dtype_converts_weights_and_changes_the_config(tmp_path: Path) -> None:
-    word = "float16"
-    trio = make_trio(tmp_path, "llama-untied", torch.bfloat16)
-    gm.merge(trio.recipe("task-arithmetic", output={"dtype": word}), tmp_path / "out")
-    base, *tuned = map(double, trio.stored)
-    dtype = getattr(torch, word)
-    assert_rounded(read_model(tmp_path / "out"), slow.task_arithmetic(base, tuned, WEIGHTS), dtype)
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config == json.loads((tmp_path / "base/config.json").read_text()) | {"dtype": word}
-    assert {p.dtype for p in load("llama-untied", tmp_path / "out", dtype="auto").parameters()} == {dtype}
-
-
 def test_excluded_tensors_are_the_bases_bytes_whatever_the_output_type(tmp_path: Path) -> None:
     trio = make_trio(tmp_path, "bert", torch.bfloat16)
     exclude = ["classifier.*", "*.LayerNorm.*"]
@@ -187,21 +161,6 @@ def test_integer_and_boolean_buffers_come_from_the_base(tmp_path: Path) -> None:
         assert got[name].dtype == value.dtype
         assert got[name].equal(value)
     assert_close({n: v for n, v in got.items() if n not in ours}, tuned, 0)
-
-
-def test_scalars_and_empty_tensors_survive_a_merge(tmp_path: Path) -> None:
-    base = random_state(0) | {"logit_scale": torch.tensor(2.5), "nothing": torch.zeros(0, 4)}
-    tuned = near(base, 1)
-    folders = [write_model(tmp_path / "base", base), write_model(tmp_path / "a", tuned, 2)]
-    for method in ("task-arithmetic", "ties"):
-        gm.merge(
-            {"method": method, "base": str(folders[0]), "models": [str(folders[1])]},
-            tmp_path / method,
-        )
-        got = read_model(tmp_path / method)
-        assert got["nothing"].shape == (0, 4)
-        assert got["logit_scale"].shape == ()
-    assert_close(read_model(tmp_path / "task-arithmetic"), tuned, 1e-6)
 
 
 def test_curvature_of_a_tied_embedding_serves_a_stored_copy_of_the_head(tmp_path: Path) -> None:

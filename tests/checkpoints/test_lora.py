@@ -97,25 +97,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
-    "rslora": (
-        "llama-untied",
-        {"r": 4, "lora_alpha": 6, "target_modules": LLAMA, "use_rslora": True, "rank_pattern": {"v_proj": 7}},
-        {},
-    ),
     "gpt2-fan-in-fan-out": ("gpt2", {"r": 3, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}, {}),
     "gpt2-without-fan-in-fan-out": ("gpt2", {"r": 3, "target_modules": ["attn.c_proj", "c_fc"]}, {}),
-    "modules-to-save": (
-        "llama-untied",
-        {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "input_layernorm"]},
-        {},
-    ),
     "embeddings": ("llama-untied", {"r": 4, "lora_alpha": 5, "target_modules": ["embed_tokens", "q_proj"]}, {}),
     "bias-all": ("bert", {"r": 2, "target_modules": ["query"], "bias": "all", "task_type": "SEQ_CLS"}, {}),
-    "conv2d": ("vit", {"r": 3, "lora_alpha": 4, "target_modules": ["projection"]}, {}),
     "t5": ("t5", {"r": 2, "target_modules": ["q", "v", "wo"], "task_type": "SEQ_2_SEQ_LM"}, {}),
     "dora": ("llama-untied", {"r": 3, "lora_alpha": 5, "target_modules": LLAMA, "use_dora": True}, {}),
     "dora-on-conv1d": ("gpt2", {"r": 3, "target_modules": ["c_attn", "wpe"], "use_dora": True}, {}),
-    "dora-on-conv2d": ("vit", {"r": 3, "target_modules": ["projection"], "use_dora": True}, {}),
     "names-that-transformers-changes": ("vit", {"r": 2, "target_modules": ["q_proj", "fc1"]}, {}),
     "lora-bias": ("bert", {"r": 2, "lora_alpha": 7, "target_modules": ["query"], "lora_bias": True}, {}),
     "embeddings-of-a-classifier": (
@@ -130,8 +118,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"tie_word_embeddings": False},
     ),
     "square-embedding": ("llama-untied", {"r": 3, "target_modules": ["embed_tokens", "lm_head"]}, {"vocab_size": 16}),
-    "square-conv2d": ("vit", {"r": 2, "target_modules": ["projection"]}, {"patch_size": 1, "image_size": 4}),
-    # Bare parameters
     "experts-and-a-router": (
         "mixtral",
         {
@@ -142,11 +128,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rank_pattern": {"experts.down_proj": 3, r"layers\.1\.mlp\.gate\.weight": 1},
             "alpha_pattern": {r"layers\.0\.mlp\.experts\.gate_up_proj": 5, "q_proj": 1},
         },
-        {},
-    ),
-    "one-of-two-parameters": (
-        "qwen3-moe",
-        {"r": 3, "lora_alpha": 5, "target_modules": [], "target_parameters": ["gate_up_proj"]},
         {},
     ),
     "rslora-of-experts": (

@@ -255,9 +255,9 @@ def _note_tokens(first: Checkpoint, other: Checkpoint, result: Comparison) -> No
     lines = "; ".join(difference.lines)
     shapes = [first.tensors[name].shape for name in result.merged if not in_layer(name)]
     text = f"{other.label}: its tokenizer differs from that of {first.label}, which the result gets: {lines}. {MATCH}"
-    if difference.moved and any(len(shape) > 1 and shape[0] >= min(difference.sizes) for shape in shapes):
+    if difference.moved and any(len(shape) > 1 and shape[0] >= difference.rows for shape in shapes):
         text = f"WARNING: the merge mixes embeddings of different tokens. {text}"
-        result.notes.append(Note(text, Kind.TOKENS, moved=len(difference.moved)))
+        result.notes.append(Note(text, Kind.TOKENS, moved=difference.moved))
     else:
         result.notes.append(text)
 

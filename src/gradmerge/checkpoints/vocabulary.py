@@ -149,27 +149,14 @@ def _add_special(vocabulary: Vocabulary, settings: Mapping[str, Any]) -> None:
 
 @dataclass
 class TokenDifference:
-    """The tokens in which two vocabularies differ, in the order of their rows."""
+    """How the tokens of two vocabularies differ."""
 
-    labels: tuple[str, str]
-    sizes: tuple[int, int]
-    """Number of tokens."""
-    moved: list[tuple[str, int, int]]
-    """Tokens of both, with their different rows."""
-    alone: tuple[list[str], list[str]]
-    """Tokens of only one of them."""
-
-    @property
-    def lines(self) -> list[str]:
-        """Counts and examples for messages."""
-        lines = []
-        if self.moved:
-            rows = [f"{token!r} is row {first} and {other}" for token, first, other in self.moved]
-            lines.append(f"{counted(rows, 'token')} in other rows in {' and '.join(self.labels)}: {some(rows)}")
-        for label, tokens, size in zip(self.labels, self.alone, self.sizes, strict=True):
-            if tokens:
-                lines.append(f"{counted(tokens, 'token')} of {size} only in {label}: {some(list(map(repr, tokens)))}")
-        return lines
+    lines: list[str]
+    """Counts and examples for messages."""
+    moved: int
+    """Number of tokens of both in other rows."""
+    rows: int
+    """Number of tokens of the smaller vocabulary."""
 
 
 def token_difference(first: Checkpoint, other: Checkpoint) -> TokenDifference | None:
@@ -183,13 +170,13 @@ def token_difference(first: Checkpoint, other: Checkpoint) -> TokenDifference | 
         a, b = read_vocabulary(folders[0], first.label), read_vocabulary(folders[1], other.label)
     except InputError:
         return None
-    moved = [
-        (token, a.ids[token], b.ids[token]) for token in a.by_row if b.ids.get(token, a.ids[token]) != a.ids[token]
-    ]
-    alone = ([token for token in a.by_row if token not in b.ids], [token for token in b.by_row if token not in a.ids])
-    if not moved and not any(alone):
-        return None
-    return TokenDifference((first.label, other.label), (len(a.ids), len(b.ids)), moved, alone)
+    moved = [token for token in a.by_row if b.ids.get(token, a.ids[token]) != a.ids[token]]
+    rows = [f"{token!r} is row {a.ids[token]} and {b.ids[token]}" for token in moved]
+    lines = [f"{counted(moved, 'token')} in other rows in {a.label} and {b.label}: {some(rows)}"] if moved else []
+    for one, two in ((a, b), (b, a)):
+        if alone := [repr(token) for token in one.by_row if token not in two.ids]:
+            lines.append(f"{counted(alone, 'token')} of {len(one.ids)} only in {one.label}: {some(alone)}")
+    return TokenDifference(lines, len(moved), min(len(a.ids), len(b.ids))) if lines else None
 
 
 def _bytes(folder: Path) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Stacks of layers: sources of tensors, configs, and errors."""
+"""Layers: found by the names of tensors, and stacked from several models."""
 
 from __future__ import annotations
 
@@ -15,33 +15,25 @@ from gradmerge.checkpoints.layers import (
     compare_parts,
     config_of_layers,
     is_before_layers,
+    layer_of,
     layer_stack,
+    layer_stacks,
+    place_of,
 )
 from gradmerge.errors import InputError
 
 #: Tensors outside the layers, as mergekit 0.1.5 divides them in its architectures. Tensors after the layers of a vision
 #: tower are left out, because they come before the layers of the language model.
 BEFORE = """
-model.embed_tokens.weight bert.embeddings.LayerNorm.bias embeddings.position_ids decoder.embed_tokens.weight
-transformer.embedding.word_embeddings.weight transformer.rotary_pos_emb.inv_freq transformer.wte.weight wpe.weight
-transformer.word_embeddings.weight language_model.model.embed_tokens.weight gpt_neox.embed_in.weight wte.weight
-multi_modal_projector.mm_input_projection_weight multi_modal_projector.mm_soft_emb_norm.weight shared.weight
-vision_tower.vision_model.embeddings.patch_embedding.bias transformer.wpe.weight model.tok_embeddings.weight
-transformer.relative_pe.slopes model.embedding_norm.weight multi_modal_projector.linear_1.weight
-vision_model.class_embedding vision_model.layernorm_pre.bias backbone.embeddings.weight vision_tower.patch_conv.weight
-multi_modal_projector.patch_merger.merging_layer.weight vision_tower.ln_pre.weight transformer.embd.wte.weight
-visual.merger.ln_q.weight visual.patch_embed.proj.weight model.language_model.embed_tokens.weight
-model.visual.merger.linear_fc1.bias model.visual.pos_embed.weight roberta.embeddings.token_type_embeddings.weight
-model.decoder.embed_positions.weight model.encoder.conv1.bias model.encoder.conv2.weight
+model.embed_tokens.weight bert.embeddings.LayerNorm.bias transformer.rotary_pos_emb.inv_freq transformer.wte.weight
+wpe.weight gpt_neox.embed_in.weight multi_modal_projector.linear_1.weight shared.weight vision_model.layernorm_pre.bias
+model.tok_embeddings.weight transformer.relative_pe.slopes vision_tower.patch_conv.weight backbone.embeddings.weight
+visual.merger.ln_q.weight model.visual.pos_embed.weight model.decoder.embed_positions.weight model.encoder.conv1.bias
 """
 AFTER = """
-model.norm.weight lm_head.weight bert.pooler.dense.weight cls.predictions.bias cls.predictions.decoder.weight
-classifier.bias pooler.dense.bias transformer.encoder.final_layernorm.weight transformer.output_layer.weight
-vocab_transform.weight vocab_layer_norm.bias vocab_projector.weight pre_classifier.bias transformer.ln_f.weight
-language_model.model.norm.weight language_model.lm_head.weight gpt_neox.final_layer_norm.bias embed_out.weight
-score.weight ln_f.bias output.weight backbone.norm_f.weight lm_head.linear.bias lm_head.ln.weight lm_head.bias
-model.final_layernorm.weight model.language_model.norm.weight lm_head.dense.weight lm_head.layer_norm.bias
-lm_head.decoder.weight classifier.dense.weight classifier.out_proj.bias model.norm.bias decoder.final_layer_norm.weight
+model.norm.weight lm_head.weight bert.pooler.dense.weight cls.predictions.decoder.weight classifier.bias
+vocab_projector.weight pre_classifier.bias transformer.ln_f.weight language_model.lm_head.weight embed_out.weight
+gpt_neox.final_layer_norm.bias score.weight backbone.norm_f.weight classifier.out_proj.bias output.weight
 model.decoder.layer_norm.bias model.encoder.layer_norm.weight
 """
 
@@ -51,6 +43,71 @@ def test_tensors_outside_the_layers_are_divided_as_in_mergekit() -> None:
     assert [name for name in AFTER.split() if is_before_layers(name, "model.layers.")] == []
     own = ["vision_model.embeddings.class_embedding", "vision_model.post_layernorm.weight"]
     assert [is_before_layers(name, "vision_model.encoder.layers.") for name in own] == [True, False]
+
+
+def numbered(template: str, count: int) -> list[str]:
+    return [template.format(number) for number in range(count)]
+
+
+STACKS = {
+    "llama": (
+        ["model.embed_tokens.weight", *numbered("model.layers.{}.self_attn.q_proj.weight", 12)],
+        {"model.layers.": 12},
+    ),
+    "experts": (
+        [f"model.layers.{n}.mlp.experts.{e}.w1.weight" for n in range(2) for e in range(8)],
+        {"model.layers.": 2},
+    ),
+    "t5": (
+        [
+            f"{side}.block.{n}.layer.{p}.layer_norm.weight"
+            for side in ("encoder", "decoder")
+            for n in (0, 1)
+            for p in (0, 1)
+        ],
+        {"encoder.block.": 2, "decoder.block.": 2},
+    ),
+    "one block of t5": (numbered("encoder.block.0.layer.{}.layer_norm.weight", 2), {"encoder.block.": 1}),
+    "sentence-transformers": (
+        [*numbered("0.auto_model.encoder.layer.{}.output.dense.weight", 2), "1_Dense/linear.weight"],
+        {"0.auto_model.encoder.layer.": 2},
+    ),
+    "sequential": (["net.0.weight", "net.2.weight", "net.4.weight"], {}),
+    "list of linear layers": (numbered("layers.{}.weight", 3), {"layers.": 3}),
+    "hybrid": (
+        ["m.layers.0.norm.weight", "m.layers.0.mamba.A", "m.layers.1.norm.weight", "m.layers.1.attn.q.weight"],
+        {"m.layers.": 2},
+    ),
+    "vision and language": (
+        [
+            *numbered("model.visual.blocks.{}.mlp.fc1.weight", 3),
+            *numbered("model.language_model.layers.{}.mlp.up.weight", 2),
+        ],
+        {"model.visual.blocks.": 3, "model.language_model.layers.": 2},
+    ),
+    "stages": (
+        [f"layer{stage}.{n}.conv1.weight" for stage in (1, 2) for n in range(stage)],
+        {"layer1.": 1, "layer2.": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("names", "expected"), STACKS.values(), ids=STACKS)
+def test_stacks_of_layers_are_found_by_name(names: list[str], expected: dict[str, int]) -> None:
+    assert layer_stacks(names) == expected
+    assert layer_stacks(reversed(names)) == expected
+
+
+def test_a_tensor_belongs_to_the_layer_of_the_first_number_of_its_stack() -> None:
+    stacks = {"model.layers.": 4, "vision.blocks.": 2}
+    assert layer_of("model.layers.3.mlp.experts.7.w1.weight", stacks) == 3
+    assert place_of("vision.blocks.1.fc.0.weight", stacks) == ("vision.blocks.", 1)
+    assert layer_of("model.layersnorm.weight", stacks) is None
+    assert layer_of("model.norm.weight", stacks) is None
+    assert layer_of("x.model.layers.3.w", stacks) is None
+
+
+# Stacks of layers of several models
 
 
 def model(
