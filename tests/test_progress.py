@@ -67,7 +67,7 @@ def notebook() -> Any:
 
 @pytest.mark.parametrize("stream", [Terminal, notebook], ids=["terminal", "notebook"])
 def test_a_bar_appears_once_the_work_has_lasted(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", 0.1)
+    monkeypatch.setattr(progress, "DELAY", 0.1)
     with stderr(stream(), monkeypatch) as written:
         work(True, 0.6)
     assert "working" in written.getvalue() and "4/4" in written.getvalue()
@@ -79,7 +79,7 @@ def test_a_bar_appears_once_the_work_has_lasted(stream: Any, monkeypatch: pytest
     ids=["quick work", "a file", "not wanted", "not wanted in a notebook"],
 )
 def test_else_nothing_is_written(how: bool, stream: Any, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", 0.1)
+    monkeypatch.setattr(progress, "DELAY", 0.1)
     with stderr(stream(), monkeypatch) as written:
         work(how, seconds)
     assert not written.getvalue()
@@ -101,7 +101,7 @@ def test_a_notebook_has_one_line_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_printed_meanwhile_goes_to_stdout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with stderr(Terminal(), monkeypatch), BarProgress("merges", after=0.01) as bar:
+    with stderr(Terminal(), monkeypatch), BarProgress("merges", delay=0.01) as bar:
         bar.begin("working", 2)
         time.sleep(0.1)
         print("a result")

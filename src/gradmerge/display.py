@@ -1,4 +1,4 @@
-"""How results show themselves: a line at a prompt, a table in a notebook."""
+"""How results are displayed: as one line at a prompt, and as a table in a notebook."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from .text import one_line
 if TYPE_CHECKING:
     from jinja2 import Template
 
-#: Characters of a line, and of each part of it; rows of a table.
-LONGEST, LONGEST_PART, ROWS = 100, 44, 40
+#: Characters of a line and of each of its parts, and rows of a table.
+MAX_LINE, MAX_PART, MAX_ROWS = 100, 44, 40
 
-
-#: Kind of result → its figures as HTML. What draws them says so here: this module knows of none.
-DRAWN: dict[type, Callable[[Any], str]] = {}
-#: What a notebook shows of a result: columns and rows of a table, and sentences above it.
+#: Class of a result → function that returns its figures as HTML. `report/` adds entries.
+FIGURES: dict[type, Callable[[Any], str]] = {}
 View = tuple[Sequence[str], Sequence[Sequence[Any]], Sequence[str]]
+"""Columns and rows of a table, and sentences above it."""
 
 
 class OneLine:
-    """What shows itself as a line of parts; what a dataclass would print of itself may be endless."""
+    """A class whose repr is one short line."""
 
     def _line(self) -> list[str]:
+        """Return the parts of the line."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        parts = ", ".join(_cut(one_line(part), LONGEST_PART) for part in self._line())
-        return f"{type(self).__name__}({_cut(parts, LONGEST)})"
+        parts = ", ".join(_cut(one_line(part), MAX_PART) for part in self._line())
+        return f"{type(self).__name__}({_cut(parts, MAX_LINE)})"
 
 
 class Displayed(OneLine):
-    """A result that is also a table; by default of its fields."""
+    """A result that notebooks show as a table, by default of its fields."""
 
     def _view(self) -> View:
         facts = {name: v if isinstance(v, float) else str(v) for name, v in vars(self).items() if name != "notes"}
@@ -41,8 +41,8 @@ class Displayed(OneLine):
 
     def _repr_html_(self) -> str:
         columns, rows, words = self._view()
-        table = _template().render(line=repr(self), columns=columns, rows=rows, words=words, most=ROWS)
-        return table + (DRAWN[type(self)](self) if type(self) in DRAWN else "")
+        table = _template().render(line=repr(self), columns=columns, rows=rows, words=words, most=MAX_ROWS)
+        return table + (FIGURES[type(self)](self) if type(self) in FIGURES else "")
 
 
 def _cut(text: str, length: int) -> str:
@@ -51,7 +51,7 @@ def _cut(text: str, length: int) -> str:
 
 @cache
 def _template() -> Template:
-    """It escapes all that is put into it."""
+    """Return the template of the table, which escapes all values."""
     from jinja2 import Environment
 
     def finalize(value: Any) -> Any:

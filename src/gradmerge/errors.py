@@ -1,4 +1,4 @@
-"""What can go wrong, in two kinds: the request is wrong (exit status 2), or the machine failed (1)."""
+"""The two kinds of errors: the request is invalid (exit status 2), or the machine failed (exit status 1)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .urls import redact
 
 
 class GradmergeError(Exception):
-    """A failure with a message meant for the user: what is wrong, where, and what to do."""
+    """An error with a message for the user: what is wrong, where, and what to do."""
 
     status = 1
 
@@ -15,10 +15,10 @@ class GradmergeError(Exception):
 
 
 class InputError(GradmergeError):
-    """What was asked for is wrong: a recipe, a checkpoint, an option. Nothing was written."""
+    """The request is invalid: a recipe, a checkpoint, an option. Nothing was written."""
 
     status = 2
 
 
 class MachineError(GradmergeError):
-    """The machine could not do it: no space, a write that failed, a file that vanished half-way."""
+    """The machine failed: no space, a write error, a file that disappeared."""

@@ -1,4 +1,4 @@
-"""Notes: what a user should know of work that was done all the same."""
+"""Notes: messages about finished work that are not errors."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 
 class Kind(StrEnum):
-    """What a note is about, and the numbers in its ``data``."""
+    """What a note is about. Its docstring lists the numbers in ``data``."""
 
     NOTE = "note"
     UNTRUSTED = "untrusted"
-    """A removal whose step is too long: ``amplification``, and the least ``damping`` that is enough (None: none is)."""
+    """The step of a removal is too long: ``amplification``, and the least sufficient ``damping`` (None if none is)."""
     STRANGERS = "strangers"
     """A model may not stem from the base: ``distance`` and ``cosine`` of their weight matrices."""
     PENALTIES = "penalties"
-    """Recorded penalties that do not fit: none is there for the ``lacking`` models, or the curvature is a mean."""
+    """The recorded penalties do not fit: the ``lacking`` models have none, or the curvature is a mean."""
     COEFFICIENTS = "coefficients"
     """Gradient matching is close to task arithmetic: the ``share`` of the change on which coefficients exceed 1.5."""
     TOKENS = "tokens"
-    """Rows are merged that mean different tokens: ``moved`` is how many tokens have another row."""
+    """Merged rows belong to different tokens: ``moved`` is the number of tokens whose row differs."""
     UNUSED = "unused"
     """``keys`` of the recipe name curvature that the method does not read."""
 
 
 class Note(str):
-    """The text of a note, with its kind and its numbers, so that nobody has to read those out of the text."""
+    """The text of a note, with its kind and its numbers for programs."""
 
     kind: Kind
     data: dict[str, Any]
@@ -37,5 +37,5 @@ class Note(str):
 
     @property
     def is_warning(self) -> bool:
-        """Whether it is shown also to those who asked for quiet: the result is probably not what they want."""
+        """Whether ``--quiet`` also prints it: the result is probably not what the user wants."""
         return self.kind in (Kind.UNTRUSTED, Kind.STRANGERS, Kind.PENALTIES, Kind.COEFFICIENTS, Kind.TOKENS)

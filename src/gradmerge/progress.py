@@ -1,4 +1,4 @@
-"""What long work tells of itself, and the bar that shows it."""
+"""Report the progress of long work, and show it as a bar."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
-#: Seconds of work before a bar appears that nobody asked for.
-PATIENCE = 1.0
+#: Seconds of work before a bar appears by default.
+DELAY = 1.0
 
 
 @runtime_checkable
 class Progress(Protocol):
-    """Told what is being done and how far it is, in bytes, examples, batches or merges; a total of 0 is unknown."""
+    """Receives the progress of work in bytes, examples, batches or merges. A total of 0 is unknown."""
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
         return
@@ -28,9 +28,9 @@ class NoProgress(Progress):
 
 
 class BarProgress:
-    """A bar on stderr with rate and time left, for terminals and notebooks; it appears ``after`` so many seconds."""
+    """A bar on stderr with rate and remaining time. It appears after ``delay`` seconds."""
 
-    def __init__(self, unit: str = "bytes", after: float = 0.0) -> None:
+    def __init__(self, unit: str = "bytes", delay: float = 0.0) -> None:
         from rich import progress as rich
         from rich.console import Console
 
@@ -38,13 +38,13 @@ class BarProgress:
         if unit != "bytes":
             amounts = (rich.MofNCompleteColumn(), rich.TextColumn(f"{unit}, {{task.fields[rate]:.3g}}/s"))
         columns = (rich.TextColumn("{task.description:<10}"), rich.BarColumn(), *amounts, rich.TimeRemainingColumn())
-        # A notebook's page can go back to the start of a line but not up: text, and one line at a time.
+        # A notebook can only rewrite the last line, so it shows one task at a time as text.
         self._one_line = in_notebook()
         how: Any = {"force_terminal": True, "force_jupyter": False} if self._one_line else {}
-        # Where nobody asked for the bar, what the caller prints meanwhile goes where it always goes.
-        self._bar = rich.Progress(*columns, console=Console(stderr=True, **how), redirect_stdout=not after)
+        # A default bar leaves the standard output of the caller alone.
+        self._bar = rich.Progress(*columns, console=Console(stderr=True, **how), redirect_stdout=not delay)
         self._task: rich.TaskID | None = None
-        self._start = threading.Timer(after, self._bar.start) if after else None
+        self._start = threading.Timer(delay, self._bar.start) if delay else None
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
         if self._task is not None and self._one_line:
@@ -72,15 +72,15 @@ def on_terminal() -> bool:
 
 
 def in_notebook() -> bool:
-    """Whether what is written to stderr goes to a Jupyter kernel."""
+    """Return whether stderr goes to a Jupyter kernel."""
     return type(sys.stderr).__module__.startswith("ipykernel")
 
 
 @contextlib.contextmanager
 def shown(progress: bool | Progress, unit: str = "bytes") -> Iterator[Progress]:
-    """What a function tells how far it is: True is a bar if it takes a while, on a terminal or in a notebook."""
+    """Yield the object that receives the progress. True is a delayed bar, on a terminal or in a notebook."""
     if progress is True and (on_terminal() or in_notebook()):
-        with BarProgress(unit, PATIENCE) as bar:
+        with BarProgress(unit, DELAY) as bar:
             yield bar
     else:
         yield NoProgress() if isinstance(progress, bool) else progress

@@ -1,4 +1,4 @@
-"""transformers, and what it and peft import, without progress bars and warnings."""
+"""Import and run transformers without its progress bars and warnings."""
 
 from __future__ import annotations
 
@@ -9,38 +9,32 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-_ALONE = threading.RLock()
+_lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers inside; what matters to users becomes errors and notes of ours.
+    """Silence transformers. What matters to users becomes errors and notes of gradmerge.
 
-    One thread at a time: while transformers loads a model, it replaces the function that ties weights for all threads,
-    and two that load at once could leave it replaced, so that no later model has its weights tied.
+    Only one thread may be inside. While transformers loads a model, it replaces the function that ties weights for all
+    threads. Two threads could leave it replaced, and later models would not have tied weights.
     """
-    with _ALONE, _quietly():
-        yield
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
     from transformers import utils
 
-    said: Any = utils.logging
-    level, bars = said.get_verbosity(), said.is_progress_bar_enabled()
-    said.set_verbosity_error()
-    said.disable_progress_bar()
-    # Imported by peft, it warns of a kernel for 4 bits on a CPU that it does without.
-    quantised = logging.getLogger("bitsandbytes")
-    before = quantised.level
-    quantised.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        quantised.setLevel(before)
-        said.set_verbosity(level)
-        if bars:
-            said.enable_progress_bar()
+    transformers: Any = utils.logging
+    bitsandbytes = logging.getLogger("bitsandbytes")  # warns when peft imports it on a machine without a GPU
+    with _lock:
+        levels = transformers.get_verbosity(), bitsandbytes.level
+        has_bars = transformers.is_progress_bar_enabled()
+        transformers.set_verbosity_error()
+        transformers.disable_progress_bar()
+        bitsandbytes.setLevel(logging.ERROR)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            transformers.set_verbosity(levels[0])
+            bitsandbytes.setLevel(levels[1])
+            if has_bars:
+                transformers.enable_progress_bar()

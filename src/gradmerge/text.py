@@ -1,4 +1,4 @@
-"""Words for people: hints, lists, sizes and numbers in messages."""
+"""Format text, lists, sizes and numbers for messages, and write JSON."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-#: Characters that act on a terminal or viewer: control characters but the line feed, marks that turn the
-#: direction of text, separators of lines, and halves of characters, which no file can hold.
+#: Characters that change how a terminal shows text: control characters except the line feed, marks of text direction,
+#: line separators, and surrogates.
 _UNSEEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Text from elsewhere for people to see: what would act on their terminal is spelled out, as \\x1b."""
-    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Return untrusted text with escapes such as \\x1b for characters that would change how a terminal shows it."""
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
-    """A name from elsewhere: printable, and without line feeds, so that it cannot pass for a line of ours."""
+    """Return an untrusted name in one line, so that it does not look like a message of gradmerge."""
     return printable(text).replace("\n", "\\n")
 
 
 def to_json(value: Any, indent: int | None = 2) -> str:
-    """JSON for files and machines, safe to encode and show; infinity and NaN, which it has no word for, become null."""
+    """Return JSON that can be encoded and printed. Infinity and NaN become null."""
     text = json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
-    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _finite(value: Any) -> Any:
@@ -39,7 +39,7 @@ def _finite(value: Any) -> Any:
 
 
 class Measured(float):
-    """A number with its standard error: a float in all but how it is formatted, as `0.7917 ± 0.037`."""
+    """A float with a standard error, formatted as `0.7917 ± 0.037`."""
 
     error: float | None
 
@@ -53,7 +53,7 @@ class Measured(float):
 
 
 def plus_minus(text: str, value: object) -> str:
-    """The text of a number, and its standard error in two digits if it has one."""
+    """Return the text of a number with its standard error in two digits, if it has one."""
     error = getattr(value, "error", None)
     if error is None:
         return text
@@ -61,23 +61,23 @@ def plus_minus(text: str, value: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'weight'?``, or nothing when no known word is close."""
+    """Return a hint such as ``; did you mean 'weight'?``, or nothing if no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error of a library says, not too long for a message of ours."""
+    """Return the first line of an error of a library, shortened."""
     return (str(error).strip().partition("\n")[0] or type(error).__name__)[:300].rstrip(". ")
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A sort key for dotted names that puts layer 2 before layer 10."""
+    """Return a sort key for dotted names that puts layer 2 before layer 10."""
     return [(0, int(part), "") if part.isdecimal() and len(part) < 19 else (1, 0, part) for part in name.split(".")]
 
 
 def listed(items: Iterable[str], limit: int = 8) -> str:
-    """At most ``limit`` items, one per indented line, and how many more there are."""
+    """Return at most ``limit`` items, one per indented line, and the number of the others."""
     items = list(items)
     shown = [one_line(item[:301]) for item in items[:limit]]
     lines = [f"  {item if len(item) <= 300 else item[:299] + '…'}" for item in shown]
@@ -87,18 +87,18 @@ def listed(items: Iterable[str], limit: int = 8) -> str:
 
 
 def some(items: Sequence[str], limit: int = 4) -> str:
-    """The first of some items, in one line, and how many more there are."""
+    """Return the first items in one line, and the number of the others."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more
 
 
 def counted(items: Sequence[Any], word: str) -> str:
-    """How many there are: 1 token, 2 tokens."""
+    """Return the number of items: 1 token, 2 tokens."""
     return f"{len(items)} {word}{'' if len(items) == 1 else 's'}"
 
 
 def size(nbytes: float) -> str:
-    """Bytes in decimal units, as disks and the Hub count them."""
+    """Return bytes in decimal units, as the Hub does."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -107,7 +107,7 @@ def size(nbytes: float) -> str:
 
 
 def count(number: int) -> str:
-    """A number of parameters: 1.10 B, 22.7 M, 768."""
+    """Return a number of parameters: 1.10 B, 22.7 M, 768."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from ..display import DRAWN
+from ..display import FIGURES
 from . import palette
 from .assets import Figure, colours, digest, in_script, library, page_script
 from .page import template
@@ -24,7 +24,7 @@ MOST = 4
 
 def in_notebooks(kind: type, figures_of: Callable[[Any], Sequence[Figure]]) -> None:
     """Have results of a kind show figures in notebooks."""
-    DRAWN[kind] = lambda result: frame(figures_of(result)[:MOST])
+    FIGURES[kind] = lambda result: frame(figures_of(result)[:MOST])
 
 
 def frame(figures: Sequence[Figure]) -> str:
