@@ -189,17 +189,6 @@ def test_labels_that_are_equal_or_generic_or_unreadable_are_accepted(theirs: Any
     assert not result.problems and not result.notes
 
 
-def test_an_untied_config_without_a_stored_head_is_refused(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-    embedding = {"model.embed_tokens.weight": torch.ones(9, 8)}
-    recipe = write_pair(tmp_path, config, config | {"tie_word_embeddings": False}, **embedding)
-    assert "tie_word_embeddings" in refusal(tmp_path, recipe)
-    for headless in (["LlamaForSequenceClassification"], None):
-        config["architectures"] = headless
-        recipe = write_pair(tmp_path, config, config | {"tie_word_embeddings": False}, **embedding)
-        assert not gm.merge(recipe, tmp_path / "out", force=True).notes
-
-
 # Notes about what is beside the weights
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 import gradmerge as gm
@@ -93,28 +91,6 @@ def test_gradient_matching_reads_curvature_files_by_the_stored_names(trio: Trio,
     load(trio.family, tmp_path / "out")
 
 
-def test_small_output_shards_have_a_valid_index_and_load(trio: Trio, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    gm.merge(trio.recipe("task-arithmetic", output={"shard_size": "4KB"}), out)
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    files = sorted(p.name for p in out.glob("*.safetensors"))
-    assert len(files) > 2
-    assert sorted(set(index["weight_map"].values())) == files
-    found, nbytes = {}, 0
-    for file in files:
-        with safe_open(out / file, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in list(opened.keys())}
-            assert opened.metadata() == {"format": "pt"}
-        size = sum(t.nbytes for t in tensors.values())
-        assert size <= 4000 or len(tensors) == 1
-        nbytes += size
-        found |= dict.fromkeys(tensors, file)
-    assert found == index["weight_map"]
-    assert nbytes == index["metadata"]["total_size"]
-    base, *tuned = (double(model.state_dict()) for model in trio.models)
-    assert_close(load(trio.family, out).state_dict(), slow.task_arithmetic(base, tuned, WEIGHTS), 1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_result_keeps_the_type_of_the_base_and_is_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
     family = "llama-tied"
@@ -161,22 +137,3 @@ def test_integer_and_boolean_buffers_come_from_the_base(tmp_path: Path) -> None:
         assert got[name].dtype == value.dtype
         assert got[name].equal(value)
     assert_close({n: v for n, v in got.items() if n not in ours}, tuned, 0)
-
-
-def test_curvature_of_a_tied_embedding_serves_a_stored_copy_of_the_head(tmp_path: Path) -> None:
-    trio = make_trio(tmp_path, "gpt2")
-    head, embedding = "lm_head.weight", "transformer.wte.weight"
-    curvatures = [random_curvature(10 + i, s) for i, s in enumerate(trio.stored)]
-    for i, curvature in enumerate(curvatures):
-        curvature.save(tmp_path / f"c{i}")
-    config = json.loads((trio.folders[0] / "config.json").read_text())
-    state = trio.stored[0] | {head: trio.stored[0][embedding].clone()}
-    trio.folders[0] = write_model(tmp_path / "copy", state, 2, config)
-    recipe = trio.recipe("gradient-matching", damping=1e-2)
-    recipe["base"] = {"model": recipe["base"], "curvature": str(tmp_path / "c0")}
-    for i, model in enumerate(recipe["models"]):
-        model |= {"curvature": str(tmp_path / f"c{i + 1}"), "weight": 1.0}
-    gm.merge(recipe, tmp_path / "out")
-    base, *tuned = map(double, trio.stored)
-    want = slow.gradient_matching(base, tuned, [1.0, 1.0], curvatures[0], curvatures[1:], 1e-2)
-    assert_close(read_model(tmp_path / "out"), want | {head: want[embedding]}, 2e-6)

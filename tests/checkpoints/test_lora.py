@@ -18,7 +18,7 @@ from torch import Tensor
 import gradmerge as gm
 from gradmerge.errors import InputError
 from gradmerge.tasks.models import load_model
-from tests.making import assert_close, random_curvature, read_model, weight_bytes, write_model
+from tests.making import assert_close, read_model, weight_bytes, write_model
 
 from . import slow
 from .families import EXPERTS, double, load, make, moved, randomise, save
@@ -195,23 +195,6 @@ def two_adapters(
     return base, adapters, states
 
 
-def test_gradient_matching_takes_adapters_with_curvature_of_the_whole_model(tmp_path: Path) -> None:
-    base, adapters, (first, *rest) = two_adapters(tmp_path)
-    curvatures = [random_curvature(10 + i, first) for i in range(3)]
-    curvatures[0].save(tmp_path / "c0")
-    for i, adapter in enumerate(adapters):  # an adapter folder that brings its own
-        curvatures[i + 1].save(adapter / "curvature")
-    recipe = {
-        "method": "gradient-matching",
-        "base": {"model": str(base), "curvature": str(tmp_path / "c0")},
-        "models": [str(a) for a in adapters],
-        "damping": 0.01,
-    }
-    gm.merge(recipe, tmp_path / "out")
-    want = slow.gradient_matching(first, rest, [1.0, 1.0], curvatures[0], curvatures[1:], 0.01)
-    assert_close(read_model(tmp_path / "out"), want, 2e-6)
-
-
 def test_the_difference_is_formed_in_high_precision_whatever_the_base_is_stored_in(tmp_path: Path) -> None:
     base, adapters, (first, one, two) = two_adapters(tmp_path, torch.bfloat16)
     gm.merge({"method": "task-arithmetic", "base": str(base), "models": [str(a) for a in adapters]}, tmp_path / "out")
@@ -241,15 +224,6 @@ def test_without_a_base_in_the_recipe_an_adapter_finds_the_base_that_it_names(tm
     assert_close(read_model(tmp_path / "out"), slow.average(first, rest), 1e-6)
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
     assert not (tmp_path / "out/adapter_config.json").exists()
-    load("llama-untied", tmp_path / "out")
-
-
-def test_an_adapter_can_be_the_base_of_a_merge(tmp_path: Path) -> None:
-    """An adapter beside it goes on the model that both name."""
-    _, adapters, (_, one, two) = two_adapters(tmp_path)
-    models = [{"model": str(adapters[1]), "weight": 0.6}]
-    gm.merge({"method": "task-arithmetic", "base": str(adapters[0]), "models": models}, tmp_path / "out")
-    assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(one, [two], [0.6]), 1e-6)
     load("llama-untied", tmp_path / "out")
 
 
@@ -412,10 +386,3 @@ def test_the_key_adapter_puts_an_adapter_on_a_model_whatever_base_it_names(tmp_p
     with pytest.raises(InputError, match="adapter0"):
         gm.merge(tmp_path / "recipe.yml", tmp_path / "adapter0", force=True)
     assert (adapters[0] / "adapter_config.json").is_file()
-
-
-def test_the_key_adapter_takes_adapters_alone(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "llama-untied")
-    models = [{"model": str(base), "adapter": str(base)}]
-    with pytest.raises(InputError, match="base"):
-        gm.merge({"method": "average", "models": models}, tmp_path / "out")

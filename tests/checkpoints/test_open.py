@@ -58,14 +58,6 @@ def test_a_folder_is_read_whatever_its_shards(shards: int, tmp_path: Path) -> No
     assert_same(read_all(write_model(tmp_path / "m", state, shards)), state)
 
 
-def test_safetensors_are_preferred_to_a_pickle_beside_them(tmp_path: Path) -> None:
-    state = random_state(0)
-    write_model(tmp_path / "m", state)
-    torch.save(random_state(1), tmp_path / "m/pytorch_model.bin")
-    assert_same(read_all(tmp_path / "m"), state)
-    assert_same(read_all(tmp_path / "m", allow_pickle=True), state)
-
-
 def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", random_state(0), 2)
     index = folder / "model.safetensors.index.json"
@@ -222,19 +214,6 @@ def test_hub_ids_with_and_without_revision_are_read_from_the_cache(tmp_path: Pat
     card: Any = ModelCard.load(tmp_path / "branch/README.md")
     assert card.data.base_model == ["org/my.model"] and card.data.license == "mit"
     assert "`org/my.model@v2`" in card.text
-
-
-def test_a_folder_of_the_same_name_goes_before_the_hub(tmp_path: Path) -> None:
-    make_cache(tmp_path, {COMMIT: random_state(0)})
-    here = random_state(1)
-    write_model(tmp_path / "org/my.model", here)
-    run = in_process(
-        tmp_path, code='import gradmerge as gm; gm.merge({"method": "average", "models": ["org/my.model"]}, "out")'
-    )
-    assert run.returncode == 0, run.stderr
-    assert_close(read_model(tmp_path / "out"), here, 0)
-    card: Any = ModelCard.load(tmp_path / "out/README.md")
-    assert card.data.base_model is None and "`my.model`" in card.text
 
 
 @pytest.mark.parametrize(

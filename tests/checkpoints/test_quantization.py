@@ -111,13 +111,6 @@ def test_quantized_models_are_refused_in_one_line_each_unless_their_codes_are_ex
     assert len(compare(whole, [Checkpoint("tuned", memory=BODY | GPTQ)]).problems) == 1
 
 
-def test_a_config_that_calls_plain_weights_quantized_is_refused(tmp_path: Path) -> None:
-    base = write_model(tmp_path / "base", BODY, 1, {"quantization_config": {"quant_method": "torchao"}})
-    tuned = write_model(tmp_path / "tuned", near(BODY, 1))
-    with pytest.raises(InputError):
-        gm.merge({"method": "average", "base": str(base), "models": [str(tuned)]}, tmp_path / "out")
-
-
 # Integers that belong to no known method
 
 
@@ -209,14 +202,6 @@ def test_bitsandbytes_codes_are_read_as_bitsandbytes_reads_them(name: str) -> No
             assert got.shape == want.shape
             one_unit = want.float().abs() * torch.finfo(want.dtype).eps
             assert bool(((got - want.float()).abs() <= one_unit).all())
-
-
-def test_codes_in_storage_of_another_type_are_read() -> None:
-    state = {n: v for n, v in load_file(STORED).items() if n.startswith("nf4.")}
-    packed = state | {"nf4.weight": state["nf4.weight"].reshape(-1).view(torch.bfloat16)}
-    one, other = (dequantized(Checkpoint("m", memory=s)) for s in (state, packed))
-    for step in (10**6, 7):
-        assert whole(other, "nf4.weight", step).equal(whole(one, "nf4.weight"))
 
 
 def test_plain_models_and_float8_without_scales_are_read_as_they_are() -> None:

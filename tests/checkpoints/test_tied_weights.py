@@ -106,31 +106,6 @@ def test_a_merge_is_that_of_the_models_that_transformers_loads_or_is_refused(
     assert_close(loaded(tmp_path / "out", family), want, 1e-6)
 
 
-def test_defaults_of_the_class_count_where_a_config_does_not_mention_ties(tmp_path: Path) -> None:
-    plain, untied, contradictory = (
-        write(tmp_path / name, "llama", kind, i)
-        for i, (name, kind) in enumerate(
-            (("plain", "untied"), ("untied", "untied"), ("contradictory", "contradictory"))
-        )
-    )
-    config = json.loads((plain / "config.json").read_text())
-    del config[KEY]
-    (plain / "config.json").write_text(json.dumps(config))
-    gm.merge({"method": "average", "base": str(plain), "models": [str(untied)]}, tmp_path / "out")
-    with pytest.raises(InputError):
-        gm.merge({"method": "average", "base": str(plain), "models": [str(contradictory)]}, tmp_path / "refused")
-
-
-def test_a_stack_with_other_embeddings_than_the_shared_ones_is_refused() -> None:
-    state = random_state(0, {"shared.weight": (6, 4), "encoder.block.0.wi.weight": (4, 4)})
-    copies = {f"{stack}.embed_tokens.weight": state["shared.weight"].clone() for stack in ("encoder", "decoder")}
-    config = {"model_type": "t5", KEY: False}
-    base, same = (Checkpoint(label, memory=state | copies, config=config) for label in ("base", "same"))
-    moved = copies | {"encoder.embed_tokens.weight": state["shared.weight"] + 1}
-    assert not compare(base, [same]).problems
-    assert len(compare(base, [Checkpoint("tuned", memory=state | moved, config=config)]).problems) == 1
-
-
 LLAMA_EMBEDDING, LLAMA_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertForMaskedLM,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-)
 
 from gradmerge.checkpoints.chat_template import chat_templates
 from gradmerge.checkpoints.checkpoint import Buffers, Checkpoint
@@ -35,13 +23,10 @@ from gradmerge.checkpoints.embedding_rows import (
     vocabulary_tensors,
 )
 from gradmerge.checkpoints.output_tokenizer import make_tokenizer
-from gradmerge.checkpoints.vocabulary import read_vocabulary, token_difference, vocabulary_of
+from gradmerge.checkpoints.vocabulary import read_vocabulary, vocabulary_of
 from gradmerge.errors import InputError
 
 from .vocabularies import ENGLISH, KINDS, MERGING, save_tokenizer, vocabulary
-
-TINY: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
-
 
 NAME = "model.embed_tokens.weight"
 
@@ -137,35 +122,6 @@ def test_vocabulary_tensors_are_known_by_name_or_by_their_number_of_rows() -> No
     assert vocabulary_tensors(Checkpoint("m", memory=tensors)) == (99, frozenset([NAME, "odd_name"]))
     with pytest.raises(InputError):
         vocabulary_tensors(Checkpoint("m", memory={"weight": torch.zeros(3, 3)}))
-
-
-HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-FAMILIES = {
-    BertForMaskedLM: BertConfig(vocab_size=97, num_attention_heads=2, max_position_embeddings=97, **TINY),
-    GPT2LMHeadModel: GPT2Config(vocab_size=97, n_embd=8, n_layer=1, n_head=2, n_positions=97),
-    BartForConditionalGeneration: BartConfig(vocab_size=97, d_model=8, encoder_layers=1, decoder_layers=1, **HEADS),
-    DistilBertForMaskedLM: DistilBertConfig(vocab_size=97, dim=8, hidden_dim=8, n_layers=1, n_heads=2),
-}
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_all_vocabulary_tensors_of_a_family_are_found(kind: type[PreTrainedModel]) -> None:
-    config = FAMILIES[kind]
-    state = dict(kind(config).state_dict())
-    tables = {name for name, tensor in state.items() if tensor.is_floating_point() and 97 in tensor.shape[:2]}
-    want = {name for name in tables if "position" not in name and "wpe" not in name}
-    assert want and set(vocabulary_tensors(Checkpoint("m", memory=state, config=config.to_dict()))[1]) == want
-
-
-def test_differences_are_counted(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path / "a", "BPE", ENGLISH, ["<x>", "<y>"])
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    a, b = (Checkpoint(name, folder=tmp_path / name) for name in "ab")
-    assert token_difference(a, b) is None
-    save_tokenizer(tmp_path / "b", "BPE", ENGLISH, ["<z>", "<x>"])
-    found = token_difference(a, b)
-    assert found is not None and len(found.lines) == 3
-    assert all(name in line for name, line in zip(("'<x>'", "'<y>'", "'<z>'"), found.lines, strict=True))
 
 
 def test_gaps_between_ids_are_kept_and_refused_where_they_cannot_be(tmp_path: Path) -> None:
