@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from .api.evaluate import evaluate as evaluate
     from .api.explore import Explorer as Explorer, explore as explore
     from .api.extract_lora import extract_lora as extract_lora
+    from .api.hub import push as push
     from .api.merge import merge as merge
     from .api.posterior import sample_posterior as sample_posterior
     from .api.preview import preview as preview
-    from .api.publishing import push as push
     from .api.remove import remove as remove
     from .api.state_dicts import merge_state_dicts as merge_state_dicts
     from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
@@ -58,7 +58,7 @@ _NAMES = {
     "api.extract_lora": "extract_lora",
     "api.merge": "merge",
     "api.preview": "preview",
-    "api.publishing": "push",
+    "api.hub": "push",
     "api.remove": "remove",
     "api.posterior": "sample_posterior",
     "api.state_dicts": "merge_state_dicts",

@@ -126,8 +126,15 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, [_entry(name, files[name]) for name in asked if name in files])
         if what == "preupload":
             asked = json.loads(raw)["files"]
-            modes = [{"path": f["path"], "uploadMode": "lfs" if _is_large(f["path"]) else "regular"} for f in asked]
-            return self._answer(200, {"files": [mode | {"shouldIgnore": False} for mode in modes]})
+            modes: list[dict[str, Any]] = [
+                {"path": f["path"], "uploadMode": "lfs" if _is_large(f["path"]) else "regular", "shouldIgnore": False}
+                for f in asked
+            ]
+            for mode in modes:
+                if mode["path"] in files:
+                    entry = _entry(mode["path"], files[mode["path"]])
+                    mode["oid"] = entry.get("lfs", entry)["oid"]
+            return self._answer(200, {"files": modes})
         assert what == "commit"
         for line in map(json.loads, raw.splitlines()):
             value = line["value"]

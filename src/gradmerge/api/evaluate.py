@@ -89,7 +89,7 @@ def evaluate_task(
     from .. import tasks
     from ..distributed import SINGLE, join
     from ..tasks.lm_eval import LMEval, language_model
-    from .publishing import MeasuredCard
+    from .measured_card import MeasuredCard
 
     options = tasks.complete(loading, evaluate, None)
     group = join() if processes else SINGLE

@@ -1,9 +1,8 @@
-"""Pushing to the Hub: what arrives, what stays here, and what is said when it does not work."""
+"""Pushing to the Hub: files that are sent or not, changes, and errors."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.cli.app import app
 
-from ..forked import forked
 from ..making import near, random_curvature, random_state, write_model
 from .hub_stand_in import TOKEN, Hub, stand_in
 
@@ -63,11 +61,11 @@ def local(folder: Path) -> dict[str, bytes]:
 SECRETS = {".env", "optimizer.pt", "training_args.bin", "data.jsonl", "id_rsa", "run.py"}
 
 
-def test_weights_card_record_and_curvature_arrive_byte_for_byte_and_nothing_else(out: Path, hub: Hub) -> None:
+def test_weights_card_record_and_curvature_are_sent_and_nothing_else(out: Path, hub: Hub) -> None:
     before = local(out)
     done = gm.push(out, "me/merged")
     there = hub.repos["me/merged"]["main"]
-    assert there.keys() - {".gitattributes"} == before.keys() - SECRETS == set(done.sent) == set(done.files)
+    assert there.keys() - {".gitattributes"} == before.keys() - SECRETS == set(done.files)
     assert any("-00001-of-" in name for name in there) and "curvature/curvature.safetensors" in str(there.keys())
     changed = {"README.md", "gradmerge.json"}
     for name in before.keys() - SECRETS - changed:
@@ -89,27 +87,20 @@ def test_weights_card_record_and_curvature_arrive_byte_for_byte_and_nothing_else
 
 
 def test_a_second_push_sends_only_what_has_changed(out: Path, hub: Hub) -> None:
-    gm.push(out, "me/merged")
-    sent = len(hub.uploads())
-    again = gm.push(out, "me/merged")
-    assert again.url is None and not again.sent and set(again.unchanged) == set(again.files)
-    assert len(hub.commits) == 1 and len(hub.uploads()) == sent
-    (out / "README.md").write_text((out / "README.md").read_text() + "\nMore words.\n")
-    assert gm.push(out, "me/merged").sent == ["README.md"]
-    assert hub.repos["me/merged"]["main"]["README.md"].decode().endswith("More words.\n")
-    assert len(hub.uploads()) == sent
-
-
-def test_a_push_that_failed_goes_on_where_it_stopped(out: Path, hub: Hub) -> None:
     hub.failing = {"/commit/": (500, "busy")}
-    with pytest.raises(gm.MachineError, match=r"500.*busy"):
+    with pytest.raises(gm.MachineError):
         gm.push(out, "me/merged")
     assert "hub_id" not in json.loads((out / "gradmerge.json").read_text())
-    large = [name for name in local(out) if name.endswith(".safetensors")]
-    assert len(hub.uploads()) == len(large) and not hub.commits
+    sent = len(hub.uploads())
+    assert sent == sum(name.endswith(".safetensors") for name in local(out)) and not hub.commits
     hub.failing = {}
     gm.push(out, "me/merged")
-    assert len(hub.uploads()) == len(large) and len(hub.commits) == 1
+    gm.push(out, "me/merged")
+    assert len(hub.commits) == 1 and len(hub.uploads()) == sent
+    (out / "README.md").write_text((out / "README.md").read_text() + "\nMore words.\n")
+    gm.push(out, "me/merged")
+    assert hub.repos["me/merged"]["main"]["README.md"].decode().endswith("More words.\n")
+    assert len(hub.commits) == 2 and len(hub.uploads()) == sent
 
 
 def test_earlier_shards_are_removed_and_other_files_of_the_repository_stay(out: Path, hub: Hub) -> None:
@@ -118,32 +109,21 @@ def test_earlier_shards_are_removed_and_other_files_of_the_repository_stay(out: 
     files |= dict.fromkeys([*stale, "notes.md", "other/model.safetensors"], b"old")
     done = gm.push(out, "me/merged")
     gone = [name for name in stale if name not in done.files]
-    assert done.removed == sorted(gone) and gone
-    assert "notes.md" in files and "other/model.safetensors" in files and not files.keys() & set(gone)
+    assert gone and "notes.md" in files and "other/model.safetensors" in files and not files.keys() & set(gone)
 
 
-def test_weights_beside_older_curvature_are_told(tmp_path: Path, hub: Hub) -> None:
-    model = write_model(tmp_path / "m", random_state(0), config=CONFIG)
-    (model / "README.md").write_text("---\nlicense: mit\n---\n# M\n")
-    hub.make("me/m")["curvature/curvature.safetensors"] = b"old"
-    assert len(gm.push(model, "me/m").notes) == 1
-    assert "curvature/curvature.safetensors" in hub.repos["me/m"]["main"]
-
-
-def test_a_plan_asks_nothing_of_the_network_and_changes_nothing(
-    out: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_does_not_use_the_network(out: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     before = local(out)
     plan = gm.push(out, "me/merged", dry_run=True)
     assert not hub.log and local(out) == before
-    assert plan.url is None and not plan.sent and set(plan.left_out) == SECRETS
+    assert plan.url is None and set(plan.left_out) == SECRETS
     assert not plan.lacks and plan.nbytes == sum(plan.files.values())
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert gm.push(out, "me/merged").files == plan.files
 
 
-def test_what_the_card_lacks_is_said(tmp_path: Path) -> None:
+def test_metadata_that_the_card_lacks(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m", random_state(0), config=CONFIG)
     (model / "README.md").write_text("# M\n")
     assert set(gm.push(model, "me/m", dry_run=True).lacks) == {"license", "base_model", "library_name", "pipeline_tag"}
@@ -176,12 +156,6 @@ def test_a_branch_is_made_and_a_private_repository_is_private(out: Path, hub: Hu
     assert hub.repos["me/public"]["main"].keys() == {".gitattributes"}
 
 
-def test_base_models_that_the_hub_does_not_know_are_told(out: Path, hub: Hub) -> None:
-    assert any("org/origin" in note for note in gm.push(out, "me/merged").notes)
-    hub.known = {"org/origin"}
-    assert not gm.push(out, "me/merged").notes
-
-
 def test_an_adapter_is_sent_with_the_id_of_its_base(tmp_path: Path, hub: Hub) -> None:
     folder = tmp_path / "lora"
     folder.mkdir()
@@ -189,7 +163,6 @@ def test_an_adapter_is_sent_with_the_id_of_its_base(tmp_path: Path, hub: Hub) ->
     config = {"peft_type": "LORA", "base_model_name_or_path": "../base", "r": 2}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     (folder / "README.md").write_text("---\nbase_model: [org/base]\nlicense: mit\n---\n# L\n")
-    hub.known = {"org/base"}
     done = gm.push(folder, "me/lora")
     sent = json.loads(hub.repos["me/lora"]["main"]["adapter_config.json"])
     assert sent == config | {"base_model_name_or_path": "org/base"} and done.kind == "adapter"
@@ -198,34 +171,25 @@ def test_an_adapter_is_sent_with_the_id_of_its_base(tmp_path: Path, hub: Hub) ->
     assert gm.push(folder, "me/lora", dry_run=True).notes
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        *((401, gm.InputError), (403, gm.InputError), (404, gm.InputError), (400, gm.InputError)),
-        *((409, gm.MachineError), (429, gm.MachineError)),
-    ],
-)
-def test_every_refusal_is_a_message(status: int, kind: type[Exception], out: Path, hub: Hub) -> None:
+@pytest.mark.parametrize(("status", "kind"), [(403, gm.InputError), (400, gm.InputError), (409, gm.MachineError)])
+def test_errors_of_the_hub_do_not_show_the_token(status: int, kind: type[Exception], out: Path, hub: Hub) -> None:
     hub.failing = {"/commit/": (status, f"said with {TOKEN}")}
-    with pytest.raises(kind, match=str(status)) as told:
+    with pytest.raises(kind, match=str(status)) as raised:
         gm.push(out, "me/merged")
-    assert TOKEN not in str(told.value) and "\n" not in str(told.value)
+    assert TOKEN not in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_is(
+def test_invalid_folders_and_names_are_refused_before_anything_is_sent(
     out: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(folder: Path, repo: str, named: str = "") -> None:
         with pytest.raises(gm.InputError, match=named or re.escape(folder.name)):
             gm.push(folder, repo)
 
-    for repo in ("merged", "a/b/c", "a/b@main", "a--b/c", "../b", "a/b.git", "a b/c", "x" * 99 + "/b"):
+    for repo in ("merged", "a/b/c", "a/b@main", "../b", "a b/c"):
         refused(out, repo, re.escape(repo))
-    with pytest.raises(gm.InputError, match="a b"):
-        gm.push(out, "me/m", revision="a b")
     refused(tmp_path / "none", "me/m")
     (tmp_path / "half.gradmerge-partial").mkdir()
-    refused(tmp_path / "half", "me/m", "--resume")
     refused(tmp_path / "half.gradmerge-partial", "me/m")
     (out / "gradmerge.journal").touch()
     refused(out, "me/m")
@@ -238,7 +202,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(
     card = (out / "README.md").read_text()
     (out / "README.md").unlink()
     refused(out, "me/m", "README.md")
-    for front in ("a: [", "- 1", "model-index: 5", "model-index: [{name: x, results: [{task: {}}]}]"):
+    for front in ("a: [", "- 1", "model-index: 5"):
         (out / "README.md").write_text(f"---\n{front}\n---\n# M\n")
         refused(out, "me/m", "README.md")
     (out / "README.md").write_text(card)
@@ -255,19 +219,15 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(
     assert not hub.commits
 
 
-def test_a_hub_that_is_not_there_is_the_machines_error(out: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(gm.MachineError, match=r"http://127\.0\.0\.1:9"):
-        gm.push(out, "me/merged")
-
-
-def test_no_network_is_asked_for_where_the_user_wants_none(
-    out: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_network(out: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(gm.InputError, match="HF_HUB_OFFLINE"):
         gm.push(out, "me/merged")
     assert not hub.log
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(gm.MachineError):
+        gm.push(out, "me/merged")
 
 
 def test_curvature_that_was_taken_out_is_not_missed(out: Path) -> None:
@@ -275,33 +235,23 @@ def test_curvature_that_was_taken_out_is_not_missed(out: Path) -> None:
     assert not any(name.startswith("curvature") for name in gm.push(out, "me/merged", dry_run=True).files)
 
 
-def test_the_command_line_pushes_to_the_endpoint_of_the_environment(out: Path, hub: Hub, tmp_path: Path) -> None:
-    own = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "hf")}
-    environment = {name: text for name, text in os.environ.items() if not name.startswith("HF_")} | own
-    done = forked("push", out, "me/merged", "--json", env=environment)
-    assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
-    facts = json.loads(done.stdout)
-    assert set(facts["sent"]) == set(facts["files"]) and facts["url"].startswith(hub.endpoint)
-    assert len(hub.commits) == 1
-
-
-def test_the_command_line_tells_the_plan_what_was_done_and_what_failed(out: Path, hub: Hub) -> None:
+def test_the_command_line(out: Path, hub: Hub) -> None:
     def run(status: int, *words: str) -> str:
-        told = CliRunner().invoke(app, ["push", str(out), *words])
-        assert told.exit_code == status and TOKEN not in told.output and "Traceback" not in told.output
-        return re.sub(r" +", " ", told.output)
+        result = CliRunner().invoke(app, ["push", str(out), *words])
+        assert result.exit_code == status and TOKEN not in result.output and "Traceback" not in result.output
+        return re.sub(r" +", " ", result.output)
 
     plan = run(0, "me/merged", "--dry-run")
     assert not hub.log and re.search(r"gradmerge.json \d", plan) and ".env, data.jsonl, id_rsa" in plan
-    done = run(0, "me/merged")
-    assert f"{hub.endpoint}/me/merged/commit/" in done and "org/origin" in done
-    run(0, "me/merged")
+    assert f"{hub.endpoint}/me/merged/commit/" in run(0, "me/merged")
+    facts = json.loads(run(0, "me/merged", "--json"))
+    assert set(facts["left_out"]) == SECRETS and facts["url"].startswith(hub.endpoint)
     hub.failing = {"/api/repos/create": (500, "busy")}
-    assert "error: me/merged" in run(1, "me/merged")
-    assert "error: merged" in run(2, "merged")
+    run(1, "me/merged")
+    run(2, "merged")
 
 
-def test_the_models_of_the_front_matter_are_read_again_by_the_next_merge(out: Path, hub: Hub, tmp_path: Path) -> None:
+def test_the_next_merge_names_the_pushed_model(out: Path, hub: Hub, tmp_path: Path) -> None:
     gm.push(out, "me/merged")
     gm.merge({"method": "average", "models": [str(out), str(tmp_path / "a")]}, tmp_path / "next")
     front = yaml.safe_load((tmp_path / "next/README.md").read_text().split("---\n")[1])
