@@ -14,11 +14,11 @@ from gradmerge.checkpoints.layers import (
     StackedCheckpoint,
     compare_parts,
     config_of_layers,
+    find_layer,
     is_before_layers,
     layer_of,
     layer_stack,
     layer_stacks,
-    place_of,
 )
 from gradmerge.errors import InputError
 
@@ -101,7 +101,7 @@ def test_stacks_of_layers_are_found_by_name(names: list[str], expected: dict[str
 def test_a_tensor_belongs_to_the_layer_of_the_first_number_of_its_stack() -> None:
     stacks = {"model.layers.": 4, "vision.blocks.": 2}
     assert layer_of("model.layers.3.mlp.experts.7.w1.weight", stacks) == 3
-    assert place_of("vision.blocks.1.fc.0.weight", stacks) == ("vision.blocks.", 1)
+    assert find_layer("vision.blocks.1.fc.0.weight", stacks) == ("vision.blocks.", 1)
     assert layer_of("model.layersnorm.weight", stacks) is None
     assert layer_of("model.norm.weight", stacks) is None
     assert layer_of("x.model.layers.3.w", stacks) is None
@@ -157,7 +157,7 @@ def test_a_tied_head_comes_from_the_model_of_the_embedding() -> None:
     a, b = tied("A", 1), tied("B", 2)
     stacked = stack((a, 0, 2), (b, 0, 2))
     assert "lm_head.weight" not in stacked.tensors
-    assert stacked.places["model.embed_tokens.weight"][0] is a
+    assert stacked.sources["model.embed_tokens.weight"][0] is a
 
 
 KINDS: dict[str, tuple[dict[str, Any], Sequence[int], dict[str, Any]]] = {

@@ -50,8 +50,8 @@ def chat_templates(folder: Path) -> Templates | None:
 
 def templates_of(checkpoint: Checkpoint) -> Templates | None:
     """Read the chat templates of a model; for an adapter without templates, those of its base."""
-    found = [templates for folder in folders_of(checkpoint) if (templates := chat_templates(folder)) is not None]
-    return next((templates for templates in found if templates), found[0] if found else None)
+    stored = [templates for folder in folders_of(checkpoint) if (templates := chat_templates(folder)) is not None]
+    return next((templates for templates in stored if templates), stored[0] if stored else None)
 
 
 def template_files(checkpoint: Checkpoint) -> list[Path]:
@@ -61,9 +61,9 @@ def template_files(checkpoint: Checkpoint) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def alike(one: Templates, other: Templates) -> bool:
+def alike(first: Templates, other: Templates) -> bool:
     """Compare the templates of two models; blank lines around them do not count."""
-    return {name: text.strip() for name, text in one.items()} == {name: text.strip() for name, text in other.items()}
+    return {name: text.strip() for name, text in first.items()} == {name: text.strip() for name, text in other.items()}
 
 
 def template_notes(first: Checkpoint, other: Checkpoint) -> list[str]:

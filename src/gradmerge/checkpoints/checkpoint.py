@@ -201,9 +201,9 @@ def innermost(checkpoint: Checkpoint) -> Checkpoint:
     return list(unwrap_chain(checkpoint))[-1]
 
 
-def is_same(one: Checkpoint, other: Checkpoint) -> bool:
+def is_same(first: Checkpoint, other: Checkpoint) -> bool:
     """Return whether two checkpoints are the same files, seen in the same way."""
-    return one is other or (type(one) is type(other) and bool(one.files()) and one.files() == other.files())
+    return first is other or (type(first) is type(other) and bool(first.files()) and first.files() == other.files())
 
 
 def folders_of(checkpoint: Checkpoint) -> list[Path]:

@@ -100,7 +100,7 @@ def compare(
     result.merged = [n for n in first.tensors if n in weights]
     result.copied = [n for n in first.tensors if n not in weights]
 
-    quantized = {id(c): found.problem(c.label) for c in (first, *others) if (found := detect_quantization(c, chosen))}
+    quantized = {id(c): method.problem(c.label) for c in (first, *others) if (method := detect_quantization(c, chosen))}
     result.problems += quantized.values()
     unsupported = [n for n in selected if first.tensors[n].dtype.startswith(("F8", "C64"))]
     if id(first) not in quantized:

@@ -101,20 +101,20 @@ def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
 
 def _values(config: Mapping[str, Any], path: str = "", depth: int = 0) -> dict[str, Any]:
     """Return path → value of every relevant key of a config and of the dicts in it."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if isinstance(rope, dict) and str(rope.get("rope_type", rope.get("type"))) in ROPE_BY_LENGTH:
-        found[f"{path}max_position_embeddings"] = config.get("max_position_embeddings")
+        values[f"{path}max_position_embeddings"] = config.get("max_position_embeddings")
     if modes := poolings(config):
         config = {key: value for key, value in config.items() if key not in POOLINGS} | {"pooling_mode": modes}
     for key, value in config.items():
         if IRRELEVANT.fullmatch(str(key)):  # transformers has dicts by layer number
             continue
         if isinstance(value, dict) and value and depth < DEPTH:
-            found |= _values(value, f"{path}{key}.", depth + 1)
+            values |= _values(value, f"{path}{key}.", depth + 1)
         else:
-            found[f"{path}{key}"] = _normalized(value)
-    return found
+            values[f"{path}{key}"] = _normalized(value)
+    return values
 
 
 def _normalized(value: Any) -> Any:

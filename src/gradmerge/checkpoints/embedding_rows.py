@@ -70,14 +70,14 @@ def read_rows(
     out = torch.zeros(len(rows), columns, dtype=dtype)
     here = np.flatnonzero(rows >= 0)
     if total * columns <= WHOLE:
-        found = read(0, total * columns).view(total, columns).index_select(0, torch.from_numpy(rows[here]))
+        picked = read(0, total * columns).view(total, columns).index_select(0, torch.from_numpy(rows[here]))
     else:
         distinct, order = np.unique(rows[here], return_inverse=True)
         runs = np.split(distinct, np.flatnonzero(np.diff(distinct) > 1) + 1)
         # `read` may reuse its buffer, so each part is copied.
         parts = [read(int(run[0]) * columns, (int(run[-1]) + 1) * columns).clone() for run in runs if run.size]
-        found = torch.cat(parts or [out[:0].view(-1)]).view(-1, columns).index_select(0, torch.from_numpy(order))
-    out[here] = found.to(dtype)
+        picked = torch.cat(parts or [out[:0].view(-1)]).view(-1, columns).index_select(0, torch.from_numpy(order))
+    out[here] = picked.to(dtype)
     return out
 
 
@@ -85,7 +85,7 @@ def read_rows(
 class VocabularyRows:
     """The row of a model for each row of the result."""
 
-    own: Index
+    numbers: Index
     """The model's row, :data:`MISSING` or :data:`PADDING`."""
     before: int
     """Number of rows of the model."""
@@ -98,12 +98,12 @@ class VocabularyRows:
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of such a tensor in the result."""
-        return (1, len(self.own)) if len(shape) == 2 and shape[0] == 1 else (len(self.own), *shape[1:])
+        return (1, len(self.numbers)) if len(shape) == 2 and shape[0] == 1 else (len(self.numbers), *shape[1:])
 
     def gather(self, read: Callable[[int, int], Tensor], columns: int, start: int, stop: int) -> Tensor:
         """Return elements ``start`` to ``stop`` of a reordered tensor in float32, 0 for rows that the model lacks."""
         first, last = start // columns, -(-stop // columns)
-        rows = read_rows(read, self.before, columns, self.own[first:last])
+        rows = read_rows(read, self.before, columns, self.numbers[first:last])
         return rows.view(-1)[start - first * columns : stop - first * columns]
 
 
@@ -145,26 +145,26 @@ class VocabularyCheckpoint(View):
             return super().read(name, start, stop, buffers, slot)
         columns = self._columns(name)
         first, last = start // columns, -(-stop // columns)
-        own = self.rows.own[first:last]
-        if own[0] >= 0 and (np.diff(own) == 1).all():  # the rows are neighbors in the model, too
-            offset = (int(own[0]) - first) * columns
+        numbers = self.rows.numbers[first:last]
+        if numbers[0] >= 0 and (np.diff(numbers) == 1).all():  # the rows are neighbors in the model, too
+            offset = (int(numbers[0]) - first) * columns
             return self.inner.read(self.inner_names[name], start + offset, stop + offset, buffers, slot)
         rows = self._read(name, np.arange(first, last), buffers, slot)
         return rows.view(-1)[start - first * columns : stop - first * columns]
 
     def _read(self, name: str, wanted: Index, buffers: Buffers, slot: str) -> Tensor:
         """Return whole rows of the result."""
-        own = self.rows.own[wanted]
-        out = self._read_from(self.inner, self.inner_names[name], own, name, buffers, slot)
-        missing = np.flatnonzero(own == MISSING)
+        numbers = self.rows.numbers[wanted]
+        out = self._read_from(self.inner, self.inner_names[name], numbers, name, buffers, slot)
+        missing = np.flatnonzero(numbers == MISSING)
         total, count = torch.zeros(len(missing), out.shape[1], dtype=out.dtype), np.zeros(len(missing), np.int64)
         for donor, rows in self.donors if missing.size else ():
-            given, stored = rows[wanted[missing]], self._names[donor, name]
-            count += given >= 0
+            donated, stored = rows[wanted[missing]], self._names[donor, name]
+            count += donated >= 0
             if stored is not None:
-                total += self._read_from(donor, stored, given, name, buffers, slot)
+                total += self._read_from(donor, stored, donated, name, buffers, slot)
         out[missing] = total / torch.from_numpy(count.clip(1)).to(total.dtype)[:, None]
-        if (padding := np.flatnonzero(own == PADDING)).size:
+        if (padding := np.flatnonzero(numbers == PADDING)).size:
             out[padding] = self._mean_of_tokens(name).to(out.dtype)
         return out
 
@@ -173,7 +173,7 @@ class VocabularyCheckpoint(View):
         with self._lock:
             if name not in self._padding:
                 columns, buffers = self._columns(name), Buffers()
-                tokens = np.flatnonzero(self.rows.own != PADDING)
+                tokens = np.flatnonzero(self.rows.numbers != PADDING)
                 total = torch.zeros(columns, dtype=torch.float64)
                 step = max(1, WHOLE // columns)
                 for low in range(0, len(tokens), step):
@@ -191,7 +191,7 @@ class VocabularyCheckpoint(View):
         return read_rows(read, total, self._columns(name), rows, self._dtype(name))
 
     def _columns(self, name: str) -> int:
-        return max(1, self.tensors[name].numel // max(1, len(self.rows.own)))
+        return max(1, self.tensors[name].numel // max(1, len(self.rows.numbers)))
 
     def _dtype(self, name: str) -> torch.dtype:
         """Return float64 if any model stores that, else float32, so that rows taken from the base equal it exactly."""

@@ -73,10 +73,10 @@ def _are_layers(prefix: str, layers: Mapping[int, set[str]]) -> bool:
     return len(layers) > 1 and len(layers) == max(layers) + 1
 
 
-def place_of(name: str, stacks: Iterable[str]) -> tuple[str, int] | None:
+def find_layer(name: str, stacks: Iterable[str]) -> tuple[str, int] | None:
     """Return (stack, number) of the layer of a tensor, or None if it is outside the layers.
 
-    >>> place_of("model.layers.3.mlp.experts.7.w1.weight", ["model.layers."])
+    >>> find_layer("model.layers.3.mlp.experts.7.w1.weight", ["model.layers."])
     ('model.layers.', 3)
     """
     for prefix in stacks:
@@ -87,8 +87,8 @@ def place_of(name: str, stacks: Iterable[str]) -> tuple[str, int] | None:
 
 def layer_of(name: str, stacks: Iterable[str]) -> int | None:
     """Return the number of the layer of a tensor, or None if it is outside the layers."""
-    place = place_of(name, stacks)
-    return None if place is None else place[1]
+    layer = find_layer(name, stacks)
+    return None if layer is None else layer[1]
 
 
 def is_before_layers(name: str, stack: str = "") -> bool:
@@ -223,13 +223,13 @@ class StackedCheckpoint(View):
         self.hub_id = self.parts[0].hub_id if len(self.parts) == 1 else None
         self.notes = [note for part in dict.fromkeys((front, *self.parts)) for note in part.notes]
         self.config = config_of_layers(front, layers)
-        sources = list(self._sources())
-        self.absent = frozenset(name for new, name, _, _ in sources if new in left_out)
-        self.places = {name: (model, stored) for new, name, model, stored in sources if new not in left_out}
+        names = list(self._new_names())
+        self.absent = frozenset(name for new, name, _, _ in names if new in left_out)
+        self.sources = {name: (model, stored) for new, name, model, stored in names if new not in left_out}
         """Tensor → (the model that it is read from, its name there)."""
-        self.tensors = {name: model.tensors[stored] for name, (model, stored) in self.places.items()}
+        self.tensors = {name: model.tensors[stored] for name, (model, stored) in self.sources.items()}
 
-    def _sources(self) -> Iterator[tuple[int, str, Checkpoint, str]]:
+    def _new_names(self) -> Iterator[tuple[int, str, Checkpoint, str]]:
         """Yield (the layer of the result that it belongs to, tensor, its model, its name there)."""
         stacks = {model: layer_stack(model) for model in dict.fromkeys(model for model, _ in self.layers)}
         (first, _), (last, _) = self.layers[0], self.layers[-1]
@@ -260,12 +260,12 @@ class StackedCheckpoint(View):
         ]
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
-        model, stored = self.places[name]
+        model, stored = self.sources[name]
         return model.read(stored, start, stop, buffers, slot)
 
     def will_need(self, name: str) -> None:
-        if name in self.places:
-            model, stored = self.places[name]
+        if name in self.sources:
+            model, stored = self.sources[name]
             model.will_need(stored)
 
     def files(self) -> list[Path]:

@@ -68,7 +68,8 @@ def make_tokenizer(
         new = [token for token in other.by_row if token not in source.ids]
         added |= {token: other.added[token] for token in new if token in other.added and token not in added}
         words += [token for token in new if token not in other.added]
-        differ = [t for t, settings in other.added.items() if {**added, **source.added}.get(t, settings) != settings]
+        known = added | source.added
+        differ = [token for token, settings in other.added.items() if known.get(token, settings) != settings]
         if differ:
             notes.append(f"{other.label}: some added tokens have other settings in a model before it: {_list(differ)}")
     words = [token for token in dict.fromkeys(words) if token not in added]

@@ -95,11 +95,11 @@ def detect_quantization(
 
 def refuse_quantized(base: Checkpoint, adapter: str) -> None:
     """Raise if an adapter would be added to codes."""
-    found = detect_quantization(base)
-    if found is not None:
+    quantization = detect_quantization(base)
+    if quantization is not None:
         raise InputError(
-            f"{adapter}: its base {found.problem(base.label)} Give that model as the base. An adapter that was trained "
-            "on a quantized model fits the model that was quantized."
+            f"{adapter}: its base {quantization.problem(base.label)} Give that model as the base. An adapter that was "
+            "trained on a quantized model fits the model that was quantized."
         )
 
 
@@ -123,21 +123,21 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 
 def _methods(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Return the tensors that can only be codes, with the method of each."""
-    found = {}
+    methods = {}
     for name, info in tensors.items():
         last = name.rpartition(".")[2]
         if _beside(name, STATES, tensors):  # also where the codes are stored as floats
-            found[name] = "bitsandbytes"
+            methods[name] = "bitsandbytes"
         elif info.is_float:
             continue
         elif last in CODES:
-            found[name] = CODES[last]
+            methods[name] = CODES[last]
         elif last.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors:
-            found[name] = "mxfp4"
+            methods[name] = "mxfp4"
         elif scales := _beside(name, SCALES, tensors):
             integers = "bitsandbytes" if scales.endswith(".SCB") else "compressed-tensors"
-            found[name] = "fp8" if info.dtype.startswith("F8") else integers
-    return found
+            methods[name] = "fp8" if info.dtype.startswith("F8") else integers
+    return methods
 
 
 def _beside(name: str, forms: Sequence[str], tensors: Mapping[str, TensorInfo]) -> str | None:
@@ -161,8 +161,8 @@ class DequantizedCheckpoint(View):
 
     def __init__(self, inner: Checkpoint) -> None:
         super().__init__(inner)
-        found = detect_quantization(inner)
-        decoders = {name: _four_bits(inner, name) or _scaled(inner, name, found) for name in inner.tensors}
+        quantization = detect_quantization(inner)
+        decoders = {name: _four_bits(inner, name) or _scaled(inner, name, quantization) for name in inner.tensors}
         self._decoders = {name: decoder for name, decoder in decoders.items() if decoder is not None}
         hidden = {name for decoder in self._decoders.values() for name in decoder.hidden}
         hidden |= {name for name in inner.tensors if name.rpartition(".")[2] in ACTIVATION_SCALES}
@@ -176,12 +176,12 @@ class DequantizedCheckpoint(View):
         left = _methods(self.tensors)
         if left or not self._decoders:
             example = next(iter(left), "no tensor of codes")
-            method = left.get(example, found.method if found else "float8")
+            method = left.get(example, quantization.method if quantization else "float8")
             raise InputError(
                 f"{inner.label}: cannot dequantize {method} ({example}). dequantize reads fp8 with scales, and "
                 f"bitsandbytes with 4 or 8 bits. {ORIGINAL}"
             )
-        method = found.method if found is not None else "float8 without scales"
+        method = quantization.method if quantization is not None else "float8 without scales"
         number = f"{len(self._decoders)} tensor{'s' if len(self._decoders) > 1 else ''}"
         self.notes = [*inner.notes, f"{inner.label}: {number} dequantized ({method}) and treated as {FLOATS[dtype]}"]
 
@@ -251,7 +251,7 @@ def _is_float8(info: TensorInfo) -> bool:
     return info.dtype.startswith(("F8_E4", "F8_E5"))
 
 
-def _scaled(inner: Checkpoint, name: str, found: Quantization | None) -> ScaledCodes | None:
+def _scaled(inner: Checkpoint, name: str, quantization: Quantization | None) -> ScaledCodes | None:
     """Return the decoder of a tensor of float8 or int8 codes; None for other tensors."""
     info, module = inner.tensors[name], name.rpartition(".")[0]
     scales, layout = _beside(name, SCALES, inner.tensors), f"{name}_format"
@@ -260,7 +260,7 @@ def _scaled(inner: Checkpoint, name: str, found: Quantization | None) -> ScaledC
 
     if scales is None:
         beside = {other.rpartition(".")[2] for other in inner.tensors if other.rpartition(".")[0] == module}
-        if found is not None or any("scale" in last for last in beside - ACTIVATION_SCALES):
+        if quantization is not None or any("scale" in last for last in beside - ACTIVATION_SCALES):
             raise _broken(inner, name, "float8 codes without known scales")
         return ScaledCodes(name, info.shape)
     if layout in inner.tensors and bool(_whole(inner, layout).any()):

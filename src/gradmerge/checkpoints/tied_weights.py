@@ -145,20 +145,20 @@ def _contradiction(checkpoint: Checkpoint, name: str, source: str) -> str:
     )
 
 
-def same_values(checkpoint: Checkpoint, one: str, two: str) -> bool:
+def same_values(checkpoint: Checkpoint, name: str, other: str) -> bool:
     """Return whether two tensors of a checkpoint are bit-identical."""
-    if checkpoint.tensors[one] != checkpoint.tensors[two]:
+    if checkpoint.tensors[name] != checkpoint.tensors[other]:
         return False
-    return equal((checkpoint, one), (checkpoint, two), lambda block: block.view(torch.uint8))
+    return equal((checkpoint, name), (checkpoint, other), lambda block: block.view(torch.uint8))
 
 
-def equal(one: tuple[Checkpoint, str], two: tuple[Checkpoint, str], view: Callable[[Tensor], Tensor]) -> bool:
+def equal(first: tuple[Checkpoint, str], other: tuple[Checkpoint, str], view: Callable[[Tensor], Tensor]) -> bool:
     """Return whether ``view`` of two tensors of the same size is equal. Both are read in blocks."""
     buffers, size = Buffers(), 1 << 18
-    numel = one[0].tensors[one[1]].numel
+    numel = first[0].tensors[first[1]].numel
     for start in range(0, numel, size):
         stop = min(start + size, numel)
-        left = view(one[0].read(one[1], start, stop, buffers, "left"))
-        if not torch.equal(left, view(two[0].read(two[1], start, stop, buffers, "right"))):
+        left = view(first[0].read(first[1], start, stop, buffers, "left"))
+        if not torch.equal(left, view(other[0].read(other[1], start, stop, buffers, "right"))):
             return False
     return True

@@ -173,9 +173,9 @@ def token_difference(first: Checkpoint, other: Checkpoint) -> TokenDifference | 
     moved = [token for token in a.by_row if b.ids.get(token, a.ids[token]) != a.ids[token]]
     rows = [f"{token!r} is row {a.ids[token]} and {b.ids[token]}" for token in moved]
     lines = [f"{counted(moved, 'token')} in other rows in {a.label} and {b.label}: {some(rows)}"] if moved else []
-    for one, two in ((a, b), (b, a)):
-        if alone := [repr(token) for token in one.by_row if token not in two.ids]:
-            lines.append(f"{counted(alone, 'token')} of {len(one.ids)} only in {one.label}: {some(alone)}")
+    for model, without in ((a, b), (b, a)):
+        if alone := [repr(token) for token in model.by_row if token not in without.ids]:
+            lines.append(f"{counted(alone, 'token')} of {len(model.ids)} only in {model.label}: {some(alone)}")
     return TokenDifference(lines, len(moved), min(len(a.ids), len(b.ids))) if lines else None
 
 

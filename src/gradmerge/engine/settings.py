@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..checkpoints.layers import layer_stacks, place_of
+from ..checkpoints.layers import find_layer, layer_stacks
 from ..recipe import Case, Varying, leaves, spread_over_layers, value_at
 from ..text import count
 
@@ -71,7 +71,7 @@ class LayerSettings:
         stacks = layer_stacks(names)
 
         def locate(name: str) -> tuple[int, float]:
-            layer = place_of(name, stacks)
+            layer = find_layer(name, stacks)
             return 0, 0.0 if layer is None else layer[1] / max(1, stacks[layer[0]] - 1)
 
         return cls([stretch], locate)
@@ -109,7 +109,7 @@ class LayerSettings:
                 notes.append(f"filter: {filter_!r} matches no tensor that is merged")
         if any(map(spread_over_layers, values)):
             stacks = layer_stacks(names)
-            outside = [name for name in names if place_of(name, stacks) is None]
+            outside = [name for name in names if find_layer(name, stacks) is None]
             if outside:
                 some = f"{outside[0]} and {count(len(outside) - 1)} more" if len(outside) > 1 else outside[0]
                 notes.append(f"a list over the layers: tensors outside the layers take its first value: {some}")

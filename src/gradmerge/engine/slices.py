@@ -99,7 +99,7 @@ class SliceStretch(Stretch):
     """Options that may differ between models."""
 
     def names_of(self, name: str) -> list[str]:
-        stored = (stack.places.get(name) if isinstance(stack, StackedCheckpoint) else None for stack in self.stacks)
+        stored = (stack.sources.get(name) if isinstance(stack, StackedCheckpoint) else None for stack in self.stacks)
         return [name, *(name if place is None else place[1] for place in stored)]
 
     def at(self, name: str, position: float) -> TensorSettings:
