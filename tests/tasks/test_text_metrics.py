@@ -107,7 +107,7 @@ def test_errors_of_corpus_scores_are_the_jackknifes(name: str, kind: Any) -> Non
     assert standard_error(rows) == pytest.approx(want) and want > 0
 
 
-def test_a_wrong_generation_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_of_generation_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ({"metrics": ["rogue"]}, {"max_new_tokens": 0}):
         with pytest.raises(gm.InputError):
             Generation(**given)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What models write in batches is what they write one row at a time, whatever padding and settings beside them say."""
+"""Batches generate what single rows do, whatever their padding and the model's generation config."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ def one_at_a_time(loaded: LoadedTask, ids: list[list[int]], length: int) -> list
 
 
 @pytest.mark.parametrize("make", [tiny_gpt2_checkpoint, tiny_llama_checkpoint, tiny_t5_checkpoint])
-def test_batches_write_what_single_rows_do(make: Callable[..., Path], tmp_path: Path) -> None:
+def test_batches_generate_what_single_rows_do(make: Callable[..., Path], tmp_path: Path) -> None:
     names = ("source", "target") if make is tiny_t5_checkpoint else ("prompt", "completion")
     loaded = loaded_for(tmp_path, make, pairs(*names))
     words: Any = loaded.data.tokenizer  # type: ignore[attr-defined]
     ids = [words(row[names[0]])["input_ids"] for row in pairs(*names)]
     want = one_at_a_time(loaded, ids, 6)
-    assert len(set(want)) > 2, "models that always write the same test little"
+    assert len(set(want)) > 2, "texts differ, or little is tested"
     for batch_size in (1, 4, COUNT):
         got = generate(loaded, loaded.model, range(COUNT), 6, batch_size=batch_size)
         assert [text.split() for text in got] == [text.split() for text in want]
     assert generate(loaded, loaded.model, [4, 2], 6) == [want[4], want[2]]
 
 
-def test_models_stop_at_the_end_of_text_and_pads_are_no_words(tmp_path: Path) -> None:
+def test_generation_stops_at_the_end_token(tmp_path: Path) -> None:
     loaded = loaded_for(tmp_path, tiny_llama_checkpoint, pairs("prompt", "completion"))
     model: Any = loaded.model
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_models_stop_at_the_end_of_text_and_pads_are_no_words(tmp_path: Path) ->
     assert [text.split() for text in generate(loaded, model, range(COUNT), 12)] == [text.split() for text in want]
 
 
-def test_settings_of_generation_beside_the_model_do_not_count(tmp_path: Path) -> None:
+def test_the_generation_config_of_the_model_is_not_used(tmp_path: Path) -> None:
     rows = pairs("prompt", "completion")
     loaded = loaded_for(tmp_path, tiny_llama_checkpoint, rows)
     want = generate(loaded, loaded.model, range(COUNT), 8)
@@ -120,24 +120,24 @@ class Recurrent(nn.Module):
         return torch.cat([input_ids, step], 1)
 
 
-def test_models_that_notice_padding_get_rows_of_one_length(tmp_path: Path) -> None:
+def test_models_that_padding_changes_get_rows_of_one_length(tmp_path: Path) -> None:
     loaded = loaded_for(tmp_path, tiny_llama_checkpoint, pairs("prompt", "completion"))
     model = Recurrent(loaded.model)
     got = generate(loaded, model, range(COUNT), 1, batch_size=4)
     assert got == generate(loaded, Recurrent(loaded.model), range(COUNT), 1, batch_size=1)
-    assert all(len(widths) == 1 for widths in model.widths[2:]), "but for the two of the trial"
+    assert all(len(widths) == 1 for widths in model.widths[2:]), "except the first two, which test the padding"
 
 
-def test_prompts_are_those_of_the_data_cut_to_the_room(tmp_path: Path) -> None:
+def test_prompts_are_cut_at_the_beginning(tmp_path: Path) -> None:
     loaded = loaded_for(tmp_path, tiny_llama_checkpoint, pairs("prompt", "completion"))
     row = pairs("prompt", "completion")[3]
     (whole,), (cut,) = prompts(loaded, [3]), prompts(loaded, [3], 3)
     assert (whole.text, whole.reference) == (row["prompt"], row["completion"])
-    assert whole.ids[0] == 2 and cut.ids == [2, *whole.ids[-2:]], "<s> stays, the beginning goes"
+    assert whole.ids[0] == 2 and cut.ids == [2, *whole.ids[-2:]], "<s> stays"
     with pytest.raises(gm.InputError, match="max_new_tokens=64"):
         generate(loaded, loaded.model, [0], 64)
     empty = loaded_for(tmp_path / "empty", tiny_gpt2_checkpoint, [{"prompt": "", "completion": "a"}])
-    with pytest.raises(gm.InputError, match="row 1: its prompt is empty"):
+    with pytest.raises(gm.InputError, match="row 1"):
         generate(empty, empty.model, [0])
     bert = tiny_bert_checkpoint(tmp_path / "bert")
     rows = write_jsonl(tmp_path / "labels.jsonl", [{"text": "a", "label": 0}])
@@ -145,7 +145,7 @@ def test_prompts_are_those_of_the_data_cut_to_the_room(tmp_path: Path) -> None:
         prompts(load_task(bert, rows, device="cpu"), [0])
 
 
-def test_a_conversation_is_asked_up_to_its_last_answer(tmp_path: Path) -> None:
+def test_the_prompt_of_a_conversation_ends_before_the_last_answer(tmp_path: Path) -> None:
     model = tiny_llama_checkpoint(tmp_path / "model")
     (model / "chat_template.jinja").write_text(CHAT)
     said = [{"role": "user", "content": "who is it"}, {"role": "assistant", "content": "the cat"}]
