@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -238,11 +239,10 @@ def test_parameters_larger_than_a_chunk_in_any_memory_layout(
 @pytest.mark.parametrize("prior", [2.0, CURVATURE])
 @pytest.mark.parametrize(("dtype", "metric"), [(torch.float64, False), (torch.bfloat16, True), (torch.float32, False)])
 def test_a_batch_of_parameters_is_pulled_by_the_formula(dtype: torch.dtype, metric: bool, prior: Any) -> None:
-    """The batches of a GPU, with a step count on the device; they also run on a CPU."""
     params = {name: value.to(dtype) for name, value in START.items()}
     squares = {name: GRADIENTS[0][name].pow(2).to(dtype) for name in SHAPES}
     kept = {name: value.to(torch.bfloat16) for name, value in CURVATURE.items()}
-    correction = (1 - torch.tensor(0.9, dtype=torch.float64) ** 3).rsqrt()
+    correction = (1 - 0.9**3) ** -0.5
     batch = [
         prior_adamw._Piece(
             params[name].clone(),
@@ -265,6 +265,17 @@ def test_a_batch_of_parameters_is_pulled_by_the_formula(dtype: torch.dtype, metr
 def test_a_learning_rate_may_be_a_tensor() -> None:
     rate = torch.tensor(0.1, dtype=torch.float64)
     assert_equal(run(prior=CURVATURE, lr=rate), run(prior=CURVATURE, lr=0.1))
+
+
+def test_adams_metric_counts_steps_without_a_penalty() -> None:
+    params, others = parameters(), parameters()
+    optimizer, other = (
+        gm.PriorAdamW(list(p.items()), anchor=BASE, prior=CURVATURE, lr=0.1, coupling="adam") for p in (params, others)
+    )
+    for strength, gradient in zip((1.0, 1.0, 0.0, 1.0), GRADIENTS, strict=False):
+        optimizer.param_groups[0]["strength"] = other.param_groups[0]["strength"] = strength
+        other.load_state_dict(copy.deepcopy(other.state_dict()))  # reads the count from Adam's state
+        assert_equal(take_steps(optimizer, params, [gradient]), take_steps(other, others, [gradient]))
 
 
 def ridge() -> tuple[Tensor, Tensor, Tensor, Tensor]:

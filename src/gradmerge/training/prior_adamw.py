@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,7 @@ class PriorAdamW(torch.optim.AdamW):
                 raise InputError(f"{type(model).__name__}: no parameter requires a gradient")
         # torch's constructor calls `add_param_group`, which needs these.
         self._model = model
+        self._step_counts: dict[Tensor, int] = {}  # because Adam's own may be on a GPU
         self._sources = _Sources(prior, anchor, reduction, float(damping), missing == "zero")
         self._group_options = {
             "strength": strength,
@@ -249,6 +250,7 @@ class PriorAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of torch's AdamW, which keeps the current anchors and priors."""
+        self._step_counts = {}
         before, kept = self.param_groups, {key: self.state[key] for key in (ANCHORS, PRIORS)}  # type: ignore[index]
         super().load_state_dict(state_dict)
         for group, old in zip(self.param_groups, before, strict=True):
@@ -264,7 +266,7 @@ class PriorAdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if not hasattr(self, "_group_options"):  # after unpickling; torch also calls this when it loads a state dict
-            self._group_options = {}
+            self._group_options, self._step_counts = {}, {}
             self._register_hooks()
 
 
@@ -286,7 +288,7 @@ class _Piece(NamedTuple):
     prior: Tensor | None
     squares: Tensor | None
     """For Adam's metric."""
-    correction: float | Tensor
+    correction: float
     """1 / √(1 − β₂^step), for Adam's metric."""
 
 
@@ -299,7 +301,7 @@ def _make_gradients_contiguous(optimizer: torch.optim.Optimizer, args: Any, kwar
 
 
 @torch.no_grad()
-def _pull(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _pull(optimizer: PriorAdamW, args: Any, kwargs: Any) -> None:
     """Move all parameters that have a gradient towards their anchors, after Adam's step."""
     overflow = getattr(optimizer, "found_inf", None)
     if isinstance(overflow, Tensor) and overflow.item():
@@ -308,12 +310,13 @@ def _pull(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group, anchors, priors in zip(optimizer.param_groups, state[ANCHORS], state[PRIORS], strict=True):
         rate = float(group["lr"]) * group["strength"]
         if rate == 0:
+            optimizer._step_counts.clear()
             continue
         if anchors[0] is None:
             raise InputError("PriorAdamW: a group that starts with strength 0 has no anchor. Create a new optimizer.")
         batch: list[_Piece] = []
         elements = 0
-        for piece in _pieces(group, anchors, priors, state):
+        for piece in _pieces(optimizer, group, anchors, priors):
             if batch and elements + piece.values.numel() > _chunk_size(piece.values):
                 _pull_batch(batch, rate, group["prior"], group["eps"])
                 batch, elements = [], 0
@@ -323,15 +326,17 @@ def _pull(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             _pull_batch(batch, rate, group["prior"], group["eps"])
 
 
-def _pieces(group: Mapping[str, Any], anchors: Any, priors: Any, state: Any) -> Iterator[_Piece]:
+def _pieces(optimizer: PriorAdamW, group: Mapping[str, Any], anchors: Any, priors: Any) -> Iterator[_Piece]:
     """Split the parameters that have a gradient and a penalty."""
     for p, anchor, prior in zip(group["params"], anchors, priors, strict=True):
         if p.grad is None or (prior is None and group["prior"] == CURVATURE):
             continue
         squares, correction = None, 1.0
         if group["coupling"] == "adam":
-            squares = state[p]["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
-            correction = _correction(state[p]["step"], group["betas"][1])
+            state, counts = optimizer.state[p], optimizer._step_counts
+            squares = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+            counts[p] = counts[p] + 1 if p in counts else int(state["step"].item())
+            correction = 1 / math.sqrt(1 - group["betas"][1] ** counts[p])
         tensors: tuple[Any, ...] = (p.detach(), anchor, prior, squares)
         size = _chunk_size(p)
         if p.numel() <= size or not all(t is None or t.is_contiguous() for t in tensors):
@@ -355,7 +360,7 @@ def _pull_batch(batch: Sequence[_Piece], rate: float, prior: float | str, eps: f
     """Move pieces towards their anchors: θ ← θ + t ⊙ (a − θ) with t = H / (H + D/c) and the rate c = lr·strength.
 
     D is 1, or √v̂ + ε in Adam's metric. Arithmetic is float32 (float64 for float64 parameters); the result is rounded
-    once. No number is read back from a GPU.
+    once.
     """
     targets = [piece.values for piece in batch]
     device = targets[0].device
@@ -365,7 +370,7 @@ def _pull_batch(batch: Sequence[_Piece], rate: float, prior: float | str, eps: f
     scaled: Any = 1 / rate  # D/c
     if batch[0].squares is not None:
         scaled = torch._foreach_sqrt([piece.squares.to(dtype) for piece in batch if piece.squares is not None])
-        torch._foreach_mul_(scaled, cast(Any, [piece.correction / rate for piece in batch]))
+        torch._foreach_mul_(scaled, [piece.correction / rate for piece in batch])
         torch._foreach_add_(scaled, eps / rate)
     steps: Any
     if not isinstance(prior, float):
@@ -386,14 +391,6 @@ def _pull_batch(batch: Sequence[_Piece], rate: float, prior: float | str, eps: f
 def _to(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     # Move first: a copy between devices that also converts is synchronous.
     return value.to(device, non_blocking=device.type != "cpu").to(dtype)
-
-
-def _correction(step: Tensor, beta: float) -> Any:
-    """Return 1 / √(1 − β₂^step): a tensor if reading the step count would wait for the GPU."""
-    if step.device.type == "cpu":
-        return 1 / math.sqrt(1 - beta ** step.item())
-    wide = step.to(torch.float32 if step.device.type == "mps" else torch.float64)
-    return (1 - beta**wide).rsqrt().float()
 
 
 def _adam_metric(group: Mapping[str, Any], moments: Mapping[str, Any]) -> Tensor:
