@@ -120,14 +120,6 @@ def test_an_estimate_writes_as_many_bytes_as_reported(make: Any, data: Path, kin
     assert run(*words).stdout
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "log8"])
-def test_the_precision_decides_how_much_is_written(data: Path, precision: str, tmp_path: Path) -> None:
-    model = tiny_bert_checkpoint(tmp_path / "model")
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text, "label": 0} for text in sentences(4)])
-    job = dry_run_estimate(str(model), str(rows), None, precision=precision, device="cpu")
-    assert job.bytes_written == job.facts["parameters"] * {"float32": 4, "bfloat16": 2, "log8": 1}[precision]
-
-
 MAKERS: dict[str, Any] = {"gpt2": tiny_gpt2_checkpoint, "llama": tiny_llama_checkpoint, "bert": tiny_bert_checkpoint}
 
 
@@ -150,19 +142,6 @@ def test_activations_are_near_those_that_autograd_keeps(family: str, tmp_path: P
         loss = losses.losses(logits_of(loaded.model, batch), batch["labels"])
     want = sum(value.untyped_storage().nbytes() for value in kept.values())
     assert loss.requires_grad and 0.5 * want < activations_size(loaded, False) < 2 * want
-
-
-def test_images_are_counted_by_patches(tmp_path: Path) -> None:
-    from PIL import Image
-
-    model = tiny_vit_checkpoint(tmp_path / "model")
-    for number in range(4):
-        path = tmp_path / "images" / str(number % 2) / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (16, 16), (number, 0, 0)).save(path)
-    job = dry_run_estimate(str(model), str(tmp_path / "images"), None, device="cpu", batch_size=2)
-    twice = dry_run_estimate(str(model), str(tmp_path / "images"), None, device="cpu", batch_size=4)
-    assert 0 < 2 * job.memory_parts["activations"] == twice.memory_parts["activations"]
 
 
 def test_an_estimate_on_the_disk_or_the_cpu_counts_its_sums_there(data: Path, tmp_path: Path) -> None:

@@ -92,15 +92,6 @@ def test_curvature_can_be_given_by_name_or_in_order(models: tuple[Path, ...], tm
     assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / "out").items())
 
 
-def test_a_constant_curvature_can_be_given(models: tuple[Path, ...], tmp_path: Path) -> None:
-    base, a, _ = models
-    given = ["--base", base, "--model", f"{a}=0.25"]
-    constants = ["--curvature", "base=identity:3", "--curvature", f"{a}=identity:0"]
-    run("merge", "-m", "gradient-matching", *given, *constants, "-o", tmp_path / "out")
-    run("merge", "-m", "task-arithmetic", *given, "-o", tmp_path / "ta")
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "ta/model.safetensors").read_bytes()
-
-
 def test_remove_by_negation(models: tuple[Path, ...], tmp_path: Path) -> None:
     base, a, b = models
     given = ["--base", base, "--model", f"{a}=0.5", "--model", b]
@@ -121,12 +112,6 @@ def test_json_output_is_one_object(models: tuple[Path, ...], tmp_path: Path) -> 
     assert json.loads(run("methods", "ties", "--json"))["options"][0]["name"] == "density"
     assert json.loads(run("inspect", base, a, "--json"))["mergeable"] is True
     assert json.loads(run("curvature", "show", base, "--json"))["examples"] == 100
-
-
-def test_quiet_prints_nothing(models: tuple[Path, ...], tmp_path: Path) -> None:
-    _, a, b = models
-    done = forked("merge", "-m", "average", "--model", a, "--model", b, "-o", tmp_path / "out", "--quiet")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_methods_lists_every_rule_with_its_row() -> None:
@@ -159,13 +144,6 @@ def test_inspect_shows_a_model_and_whether_several_fit(models: tuple[Path, ...],
     text = run("inspect", base, other, status=2)
     assert all(word in text for word in ("new.weight", "[51, 8]", "layers.0.linear.weight"))
     run("inspect", base, a, "--exclude", "classifier*")
-
-
-def test_curvature_show_tells_sums_by_layer(models: tuple[Path, ...]) -> None:
-    text = run("curvature", "show", models[0] / "curvature")
-    assert "100 examples" in text
-    total = gm.Curvature.load(models[0])["classifier.weight"].double().sum().item()
-    assert f"{total:.4g}" in text
 
 
 def test_set_takes_penalties_caps_and_reductions(models: tuple[Path, ...], tmp_path: Path) -> None:

@@ -36,5 +36,5 @@ def test_what_is_wrong_ends_with_status_2_and_its_key(tmp_path: Path) -> None:
     recipe = tmp_path / "config.yml"
     recipe.write_text((RECIPES / "ties.yml").read_text().replace("density: 0.3", "density: 3"))
     for command in ("merge", "diagnose", "preview"):
-        assert "parameters.density" in run(command, recipe, "-o", tmp_path / "out", status=2)
+        assert "options: density" in run(command, recipe, "-o", tmp_path / "out", status=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yml"]
