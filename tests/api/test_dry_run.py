@@ -27,7 +27,6 @@ from ..tasks.making import (
     tiny_bert_checkpoint,
     tiny_gpt2_checkpoint,
     tiny_llama_checkpoint,
-    tiny_vit_checkpoint,
     write_jsonl,
 )
 

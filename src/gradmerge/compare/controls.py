@@ -53,7 +53,7 @@ def methods_of(recipe: Recipe, plan: Plan) -> list[str]:
     """
     removes, found = is_removal(recipe), [recipe.method]
     for name, rule in METHODS.items():
-        other_kind = name not in REMOVING if removes else name == "removal"
+        other_kind = name not in REMOVING if removes else rule.removes
         at_delta = "fa1" in (name, recipe.method) and "curvature" in rule.inputs
         if name in found or rule.fallback is not None or other_kind or at_delta:
             continue
@@ -108,10 +108,10 @@ def weight_control(method: str, recipe: Recipe) -> Control | None:
         return None
     low, high, meaning = 0.0, 1.5, "how much the model counts"
     if is_removal(recipe):
-        low, high = (0.0, 2.0) if method == "removal" else (-2.0, 0.0)
+        low, high = (0.0, 2.0) if METHODS[method].removes else (-2.0, 0.0)
         meaning = "how much of it is taken away"
     every = [leaf for weight in recipe.weights for leaf in leaves(weight)] if method == recipe.method else []
-    value = 1.0 if method == "removal" or low == 0 else -1.0
+    value = 1.0 if METHODS[method].removes or low == 0 else -1.0
     return Control("weight", "weight", min([low, *every]), max([high, *every]), 0.01, value, meaning)
 
 
@@ -169,7 +169,7 @@ class Choices:
 
     def _weights_of(self, method: str) -> list[Varying]:
         """The recipe's weights for another method: what is removed has another sign in task arithmetic."""
-        turned = is_removal(self._recipe) and (method == "removal") != (self._recipe.method == "removal")
+        turned = is_removal(self._recipe) and METHODS[method].removes != self._recipe.rule.removes
         weights = self._recipe.weights
         return [_times(weight, -1.0) for weight in weights] if turned else weights
 

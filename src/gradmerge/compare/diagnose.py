@@ -215,7 +215,7 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
     else:
         own = _weights(recipe, recipe.method)
         found = [Candidate(recipe.method, recipe.method, own, recipe.options, recipe.own_options)]
-    if recipe.method == "removal":
+    if recipe.rule.removes:
         negated = [mapped(weight, operator.neg) for weight in recipe.weights]
         return [*found, Candidate(REFERENCES[1], "task-arithmetic", negated)], notes
     for method in OTHERS:
@@ -308,7 +308,7 @@ def _measure_without_penalty(
 ) -> None:
     """Evaluate the merge with `base.penalty: none` if a model was trained without the penalty."""
     without = any((check.ratio or 0.0) >= WITHOUT_PENALTY for check in found.penalty_checks.values())
-    if not without or own.model is not None or "penalty" not in found.recipe.rule.inputs or own.method == "removal":
+    if not without or own.model is not None or "penalty" not in found.recipe.rule.inputs or METHODS[own.method].removes:
         return
     setting = Setting(own.method, tuple(found.recipe.weights), (("base.penalty", "none"),))
     plan = open_for_prediction(recipe_with(found.recipe, setting), **allowed)

@@ -221,7 +221,7 @@ class Preview(Displayed):
         """
         if is_removal(self.recipe):
             return None
-        known = [row for row in self.compared() if row.score is not None and row.setting.method != "removal"]
+        known = [row for row in self.compared() if row.score is not None and not _removes(row)]
         return min((row for row in known if method in (None, row.setting.method)), key=self._badness, default=None)
 
     def _badness(self, row: Outcome) -> tuple[float, float]:
@@ -551,3 +551,9 @@ def simplicity(setting: Setting) -> tuple[int, ...]:
     inputs = METHODS[setting.method].inputs
     needs = sum(name in inputs for name in ("prior", "curvature", "penalty", "weights"))
     return len(setting.changes), needs, len({leaf for weight in setting.weights for leaf in leaves(weight)})
+
+
+def _removes(row: Outcome) -> bool:
+    """Return whether an outcome is that of a rule for removal. Measured candidates may have other names."""
+    rule = METHODS.get(row.setting.method)
+    return rule is not None and rule.removes

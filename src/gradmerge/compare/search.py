@@ -18,6 +18,7 @@ from torch.quasirandom import SobolEngine
 from ..errors import InputError
 from ..progress import Progress
 from ..recipe import Recipe, Varying
+from ..rules import METHODS
 from .evaluate import Evaluator
 from .ranking import Outcome, Preview, make_preview, set_scores_by_costs, worst_or_sum
 from .settings import (
@@ -63,9 +64,9 @@ def search_grid(
 def search(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progress: Progress) -> Preview:
     """Search weights for every method of a grid, and rank all settings that were evaluated."""
     check_objective(objective)
-    if "removal" in grid.methods:
+    if removing := [method for method in grid.methods if METHODS[method].removes]:
         raise InputError(
-            "removal: its tasks are meant to become worse, so no weights are best for them; preview a range of "
+            f"{removing[0]}: its tasks are meant to become worse, so no weights are best for them; preview a range of "
             "strengths"
         )
     if evaluator.measured and grid.recipe.base is None:

@@ -269,7 +269,7 @@ def task_names(recipe: Recipe) -> list[str]:
 def is_removal(recipe: Recipe) -> bool:
     """Whether a recipe removes something: `removal`, or task arithmetic with weights below 0."""
     negative = all(leaf < 0 for weight in recipe.weights for leaf in leaves(weight))
-    return recipe.method == "removal" or (recipe.method == "task-arithmetic" and negative)
+    return recipe.rule.removes or (recipe.method == "task-arithmetic" and negative)
 
 
 def takes_weights(method: str) -> bool:

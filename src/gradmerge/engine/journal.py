@@ -104,7 +104,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     try:
         header = json.loads((folder / NAME).read_bytes().partition(b"\n")[0])
         return header if isinstance(header, dict) else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 

@@ -166,9 +166,9 @@ def _check_fit(recipe: Recipe) -> None:
     if base is None and "base" in needs - rule.optional:
         raise InputError(f"base: is missing; {rule.name} needs one")
     if base and base.weight is not None and "base_weight" not in needs:
-        raise InputError(f"base.weight: {rule.name} does not use it; only weighted-average does")
+        raise InputError(f"base.weight: {rule.name} does not use it")
     if base and base.penalty is not None and "penalty" not in needs:
-        raise InputError(f"base.penalty: {rule.name} does not use it; only removal and gradient-matching do")
+        raise InputError(f"base.penalty: {rule.name} does not use it")
     if base and base.examples is not None:
         if "prior" not in needs:
             raise InputError(f"base.examples: {rule.name} does not use the base's curvature")
@@ -177,8 +177,7 @@ def _check_fit(recipe: Recipe) -> None:
         if recipe.reduction == "mean":
             raise InputError("base.examples: has no effect with `reduction: mean`; remove one of the two keys")
     if "weights" not in needs and any(weight != 1 for weight in recipe.weights):
-        instead = "; weighted-average does" if rule.name == "average" else ""
-        raise InputError(f"models: {rule.name} does not use weights{instead}")
+        raise InputError(f"models: {rule.name} does not use weights")
     counts = {f"slices[{i}].models": len(part.models) for i, part in enumerate(recipe.slices)}
     for key, number in (counts or {"models": len(recipe.models)}).items():
         if rule.only_one_model and number != 1:

@@ -207,7 +207,7 @@ def diagnosis_verdict(found: Diagnosis) -> list[str]:
         listed = ", ".join(f"{name} ({100 * share:.0f} %)" for name, share in layers)
         words.append(f"Most of the predicted cost is in {listed}.")
     words += [*_interference_results(found), *_penalty_results(found)]
-    if found.recipe.method == "removal":
+    if found.recipe.rule.removes:
         return [*words, f"To try: {PREVIEW} over the strengths, with rows of the forget set and the retain set."]
     words += _predicted_advice(found) if found.measured is None else _measured_advice(found, found.measured)
     measured_all = set(tuned) <= set(found.examples)

@@ -110,6 +110,7 @@ def _rest(
     needs_float64=lambda weights, options: bool(options.get("base_saw_removed")) or extreme_weights(weights, options),
     auto_damping="mean-curvature",
     checks={"step-size"},
+    removes=True,
 )
 def removal(
     base: Tensor,

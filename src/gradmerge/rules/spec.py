@@ -151,6 +151,8 @@ class Rule:
     """H̄, the curvature of the merged model, as a function of the same inputs and options."""
     only_one_model: bool = False
     """The rule takes exactly one fine-tuned model."""
+    removes: bool = False
+    """Positive weights subtract the changes of the models: the rule is for removal, not for merging."""
     propagates_nonfinite: bool = True
     """NaN and infinity in the base, or in a model with a positive weight, always reach the result."""
     fallback: Rule | None = None
