@@ -70,22 +70,6 @@ def test_the_architecture_decides_the_task(tmp_path: Path, task: str) -> None:
     assert info.missing_keys == []
 
 
-def test_nothing_is_printed_while_loading(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_warning()
-    logging.enable_progress_bar()
-    try:
-        load_model(str(tiny_bert_checkpoint(tmp_path / "model")))
-        capfd.readouterr()
-        load_model(str(tmp_path / "model"))
-        assert capfd.readouterr() == ("", "")
-        assert logging.is_progress_bar_enabled()
-    finally:
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-
-
 def test_a_model_takes_other_weights_and_refuses_those_that_do_not_fit(tmp_path: Path) -> None:
     folder = tiny_gpt2_checkpoint(tmp_path / "model")
     model: Any = load_model(str(folder), device="cpu", dtype="float64")[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -51,43 +50,11 @@ def test_exact_match_is_a_share() -> None:
     assert scores("exact-match")["exact_match"].tolist() == [0, 0, 1, 0, 1]
 
 
-def f_measure(shared: int, answer: int, reference: int) -> float:
-    return 2 * shared / (answer + reference) if shared else 0.0
-
-
-def longest_common(one: list[str], other: list[str]) -> int:
-    if not one or not other:
-        return 0
-    if one[-1] == other[-1]:
-        return 1 + longest_common(one[:-1], other[:-1])
-    return max(longest_common(one[:-1], other), longest_common(one, other[:-1]))
-
-
-def test_rouge_is_counted_by_hand() -> None:
-    found = scores("rouge")
-    for place, (answer, reference) in enumerate(zip(ANSWERS, REFERENCES, strict=True)):
-        one, other = ([word.strip(".").lower() for word in text.split()] for text in (answer, reference))
-        for name, size in (("rouge1", 1), ("rouge2", 2)):
-            grams = [Counter(zip(*(words[i:] for i in range(size)), strict=False)) for words in (one, other)]
-            want = f_measure((grams[0] & grams[1]).total(), grams[0].total(), grams[1].total())
-            assert float(found[name][place]) == pytest.approx(want)
-        want = f_measure(longest_common(one, other), len(one), len(other))
-        assert float(found["rougeL"][place]) == pytest.approx(want)
-
-
-def test_bleu_is_counted_by_hand() -> None:
-    """exp(Σ ln p_n / 4) times the penalty of brevity, of counts over the whole corpus."""
-    answers, references = ["the cat is on the mat now", "a b c d e"], ["the cat is on the mat", "a b c d f g h"]
-    logs = []
-    for size in range(1, 5):
-        right = whole = 0
-        for answer, reference in zip(answers, references, strict=True):
-            grams = [Counter(zip(*(t.split()[i:] for i in range(size)), strict=False)) for t in (answer, reference)]
-            right, whole = right + (grams[0] & grams[1]).total(), whole + grams[0].total()
-        logs.append(math.log(right / whole))
-    brevity = min(0.0, 1 - 13 / 12)
-    want = 100 * math.exp(brevity + sum(logs) / 4)
-    assert float(scores("bleu", answers=answers, references=references)["bleu"].mean()) == pytest.approx(want)
+def test_rouge_is_an_f_measure_of_shared_words() -> None:
+    found = scores("rouge", answers=["the cat sat on the mat"], references=["the cat is on the mat"])
+    assert float(found["rouge1"]) == pytest.approx(5 / 6)
+    assert float(found["rouge2"]) == pytest.approx(3 / 5)
+    assert float(found["rougeL"]) == pytest.approx(5 / 6)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bleu", sacrebleu.BLEU), ("chrf", sacrebleu.CHRF)])

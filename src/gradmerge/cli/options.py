@@ -88,7 +88,14 @@ Precision = Annotated[
 #: Options whose default can be set in the environment.
 VARIABLES = {"device": "GRADMERGE_DEVICE", "threads": "GRADMERGE_THREADS"}
 #: What help shows for the value of an option, if it is neither N nor the name.
-METAVARS = {"base": "MODEL", "include": "GLOB", "exclude": "GLOB", "allow_config": "KEY", "ray_address": "HOST:PORT"}
+METAVARS = {
+    "base": "MODEL",
+    "head": "MODEL",
+    "include": "GLOB",
+    "exclude": "GLOB",
+    "allow_config": "KEY",
+    "ray_address": "HOST:PORT",
+}
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or if it is empty.")]
 
 Settings = Annotated[

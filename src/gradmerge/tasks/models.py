@@ -304,7 +304,10 @@ def _make_empty(reference: str, config: Any, task: str, **options: Any) -> nn.Mo
 def _from_pretrained(
     reference: str, config: Any, dtype: str, info: LoadingInfo, options: dict[str, Any], *, dequantize: bool
 ) -> nn.Module:
-    empty: Any = _make_empty(reference, config, info.task)
+    import transformers
+
+    model_class: Any = getattr(transformers, class_name(info.task, config))
+    empty = _make_empty(reference, config, info.task)
     _refuse_inflated(reference, info.base_folder, empty)
     folder: Path | None = info.base_folder
     state = _dequantized_state(info.base_folder, config, info) if dequantize else None
@@ -313,12 +316,13 @@ def _from_pretrained(
             raise InputError(
                 f"{reference}: the model is stored quantized and dequantized in memory, without device_map"
             )
-        folder, options = None, options | {"state_dict": state}
+        # Only classes of models load weights from memory, not AutoModel.
+        model_class, folder, options = type(empty), None, options | {"state_dict": state}
     offload_folder = tempfile.TemporaryDirectory(prefix="gradmerge-offload-") if "device_map" in options else None
     if offload_folder is not None:
         options = options | {"offload_folder": offload_folder.name}
     try:
-        model, loading = type(empty).from_pretrained(
+        model, loading = model_class.from_pretrained(
             folder,
             config=config,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
