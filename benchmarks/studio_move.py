@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 import gradmerge as gm
+from gradmerge.compare.settings import task_names
+from gradmerge.studio.explorer import Explorer
 
 LIMIT = 0.5
 METHODS = ("gradient-matching", "task-arithmetic", "ties", "fisher-averaging", "dare")
@@ -32,10 +34,12 @@ def main() -> None:
     parser.add_argument("--moves", type=int, default=20, help="of each method")
     parser.add_argument("--json", type=Path, help="where to write the measurements")
     options = parser.parse_args()
-    gm.load_recipe(options.demo / "recipes" / "gradient-matching.yml")
     with torch.no_grad():
         torch.ones(64, 64) @ torch.ones(64, 64)  # what is imported and started on first use
-    explorer, opening = timed(lambda: gm.explore(options.demo))
+    recipe = options.demo / "recipes" / "gradient-matching.yml"
+    names = {name: name for name in task_names(gm.load_recipe(recipe))} | {"base": "upright"}
+    data = {name: f"{options.demo / 'data' / file}.npz:valid" for name, file in names.items()}
+    explorer, opening = timed(lambda: Explorer(recipe, data, batch_size=64))
     with explorer:
         seconds: dict[str, list[float]] = {"plain pass": []}
         rows = sum(explorer.examples.values())
@@ -48,8 +52,6 @@ def main() -> None:
                 seconds.setdefault(method, []).append(moved)
                 predicted = timed(lambda w=weights: explorer.predict(explorer.setting(None, w)))[1]
                 seconds.setdefault("prediction", []).append(predicted)
-        data = dict(explorer._sources)
-    recipe = options.demo / "recipes" / "gradient-matching.yml"
     torch.set_num_threads(1)  # as an exploration of small models does
     one: dict[str, Any] = {"weights": "0.5", "data": data, "batch_size": 64, "progress": False}
     seconds["gradmerge preview"] = [timed(lambda: gm.preview(recipe, **one))[1] for _ in range(3)]
@@ -82,11 +84,11 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 
 @torch.no_grad()
-def plain_pass(explorer: gm.Explorer) -> None:
+def plain_pass(explorer: Explorer) -> None:
     """The base over all rows, batch by batch, and nothing else."""
-    with explorer._moves.threads():
+    with explorer.evaluator.fixed_threads():
         for task in explorer.tasks:
-            data = explorer._moves.data_of(task)
+            data = explorer.evaluator.data[task]
             for batch in data.batches():
                 data.loaded.model(**{name: value for name, value in batch.items() if name != "labels"})
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from .api.distill import DistillationResult as DistillationResult, distill as distill
     from .api.estimate import Estimate as Estimate, estimate_curvature as estimate_curvature
     from .api.evaluate import evaluate as evaluate
-    from .api.explore import Explorer as Explorer, explore as explore
     from .api.extract_lora import extract_lora as extract_lora
     from .api.hub import push as push
     from .api.merge import merge as merge
@@ -21,10 +20,7 @@ if TYPE_CHECKING:
     from .api.remove import remove as remove
     from .api.state_dicts import merge_state_dicts as merge_state_dicts
     from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
-    from .compare.controls import Control as Control
     from .compare.diagnose import Diagnosis as Diagnosis
-    from .compare.interactive import Superseded as Superseded
-    from .compare.predictions import Answer as Answer, Flip as Flip
     from .compare.ranking import Outcome as Outcome, Preview as Preview
     from .compare.settings import Setting as Setting
     from .curvature import Curvature as Curvature
@@ -54,7 +50,6 @@ _NAMES = {
     "api.estimate": "Estimate estimate_curvature",
     "api.distill": "DistillationResult distill",
     "api.evaluate": "evaluate",
-    "api.explore": "Explorer explore",
     "api.extract_lora": "extract_lora",
     "api.merge": "merge",
     "api.preview": "preview",
@@ -65,10 +60,7 @@ _NAMES = {
     "checkpoints": "Checkpoint open_checkpoint",
     "curvature": "Curvature",
     "curvature.from_optimizer": "import_curvature",
-    "compare.predictions": "Answer Flip",
-    "compare.controls": "Control",
     "compare.diagnose": "Diagnosis",
-    "compare.interactive": "Superseded",
     "compare.ranking": "Outcome Preview",
     "compare.settings": "Setting",
     "engine.run": "MergeResult",

@@ -31,13 +31,15 @@ def studio(
             "--data",
             "-d",
             metavar="NAME=SRC",
-            help="Labelled data of a task (its model's folder name, or base): merges are evaluated on it. Repeatable; "
-            "the demo has its own.",
+            help="Labeled data of a task (its model's folder name, or base) to evaluate merges on. Repeatable; the "
+            "demo has its own.",
         ),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Port of the page; 0 is any.", show_default="the first free from 7860"),
+        typer.Option(
+            metavar="N", help="Port of the page; 0 is any free port.", show_default="the first free from 7860"
+        ),
     ] = None,
     host: Annotated[
         str, typer.Option(metavar="H", help="Address to serve at; by default no other machine can reach the page.")
@@ -50,41 +52,39 @@ def studio(
     reading: RecipeOptions,
     printing: Printing,
 ) -> None:
-    """Open a local page to explore a merge: move weights, see what is measured, compare answers, save the best.
+    """Open a local page to explore a merge: move weights, see the measured results, compare answers, save the best.
 
-    Every move is merged in memory and evaluated on the data given. Ctrl-C ends it. Needs Gradio
+    Every move is merged in memory and evaluated on the data. Ctrl-C ends it. Needs Gradio
     (pip install 'gradmerge[studio]').
     """
-    from ..studio.server import check_extra, is_local, listen
+    from ..studio.server import check_extra, find_port, is_local
 
     check_extra()
     jobs = _jobs(source, named(data or []))
-    with listen(host, port) as listening:
-        if not is_local(host) and not read_only:
-            note(
-                f"--host {host}: whoever reaches this machine can use the page, and have it write folders; "
-                "with --read-only it writes nothing",
-                printing.quiet,
-            )
+    port = find_port(host, port)
+    if not is_local(host) and not read_only:
+        note(
+            f"--host {host}: everyone who reaches this machine can use the page, and have it write folders; "
+            "with --read-only it writes nothing",
+            printing.quiet,
+        )
 
-        def ready(address: str) -> None:
-            if printing.json:
-                print_json({"address": address})
-            else:
-                echo(address if printing.quiet else f"gradmerge studio: {address} (Ctrl-C ends it)")
+    def ready(address: str) -> None:
+        if printing.json:
+            print_json({"address": address})
+        else:
+            echo(address if printing.quiet else f"gradmerge studio: {address} (Ctrl-C ends it)")
 
-        options = {**reading.as_keywords(), **loading.as_keywords()}
-        if (
-            source.is_dir()
-        ):  # the demonstration's own batches: small ones would cost its small models most of their time
-            options["batch_size"] = max(64, loading.batch_size)
-        with heavy_imports():
-            from ..studio import serve
-        serve(jobs, listening, host=host, read_only=read_only, ready=ready, **options)
+    options = {**reading.as_keywords(), **loading.as_keywords()}
+    if source.is_dir():  # small batches would take most of the time of the demonstration's small models
+        options["batch_size"] = max(64, loading.batch_size)
+    with heavy_imports():
+        from ..studio import serve
+    serve(jobs, host=host, port=port, read_only=read_only, ready=ready, **options)
 
 
 def _jobs(source: Path, data: dict[str, str]) -> dict[str, tuple[Path, dict[str, str]]]:
-    """Title → recipe and data: one of a recipe file, two of the demonstration."""
+    """Title → recipe and data: one for a recipe file, two for the demonstration."""
     if source.is_file():
         return {source.stem: (source, data)}
     if not source.exists():
@@ -100,8 +100,21 @@ def _jobs(source: Path, data: dict[str, str]) -> dict[str, tuple[Path, dict[str,
             "demonstration with `gradmerge demo -o demo`."
         )
     if data:
-        raise InputError("--data: the demonstration has its own; give a recipe file to bring other data")
-    jobs: dict[str, tuple[Path, dict[str, str]]] = {"Merge three tasks": (recipes[MATCHING], {})}
+        raise InputError("--data: the demonstration has its own; give a recipe file to use other data")
+    jobs = {"Merge three tasks": (recipes[MATCHING], _demo_data(recipes[MATCHING], "upright"))}
     if recipes[REMOVAL].is_file():
-        jobs[f"Take {REMOVED} out again"] = (recipes[REMOVAL], {})
+        jobs[f"Remove {REMOVED}"] = (recipes[REMOVAL], _demo_data(recipes[REMOVAL], "rest"))
     return jobs
+
+
+def _demo_data(recipe: Path, base: str) -> dict[str, str]:
+    """The validation rows of each model of a recipe of the demonstration; ``base`` is the file of the base's rows.
+
+    A model NAME or joint-NAME was fine-tuned on data/NAME.npz.
+    """
+    from ..compare.settings import BASE, task_names
+    from ..recipe import load_recipe
+
+    names = {name: name.removeprefix("joint-") for name in task_names(load_recipe(recipe))} | {BASE: base}
+    files = {name: recipe.parent.parent / "data" / f"{stem}.npz" for name, stem in names.items()}
+    return {name: f"{file}:valid" for name, file in files.items() if file.is_file()}

@@ -9,7 +9,7 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from ..checkpoints.checkpoint import Buffers, Checkpoint, View
 from ..curvature.format import default_curvature
 from ..curvature.summary import group_of
 from ..engine.inputs import CurvatureInput, Inputs
-from ..engine.jobs import Block as PlanBlock, BlockJob, Job
 from ..engine.plan import Plan
 from ..errors import InputError
 from ..io.reader import local_path
@@ -32,16 +31,12 @@ from ..text import size
 from .candidates import Block, Candidate, KnownStatistics, visit_blocks
 from .evaluate import DataEvaluator, merge_in_memory, state_of
 from .predict import Predictor
-from .ranking import Advance, Outcome
+from .ranking import Outcome
 from .settings import BASE, Setting, is_removal
 
 Stop = Callable[[], bool]
 #: Models with fewer parameters are evaluated on one thread: more threads would mostly wait for each other.
 SMALL_MODEL = 5_000_000
-#: Predictions for models with more than twice as many entries read about this many.
-SAMPLED_ENTRIES = 4_000_000
-#: Consecutive entries of the sample.
-RANGE = 1 << 14
 
 
 class Superseded(Exception):
@@ -82,11 +77,14 @@ class InteractiveEvaluator(DataEvaluator):
         finally:
             torch.set_num_threads(before)
 
-    def predictor(self) -> SampledPredictor | None:
-        """A predictor on the same inputs; None without curvature of every model."""
+    def predictor(self) -> Predictor | None:
+        """A predictor of costs by layer on the same inputs; None without curvature of every model."""
         if not self.plan.inputs.curvature or self.plan.inputs.base is None or self.recipe.method == "fa1":
             return None
-        return SampledPredictor(self.recipe, self.plan, self.threads)
+        plan = Plan(**{one.name: getattr(self.plan, one.name) for one in fields(Plan)} | {"notes": []})
+        found = Predictor(self.recipe, [], threads=self.threads, plan=plan)
+        found.group_by = group_of
+        return found
 
     def measure(self, setting: Setting, stop: Stop, share: Callable[[float], None]) -> Outcome:
         """Merge a setting and evaluate it; the first call also evaluates the models alone.
@@ -206,65 +204,6 @@ def _methods_to_read(recipe: Recipe) -> list[str]:
     if has_curvature(recipe.base):
         return list(dict.fromkeys([recipe.method, "removal" if is_removal(recipe) else "gradient-matching"]))
     return list(dict.fromkeys([recipe.method, *([] if is_removal(recipe) else ["fisher-averaging"])]))
-
-
-@dataclass
-class SampledPlan(Plan):
-    """A plan that reads only some entries: ranges at even distances, the same share of every large tensor.
-
-    Tensors that a rule needs as a whole are read as a whole.
-    """
-
-    share: float = 1.0
-
-    def blocks(self, size: int | None = None) -> Iterator[PlanBlock]:
-        number = 0
-        for job in self.jobs:
-            for start in self._starts(job):
-                yield PlanBlock(number, job, start, min(start + self._length(job), job.info.numel))
-                number += 1
-
-    def _length(self, job: Job) -> int:
-        divisible = isinstance(job, BlockJob) and job.granularity == "entries"
-        return min(RANGE, max(1, job.info.numel)) if divisible else max(1, job.info.numel)
-
-    def _starts(self, job: Job) -> list[int]:
-        length = self._length(job)
-        if length >= job.info.numel:
-            return [0]
-        count = max(1, round(self.share * job.info.numel / length))
-        return [k * (job.info.numel - length) // max(1, count - 1) for k in range(count)]
-
-    def scale(self, job: Job) -> float:
-        """What a sum over the sample of a tensor is multiplied by."""
-        return max(1, job.info.numel) / (len(self._starts(job)) * self._length(job))
-
-
-class SampledPredictor(Predictor):
-    """Predicts one setting at a time, layer by layer; for large models, from a sample of the entries."""
-
-    def __init__(self, recipe: Recipe, plan: Plan, threads: int) -> None:
-        entries = sum(job.info.numel for job in plan.merged)
-        values = {one.name: getattr(plan, one.name) for one in fields(Plan)} | {"notes": []}
-        sampled = entries > 2 * SAMPLED_ENTRIES
-        own = SampledPlan(**values, share=SAMPLED_ENTRIES / entries) if sampled else Plan(**values)
-        super().__init__(recipe, [], threads=threads, plan=own)
-        self.group_by = lambda name: name
-
-    def evaluate(self, settings: Sequence[Setting], advance: Advance = lambda done: None) -> list[Outcome]:
-        rows = super().evaluate(settings, advance)
-        plan = self.plan
-        scales = {job.name: plan.scale(job) for job in plan.merged} if isinstance(plan, SampledPlan) else {}
-        for row in rows:
-            layers: dict[str, dict[str, float]] = {}
-            for name, costs in row.parts.items():
-                layer = layers.setdefault(group_of(name), dict.fromkeys(costs, 0.0))
-                for task, cost in costs.items():
-                    layer[task] += cost * scales.get(name, 1.0)
-            row.parts = layers
-            row.costs = {task: sum(layer[task] for layer in layers.values()) for task in row.costs}
-            row.values = dict(row.costs)
-        return rows
 
 
 class _CheckpointInMemory(View):

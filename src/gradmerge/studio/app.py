@@ -1,4 +1,4 @@
-"""The page: how it is laid out, and which event calls which handler."""
+"""The page: its layout, and the handlers of its events."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import gradio as gr
 
 from ..errors import GradmergeError
 from ..text import counted
-from . import html as markup
+from . import html
 from .controls import Panel
-from .session import Workbench, explained
-from .theme import COPY, DIM_BOARD, TAKEN
+from .session import Session, error_text
+from .theme import CHOSEN_ROW, COPY, DIM_BOARD
 
-#: Events are the page's own: nothing is listed as an interface, nothing is drawn over what they change.
+#: Events are not listed as an API, and Gradio shows no progress of its own.
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-#: While one is under way the page remembers the latest of those that follow.
-_MOVES: dict[str, Any] = {**_QUIET, "trigger_mode": "always_last", "concurrency_limit": None}
+_PARALLEL: dict[str, Any] = {**_QUIET, "concurrency_limit": None}
+#: While one event runs, the page keeps only the latest of the next ones.
+_LATEST: dict[str, Any] = {**_PARALLEL, "trigger_mode": "always_last"}
+_FAST: dict[str, Any] = {**_QUIET, "queue": False}
 
 CALIBRATION = (
     "Calibration brings this merge closer to its fine-tuned models. It reads the inputs of every other row, without "
@@ -29,115 +31,108 @@ CALIBRATION = (
 )
 
 
-def build(benches: Mapping[str, Workbench], read_only: bool) -> gr.Blocks:
-    """The page of one or several workbenches, each by its title."""
+def build(sessions: Mapping[str, Session], read_only: bool) -> gr.Blocks:
+    """The page, with a tab for each session."""
     page: gr.Blocks
     with gr.Blocks(title="gradmerge studio", analytics_enabled=False, fill_width=True) as page:
-        if len(benches) == 1:
-            for title, bench in benches.items():
-                _html("gm-header", header(title, bench))
-                _Desk(page, bench, read_only)
+        if len(sessions) == 1:
+            for title, session in sessions.items():
+                _html("gm-header", header(title, session))
+                _Workbench(page, session, read_only)
         else:
             _html("gm-header", header("", None))
             with gr.Tabs(elem_classes="gm-jobs"):
-                for title, bench in benches.items():
+                for title, session in sessions.items():
                     with gr.Tab(title):
-                        _Desk(page, bench, read_only)
-        page.load(_held, None, None, concurrency_limit=None, **_QUIET)
+                        _Workbench(page, session, read_only)
+        page.load(_keep_stream_open, None, None, **_PARALLEL)
     return page
 
 
-async def _held() -> AsyncIterator[None]:
-    """An event that never ends. Gradio closes the stream of answers after the last, and an event that comes in that
-    moment is answered only once another one opens the stream again."""
+async def _keep_stream_open() -> AsyncIterator[None]:
+    """An event that never ends.
+
+    Gradio closes the stream of results after the last event, and an event at that moment gets no result until the next.
+    """
     while True:
         yield
         await asyncio.sleep(3600)
 
 
-def header(title: str, bench: Workbench | None) -> str:
+def header(title: str, session: Session | None) -> str:
     facts = ""
-    if bench is not None:
-        explorer = bench.explorer
-        models, tasks = counted(explorer.models, "model"), counted(explorer.tasks, "task")
-        facts = f"<span>{markup.esc(title)} · {models} · {tasks}</span>"
+    if session is not None:
+        models, tasks = counted(session.explorer.models, "model"), counted(session.explorer.tasks, "task")
+        facts = f"<span>{html.esc(title)} · {models} · {tasks}</span>"
     return f"<header><h1><b>gradmerge</b> studio</h1>{facts}</header>"
 
 
-def _html(kind: str = "", value: str = "") -> gr.HTML:
-    return gr.HTML(value, elem_classes=["gm-html", *kind.split()])
+def _html(classes: str = "", value: str = "") -> gr.HTML:
+    return gr.HTML(value, elem_classes=["gm-html", *classes.split()])
 
 
-class _Desk:
-    """The components of one workbench, and their events."""
+def _task_choice(tasks: Sequence[str]) -> gr.Radio:
+    return gr.Radio(tasks, value=tasks[0], show_label=False, container=False, elem_classes="gm-pick")
 
-    def __init__(self, page: gr.Blocks, bench: Workbench, read_only: bool) -> None:
-        self._bench = bench
-        explorer = bench.explorer
-        removes = bool(explorer.removes)
+
+class _Workbench:
+    """The components and events of one session."""
+
+    def __init__(self, page: gr.Blocks, session: Session, read_only: bool) -> None:
+        self._session, self._read_only = session, read_only
+        explorer = session.explorer
+        self._removes = bool(explorer.removes)
         with gr.Row(elem_classes="gm-desk"):
             with gr.Column(scale=0, min_width=320, elem_classes="gm-side"):
                 self.panel = Panel(explorer)
                 with gr.Row(elem_classes="gm-buttons"):
                     self.own = gr.Button("Recipe’s own", size="sm")
-                    self.best = gr.Button("Best so far", size="sm", visible=not removes)
-                self._keeping(read_only)
+                    self.best = gr.Button("Best so far", size="sm", visible=not self._removes)
+                self._add_outputs()
             with gr.Column(scale=1, min_width=320, elem_classes="gm-main"):
                 self.error = _html("gm-errors")
-                self.board = _html("gm-board-box", markup.state("measuring"))
+                self.board = _html("gm-board-box", html.state("measuring"))
                 self.predicted = _html("gm-predicted-box")
                 self.state = _html("gm-state-box")
-                self._views(removes)
-                self.notes = _html("gm-notes-box", markup.notes(explorer.notes))
+                self._add_tabs()
+                self.notes = _html("gm-notes-box", html.notes(explorer.notes))
         self.version = gr.State(0)
-        self._wire(page)
+        self._connect(page)
 
-    def _keeping(self, read_only: bool) -> None:
-        self._read_only = read_only
+    def _add_outputs(self) -> None:
         with gr.Column(elem_classes="gm-keep"):
             self.copy = gr.Button("Copy recipe", size="sm", elem_classes="gm-copy")
-            if not read_only:
+            if not self._read_only:
                 with gr.Row(elem_classes="gm-pair"):
                     self.folder = gr.Textbox("studio-merged", label="New folder for the merge", max_lines=1)
                     self.save = gr.Button("Save merge", size="sm", variant="primary")
                 with gr.Row(elem_classes="gm-pair"):
                     self.report_folder = gr.Textbox("studio-report", label="New folder for a report", max_lines=1)
                     self.report = gr.Button("Write report", size="sm")
-            self.kept = _html("gm-kept")
+            self.written = _html("gm-kept")
 
-    def _views(self, removes: bool) -> None:
-        explorer = self._bench.explorer
-        chart = "trade-off" if removes else "front"
+    def _add_tabs(self) -> None:
+        explorer, removes = self._session.explorer, self._removes
         self.active = gr.State("answers")
+        self.tabs: dict[str, gr.Tab] = {}
         with gr.Tabs(elem_classes="gm-views"):
-            self.tabs: dict[str, gr.Tab] = {}
             with gr.Tab("Answers") as self.tabs["answers"]:
-                self.task = gr.Radio(
-                    explorer.tasks, value=explorer.tasks[0], show_label=False, container=False, elem_classes="gm-pick"
-                )
+                self.task = _task_choice(explorer.tasks)
                 self.answers = _html()
             with gr.Tab("What flipped") as self.tabs["flips"]:
                 with gr.Row(elem_classes="gm-picks"):
-                    self.flip_task = gr.Radio(
-                        explorer.tasks,
-                        value=explorer.tasks[0],
-                        show_label=False,
-                        container=False,
-                        elem_classes="gm-pick",
-                    )
-                    against = [("against the base", "base"), ("its tuned model", "tuned"), ("the recipe", "own")]
-                    against += [] if removes else [("the best so far", "best")]
-                    self.against = gr.Dropdown(
-                        against, value="base", show_label=False, container=False, min_width=200, scale=0
-                    )
+                    self.flip_task = _task_choice(explorer.tasks)
+                    others = [("against the base", "base"), ("its fine-tuned model", "tuned"), ("the recipe", "own")]
+                    others += [] if removes else [("the best so far", "best")]
+                    look: dict[str, Any] = {"show_label": False, "container": False, "min_width": 200, "scale": 0}
+                    self.against = gr.Dropdown(others, value="base", **look)
                 self.flips = _html()
-            with gr.Tab("Forgetting" if removes else "Trade-offs") as self.tabs["front"]:
-                self.front = _html()
-                self._chart = chart
+            with gr.Tab("Forgetting" if removes else "Trade-offs") as self.tabs["trade-offs"]:
+                self.trade_offs = _html()
                 with gr.Row(elem_classes="gm-buttons"):
-                    curve = "Measure the curve" if removes else "Sweep one weight for all"
-                    self.curve, self.every = gr.Button(curve, size="sm"), gr.Button("Try every method", size="sm")
-            with gr.Tab("Layers") as self.tabs["layers"]:
+                    self.curve = gr.Button("Measure the curve" if removes else "Sweep one weight for all", size="sm")
+                    self.every = gr.Button("Try every method", size="sm")
+            with gr.Tab("Layers", visible=explorer.predicts) as self.tabs["layers"]:
                 self.layers = _html()
             self.calibrate: gr.Button | None = None
             if not removes and set(explorer.tasks) & set(explorer.models):
@@ -148,142 +143,141 @@ class _Desk:
                     self.calibrated = _html()
             with gr.Tab("Tried") as self.tabs["tried"]:
                 self.tried = _html()
-                self.taken, self.place = gr.Button("", elem_classes="gm-taken"), gr.Textbox(visible=False)
+                self.chosen = gr.Button("", elem_classes="gm-taken")
+                self.chosen_row = gr.Textbox(visible=False)
             with gr.Tab("Recipe") as self.tabs["recipe"]:
                 self.recipe = gr.Code(language="yaml", show_label=False, interactive=False, elem_classes="gm-recipe")
 
-    def _wire(self, page: gr.Blocks) -> None:
-        panel, inputs = self.panel, self.panel.inputs
-        # Which options there are changes first, then what they say is measured.
-        shaped = panel.method.input(panel.changed, panel.movable, panel.outputs, queue=False, **_QUIET)
-        flat = [slider for some in panel.layers for slider in some]
-        layered = panel.by_layers.input(
-            panel.layers_shown, [panel.by_layers, *panel.weights], [*panel.weights, *flat], queue=False, **_QUIET
-        )
-        words = []
-        for knob in panel.knobs:
-            if knob.word is not None:
-                words.append(
-                    knob.word.input(lambda on: gr.update(visible=not on), knob.word, knob.number, queue=False, **_QUIET)
-                )
-        explorer = self._bench.explorer
-        own = self.own.click(lambda: panel.shaped(explorer.own), None, panel.outputs, queue=False, **_QUIET)
-        best = self.best.click(self._to_best, None, panel.outputs, queue=False, **_QUIET)
-        taken = self.taken.click(self._to_tried, self.place, panel.outputs, queue=False, js=TAKEN, **_QUIET)
-        moving = [c for c in inputs if c not in (panel.method, panel.by_layers, *(k.word for k in panel.knobs))]
-        measured = [self.board, self.state, self.error, self.version, self.predicted, self.recipe, self.notes]
-        drawn = [component.input for component in moving]
-        # At once with every move, and not with what follows it: a late answer to one move must not dim that to another.
-        gr.on(drawn, None, None, None, js=DIM_BOARD, **_QUIET, trigger_mode="multiple")
-        # An event of its own: those of one event are asked for one after the other, each once the last is answered.
-        noted = [component.change for component in moving]
-        gr.on(noted, self._note, inputs, None, queue=False, **_QUIET, trigger_mode="always_last")
-        gr.on(drawn, self._measure, [self.version, *inputs], measured, **_MOVES)
-        for event in (shaped, layered, *words, own, best, taken):
+    def _connect(self, page: gr.Blocks) -> None:
+        panel, inputs, explorer = self.panel, self.panel.inputs, self._session.explorer
+        # These first change the controls; then the new values are measured.
+        flat = [slider for sliders in panel.layers for slider in sliders]
+        changes = [
+            panel.method.input(panel.change_method, panel.weight_inputs, panel.outputs, **_FAST),
+            panel.by_layers.input(
+                panel.show_layers, [panel.by_layers, *panel.weights], [*panel.weights, *flat], **_FAST
+            ),
+            self.own.click(lambda: panel.show(explorer.own), None, panel.outputs, **_FAST),
+            self.best.click(self._show_best, None, panel.outputs, **_FAST),
+            self.chosen.click(self._show_tried, self.chosen_row, panel.outputs, js=CHOSEN_ROW, **_FAST),
+        ]
+        boxes = [(option.checkbox, option.slider) for option in panel.options if option.checkbox is not None]
+        for box, slider in boxes:
+            changes.append(box.input(lambda on: gr.update(visible=not on), box, slider, **_FAST))
+        measure: dict[str, Any] = {
+            "fn": self._measure,
+            "inputs": [self.version, *inputs],
+            "outputs": [self.board, self.state, self.error, self.version, self.predicted, self.recipe, self.notes],
+        }
+        for event in changes:
             event.then(None, None, None, js=DIM_BOARD, **_QUIET)
-            event.then(self._note, inputs, None, queue=False, **_QUIET)
-            event.then(self._measure, [self.version, *inputs], measured, concurrency_limit=None, **_QUIET)
-        page.load(self._measure, [self.version, *inputs], measured, **_MOVES)
-        views = [self.answers, self.flips, self.front, self.layers, self.tried]
-        picked = [self.active, self.task, self.flip_task, self.against]
-        self.version.change(self._look, picked, [*views, self.error], **_MOVES)
+            event.then(self._note, inputs, None, **_FAST)
+            event.then(**measure, **_PARALLEL)
+        moving = [c for c in inputs if c not in (panel.method, panel.by_layers, *(box for box, _ in boxes))]
+        moved = [component.input for component in moving]
+        # Dimming is an event of its own, so that a late result of one move does not dim the board of another.
+        gr.on(moved, None, None, None, js=DIM_BOARD, **_QUIET, trigger_mode="multiple")
+        # So is the note, because the measurements of one event run one after the other.
+        gr.on([c.change for c in moving], self._note, inputs, None, **_FAST, trigger_mode="always_last")
+        gr.on(moved, **measure, **_LATEST)
+        page.load(**measure, **_LATEST)
+        views = [self.answers, self.flips, self.trade_offs, self.layers, self.tried, self.error]
+        choices = [self.active, self.task, self.flip_task, self.against]
+        self.version.change(self._show_tab, choices, views, **_LATEST)
         for name, tab in self.tabs.items():
-            chosen = tab.select(functools.partial(str, name), None, self.active, queue=False, **_QUIET)
-            chosen.then(self._look, picked, [*views, self.error], **_QUIET, concurrency_limit=None)
+            selected = tab.select(functools.partial(str, name), None, self.active, **_FAST)
+            selected.then(self._show_tab, choices, views, **_PARALLEL)
         for component in (self.task, self.flip_task, self.against):
-            component.input(self._look, picked, [*views, self.error], **_MOVES)
-        for button, sweep in ((self.curve, self._sweep), (self.every, self._try_all)):
-            button.click(
-                sweep, inputs, [self.state, self.front, self.board, self.error], concurrency_limit=None, **_QUIET
-            )
+            component.input(self._show_tab, choices, views, **_LATEST)
+        shown = [self.state, self.trade_offs, self.board, self.error]
+        self.curve.click(self._sweep, inputs, shown, **_PARALLEL)
+        self.every.click(self._try_methods, inputs, shown, **_PARALLEL)
         if self.calibrate is not None:
-            self.calibrate.click(self._calibrate, inputs, self.calibrated, **_QUIET, concurrency_limit=None)
+            self.calibrate.click(self._calibrate, inputs, self.calibrated, **_PARALLEL)
         self.copy.click(None, self.recipe, None, js=COPY, **_QUIET)
         if not self._read_only:
-            self.save.click(self._save, [self.folder, *inputs], self.kept, **_QUIET, concurrency_limit=None)
-            self.report.click(self._report, self.report_folder, self.kept, **_QUIET, concurrency_limit=None)
-        page.unload(self._bench.leave)
+            self.save.click(self._save, [self.folder, *inputs], self.written, **_PARALLEL)
+            self.report.click(self._report, self.report_folder, self.written, **_PARALLEL)
+        page.unload(self._session.leave)
 
-    def _to_best(self) -> list[Any]:
-        best = self._bench.explorer.best()
-        return self.panel.shaped(best.setting if best is not None else self._bench.explorer.own)
+    def _show_best(self) -> list[Any]:
+        best = self._session.explorer.best()
+        return self.panel.show(best.setting if best is not None else self._session.explorer.own)
 
-    def _to_tried(self, place: str) -> list[Any]:
-        """The setting of a row that was clicked, which the page's script tells."""
-        return self.panel.shaped(self._bench.explorer.history[int(place)].setting)
+    def _show_tried(self, row: str) -> list[Any]:
+        """The setting of a row that was clicked."""
+        return self.panel.show(self._session.explorer.history[int(row)].setting)
 
     def _note(self, request: gr.Request, *values: Any) -> None:
-        """A move was made: what is measured for an earlier one may give way."""
-        with contextlib.suppress(GradmergeError):  # which the measurement tells
-            self._bench.visit(request).note(self.panel.read(values))
+        """Note a move, so that the measurement of an earlier one may end."""
+        with contextlib.suppress(GradmergeError):  # the measurement shows it
+            self._session.visit(request).note(self.panel.read(values))
 
     def _measure(self, request: gr.Request, version: int, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """What is predicted of a move, then how far its measurement is, at last the board."""
-        bench, explorer = self._bench, self._bench.explorer
-        visit = bench.visit(request)
-        same = gr.skip()
+        """Show the prediction, then the progress of the measurement, then the board."""
+        session, explorer = self._session, self._session.explorer
+        visit, same = session.visit(request), gr.skip()
         try:
             setting = self.panel.read(values)
-            steps = bench.measured(visit, setting)
-            next(steps)  # from here on it is measured, while the rest is found out
-            said = markup.predictions(explorer.predict(setting)), explorer.recipe_text(setting)
-            yield same, same, "", same, *said, same
+            steps = session.measured(visit, setting)
+            next(steps)  # it starts here, before the prediction
+            yield same, same, "", same, html.predictions(explorer.predict(setting)), explorer.recipe_text(setting), same
             for board, state in steps:
                 if board is not None:
-                    yield board, "", "", version + 1, same, same, bench.news(visit) or same
-                elif visit.shown is None:  # the first of this page: there is no board yet
+                    yield board, "", "", version + 1, same, same, html.notes(explorer.notes)
+                elif visit.shown is None:  # there is no board yet
                     yield state, same, same, same, same, same, same
                 else:
                     yield same, state, same, same, same, same, same
         except Exception as error:
-            yield same if visit.shown else "", "", markup.message(explained(error)), same, same, same, same
+            yield same if visit.shown else "", "", html.message(error_text(error)), same, same, same, same
 
-    def _look(self, request: gr.Request, active: str, task: str, flip_task: str, against: str) -> list[Any]:
-        """What the open tab shows of the merge on the board; the others wait until they are opened."""
-        bench, visit = self._bench, self._bench.visit(request)
+    def _show_tab(self, request: gr.Request, active: str, task: str, flip_task: str, against: str) -> list[Any]:
+        """Update the open tab for the merge on the board."""
+        session, visit = self._session, self._session.visit(request)
         views: dict[str, Callable[[], str]] = {
-            "answers": lambda: bench.answers(visit, task),
-            "flips": lambda: bench.flips(visit, flip_task, against),
-            "front": lambda: bench.figures(visit, [self._chart]),
-            "layers": lambda: bench.figures(visit, ["layers"]),
-            "tried": bench.tried,
+            "answers": lambda: session.answers(visit, task),
+            "flips": lambda: session.flips(visit, flip_task, against),
+            "trade-offs": lambda: session.trade_offs(visit),
+            "layers": lambda: session.layers(visit),
+            "tried": session.tried,
         }
         if active not in views or visit.shown is None:
             return [gr.skip()] * (len(views) + 1)
         try:
             return [views[name]() if name == active else gr.skip() for name in views] + [gr.skip()]
         except Exception as error:
-            return [gr.skip()] * len(views) + [markup.message(explained(error))]
+            return [gr.skip()] * len(views) + [html.message(error_text(error))]
 
     def _sweep(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        yield from self._swept(request, lambda: self._bench.sweep(self.panel.read(values)))
+        yield from self._measure_all(request, lambda: self._session.sweep(self.panel.read(values)))
 
-    def _try_all(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        explorer = self._bench.explorer
-        yield from self._swept(request, lambda: [explorer.setting(name) for name in explorer.methods])
+    def _try_methods(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
+        explorer = self._session.explorer
+        yield from self._measure_all(request, lambda: list(map(explorer.setting, explorer.choices.methods)))
 
-    def _swept(self, request: gr.Request, settings: Callable[[], Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    def _measure_all(self, request: gr.Request, settings: Callable[[], Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+        visit, same = self._session.visit(request), gr.skip()
         try:
-            visit = self._bench.visit(request)
-            for state, drawn in self._bench.swept(visit, settings(), self._chart):
-                yield state, drawn or gr.skip(), gr.skip(), gr.skip()
+            for state, figure in self._session.swept(visit, settings()):
+                yield state, figure or same, same, same
             visit.moves += 1
-            yield "", gr.skip(), self._bench.board(visit), gr.skip()
+            yield "", same, self._session.board(visit), same
         except Exception as error:
-            yield "", gr.skip(), gr.skip(), markup.message(explained(error))
+            yield "", same, same, html.message(error_text(error))
 
     def _calibrate(self, request: gr.Request, *values: Any) -> Iterator[str]:
-        visit = self._bench.visit(request)
-        yield from self._told(lambda: self._bench.calibrated(visit, self.panel.read(values)))
+        visit = self._session.visit(request)
+        yield from self._with_errors(lambda: self._session.calibrated(visit, self.panel.read(values)))
 
     def _save(self, folder: str, *values: Any) -> Iterator[str]:
-        yield from self._told(lambda: self._bench.saved(self.panel.read(values), folder))
+        yield from self._with_errors(lambda: self._session.saved(self.panel.read(values), folder))
 
     def _report(self, folder: str) -> Iterator[str]:
-        yield from self._told(lambda: self._bench.reported(folder))
+        yield from self._with_errors(lambda: self._session.reported(folder))
 
-    def _told(self, do: Callable[[], Iterator[str]]) -> Iterator[str]:
+    def _with_errors(self, do: Callable[[], Iterator[str]]) -> Iterator[str]:
         try:
             yield from do()
         except Exception as error:
-            yield markup.message(explained(error))
+            yield html.message(error_text(error))

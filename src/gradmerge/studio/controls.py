@@ -1,4 +1,4 @@
-"""The controls of a merge: method, weights, weights by layers, options. They make settings, and show them."""
+"""The controls of a merge: method, weights, weights by layer, options. They make settings, and show them."""
 
 from __future__ import annotations
 
@@ -9,290 +9,272 @@ from typing import Any
 
 import gradio as gr
 
-#: Decimals that a slider's number is rounded to: browsers add steps up in binary.
+from ..compare.settings import Setting
+from .choices import Control
+from .explorer import Explorer
+
+#: Decimals of a slider's number: browsers add up steps in binary.
 _DIGITS = 10
-_NEAR = ("damping", "options.density", "options.t", "options.cap")
+#: Options that are not under "More options".
+_MAIN_OPTIONS = ("damping", "options.density", "options.t", "options.cap")
 
 
-def _plain(value: Any) -> float | None:
-    """A weight as one number, if it is one."""
+def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 @dataclass
-class Knob:
+class OptionControl:
     """The components of one option, which several methods may have."""
 
     key: str
-    by_method: dict[str, Any]
-    """Method → its control."""
-    number: gr.Slider | None = None
-    choice: gr.Dropdown | None = None
-    word: gr.Checkbox | None = None
-    """Ticked, the option has its word (auto, none) instead of a number."""
+    by_method: dict[str, Control]
+    slider: gr.Slider | None = None
+    dropdown: gr.Dropdown | None = None
+    checkbox: gr.Checkbox | None = None
+    """Ticked, the option has a word (auto, none) instead of a number."""
 
     @property
     def components(self) -> list[Any]:
-        return [one for one in (self.choice, self.word, self.number) if one is not None]
-
-
-def _word(control: Any) -> str | None:
-    """What stands instead of a number: `auto`, `none`."""
-    if isinstance(control.value, str) and control.low is not None:
-        return control.value
-    return control.choices[0] if control.choices and control.low is not None else None
+        return [one for one in (self.dropdown, self.checkbox, self.slider) if one is not None]
 
 
 class Panel:
-    """The components, in the order in which handlers are given their values."""
+    """The controls of an explorer."""
 
-    def __init__(self, explorer: Any) -> None:
-        self._explorer = explorer
-        own = explorer.own
+    def __init__(self, explorer: Explorer) -> None:
+        self._explorer, self._choices, own = explorer, explorer.choices, explorer.own
         self._own_weights = dict(zip(explorer.models, own.weights, strict=True)) if own.weights else {}
+        methods = self._choices.methods
         self.method = gr.Dropdown(
-            explorer.methods,
-            value=own.method,
-            label="Method",
-            filterable=len(explorer.methods) > 8,
-            elem_classes="gm-method",
+            methods, value=own.method, label="Method", filterable=len(methods) > 8, elem_classes="gm-method"
         )
-        self.weights = [self._weight(model) for model in explorer.models]
-        self.without = gr.HTML(
-            "This method takes no weights.", visible=not self._takes(own.method), elem_classes="gm-hint"
+        self.weights = [self._weight_slider(model) for model in explorer.models]
+        self.without_weights = gr.HTML(
+            "This method takes no weights.", visible=not self._takes_weights(own.method), elem_classes="gm-hint"
         )
+        groups = self._choices.layer_groups
         self.by_layers = gr.Checkbox(
-            False, label="Weights by layer", info=", ".join(explorer.layer_groups), visible=self._layered(own.method)
+            False, label="Weights by layer", info=", ".join(groups), visible=self._has_layers(own.method)
         )
-        self.layers: list[list[gr.Slider]] = []
-        for model in explorer.models if explorer.layer_groups else ():
-            names = [f"{model}: {group}" for group in explorer.layer_groups]
-            self.layers.append([self._weight(model, name, visible=False) for name in names])
-        # The numbers that decide most are at hand, the rest is behind a click.
-        every = self._controls()
-        near = sorted((key for key in every if key[0] in _NEAR and key[1]), key=lambda key: _NEAR.index(key[0]))
-        self.knobs = [self._knob(key, every[key]) for key in near]
-        with gr.Accordion("More options", open=False, visible=self._more(own.method)) as self.options:
-            rest = sorted((key for key in every if key not in near), key=lambda key: not key[1])
-            self.knobs += [self._knob(key, every[key]) for key in rest]
+        self.layers: list[list[gr.Slider]] = [
+            [self._weight_slider(model, f"{model}: {group}", visible=False) for group in groups]
+            for model in (explorer.models if groups else ())
+        ]
+        every: dict[tuple[str, bool], dict[str, Control]] = {}
+        for method in methods:
+            for control in self._choices.controls(method):
+                every.setdefault((control.key, control.low is not None), {})[method] = control
+        main = sorted((k for k in every if k[0] in _MAIN_OPTIONS and k[1]), key=lambda k: _MAIN_OPTIONS.index(k[0]))
+        self.options = [self._option(key, every[key]) for key in main]
+        with gr.Accordion("More options", open=False, visible=self._has_more(own.method)) as self.more:
+            rest = sorted((key for key in every if key not in main), key=lambda key: not key[1])
+            self.options += [self._option(key, every[key]) for key in rest]
 
     @property
     def inputs(self) -> list[Any]:
-        """All components, whose values handlers get."""
-        flat = [slider for some in self.layers for slider in some]
-        return [self.method, *self.weights, self.by_layers, *flat, *(c for knob in self.knobs for c in knob.components)]
+        """All components in the order of the values that :meth:`read` takes."""
+        flat = [slider for sliders in self.layers for slider in sliders]
+        options = [component for option in self.options for component in option.components]
+        return [self.method, *self.weights, self.by_layers, *flat, *options]
 
     @property
     def outputs(self) -> list[Any]:
-        """What :meth:`shaped` and :meth:`changed` give updates for."""
-        return [*self.inputs, self.without, self.options]
+        """The components that :meth:`show` and :meth:`change_method` update."""
+        return [*self.inputs, self.without_weights, self.more]
 
-    def _more(self, method: str) -> bool:
-        """Whether a method has options besides those at hand."""
-        return any(control.key not in _NEAR or control.low is None for control in self._explorer.controls(method))
+    @property
+    def weight_inputs(self) -> list[Any]:
+        """The components whose values :meth:`change_method` takes."""
+        return self.inputs[: 2 + len(self.weights) + sum(map(len, self.layers))]
 
-    def _takes(self, method: str) -> bool:
-        return self._explorer.weight_control(method) is not None
+    def _has_more(self, method: str) -> bool:
+        controls = self._choices.controls(method)
+        return any(control.key not in _MAIN_OPTIONS or control.low is None for control in controls)
 
-    def _layered(self, method: str) -> bool:
-        return self._takes(method) and bool(self._explorer.layer_groups)
+    def _takes_weights(self, method: str) -> bool:
+        return self._choices.weight_control(method) is not None
+
+    def _has_layers(self, method: str) -> bool:
+        return self._takes_weights(method) and bool(self._choices.layer_groups)
 
     def _start(self, model: str) -> float:
-        """Where a model's slider begins: at the recipe's weight, of one that varies between layers at its mean."""
+        """The recipe's weight of a model; the mean of a weight that differs between layers."""
         weight = self._own_weights.get(model)
-        plain = _plain(weight)
-        if plain is not None:
-            return plain
-        if isinstance(weight, tuple) and all(_plain(one) is not None for one in weight):
-            return round(sum(weight) / len(weight), 3)
-        control = self._explorer.weight_control(self._explorer.own.method)
-        return control.value if control is not None else 1.0
+        if (number := _number(weight)) is not None:
+            return number
+        if isinstance(weight, tuple) and all(_number(one) is not None for one in weight):
+            return round(sum(weight) / len(weight), 3)  # type: ignore[arg-type]
+        control = self._choices.weight_control(self._explorer.own.method)
+        return float(control.value) if control is not None else 1.0
 
-    def _weight(self, model: str, label: str | None = None, visible: bool = True) -> gr.Slider:
-        method = self._explorer.own.method
-        control = self._explorer.weight_control(method)
-        low, high, step = (control.low, control.high, control.step) if control is not None else (0.0, 1.5, 0.01)
-        visible = visible and control is not None
-        kinds = ["gm-weight", "gm-layer"] if label else ["gm-weight"]
+    def _weight_slider(self, model: str, label: str | None = None, visible: bool = True) -> gr.Slider:
+        control = self._choices.weight_control(self._explorer.own.method)
+        low, high = (control.low or 0.0, control.high or 0.0) if control is not None else (0.0, 1.5)
         return gr.Slider(
             low,
             high,
             self._start(model),
-            step=step,
+            step=0.01,
             label=label or model,
-            visible=visible,
+            visible=visible and control is not None,
             buttons=[],
-            elem_classes=kinds,
+            elem_classes=["gm-weight", "gm-layer"] if label else ["gm-weight"],
         )
 
-    def _controls(self) -> dict[tuple[str, bool], dict[str, Any]]:
-        """Option (and whether it is a number) → method → control."""
-        found: dict[tuple[str, bool], dict[str, Any]] = {}
-        for method in self._explorer.methods:
-            for control in self._explorer.controls(method):
-                found.setdefault((control.key, control.low is not None), {})[method] = control
-        return found
-
-    def _knob(self, key: tuple[str, bool], controls: dict[str, Any]) -> Knob:
+    def _option(self, key: tuple[str, bool], controls: dict[str, Control]) -> OptionControl:
         method = self._explorer.own.method
-        knob, any_control = Knob(key[0], controls), next(iter(controls.values()))
-        control = controls.get(method, any_control)
-        seen = method in controls
+        option = OptionControl(key[0], controls)
+        control, visible = controls.get(method, next(iter(controls.values()))), method in controls
         if not key[1]:
-            knob.choice = gr.Dropdown(
-                _choices(control), value=str(control.value), label=control.label, info=control.meaning, visible=seen
-            )
-            return knob
+            option.dropdown = gr.Dropdown(**_dropdown(control, control.value, visible))
+            return option
         if any(_word(one) for one in controls.values()):
-            knob.word = gr.Checkbox(**_word_look(control, seen))
-        knob.number = gr.Slider(**_slider_look(control, seen), buttons=[])
-        return knob
+            option.checkbox = gr.Checkbox(**_checkbox(control, control.value, visible))
+        option.slider = gr.Slider(**_slider(control, control.value, visible), buttons=[])
+        return option
 
-    def read(self, values: Sequence[Any]) -> Any:
-        """The setting that the values of ``inputs`` stand for, checked. What was not moved stays the recipe's."""
+    def read(self, values: Sequence[Any]) -> Setting:
+        """The setting of the components' values; what was not moved stays the recipe's."""
         explorer, given = self._explorer, iter(values)
         method = next(given)
-        flat = dict(zip(explorer.models, (next(given) for _ in self.weights), strict=True))
+        flat = {model: float(next(given)) for model in explorer.models}
         by_layers = next(given)
         layered = {
-            model: [next(given) for _ in some] for model, some in zip(explorer.models, self.layers, strict=False)
+            model: [round(float(next(given)), _DIGITS) for _ in sliders]
+            for model, sliders in zip(explorer.models, self.layers, strict=False)
         }
         weights: dict[str, Any] = {}
-        if self._takes(method):
-            for model in explorer.models:
-                if by_layers and self.layers:
-                    weights[model] = [round(float(one), _DIGITS) for one in layered[model]]
-                elif (
-                    flat[model] != self._start(model)
-                    or _plain(self._own_weights.get(model)) is not None
-                    or not self._own_weights
-                ):
-                    weights[model] = round(float(flat[model]), _DIGITS)
+        for model in explorer.models if self._takes_weights(method) else ():
+            moved = flat[model] != self._start(model)
+            if by_layers and self.layers:
+                weights[model] = layered[model]
+            elif moved or _number(self._own_weights.get(model)) is not None or not self._own_weights:
+                weights[model] = round(flat[model], _DIGITS)
         changes: dict[str, Any] = {}
-        for knob in self.knobs:
-            value = knob_value(knob, method, given)
-            if value is not None and value[0] != knob.by_method[method].value:
-                changes[knob.key] = value[0]
+        for option in self.options:
+            value = _read_option(option, method, {id(one): next(given) for one in option.components})
+            if method in option.by_method and value != option.by_method[method].value:
+                changes[option.key] = value
         return explorer.setting(method, weights, changes)
 
-    def shaped(self, setting: Any) -> list[Any]:
-        """Updates of ``outputs`` that show a setting."""
+    def show(self, setting: Setting) -> list[Any]:
+        """Updates of ``outputs`` for a setting."""
         models = self._explorer.models
         chosen = dict(zip(models, setting.weights, strict=True)) if setting.weights else {}
         layered = bool(self.layers) and any(isinstance(weight, tuple) for weight in chosen.values())
-        plain = [_plain(chosen.get(model)) for model in models]
-        flat = [self._start(model) if weight is None else weight for model, weight in zip(models, plain, strict=True)]
-        by_layers: list[float] = []
-        for model, start, some in zip(models, flat, self.layers, strict=False):
+        numbers = [_number(chosen.get(model)) for model in models]
+        flat = [self._start(model) if n is None else n for model, n in zip(models, numbers, strict=True)]
+        by_layers: list[Any] = []
+        for model, start, sliders in zip(models, flat, self.layers, strict=False):
             weight = chosen.get(model)
-            by_layers += weight if isinstance(weight, tuple) and len(weight) == len(some) else [start] * len(some)
+            if isinstance(weight, tuple) and len(weight) == len(sliders):
+                by_layers += weight
+            else:
+                by_layers += [start] * len(sliders)
         return self._updates(setting.method, [*flat, layered, *by_layers], dict(setting.changes))
 
-    def changed(self, method: str, *values: Any) -> list[Any]:
-        """Updates of ``outputs`` for another method: its options appear; weights stay where its range has them."""
-        return self._updates(method, values, {})
+    def change_method(self, method: str, *weights: Any) -> list[Any]:
+        """Updates of ``outputs`` for another method; weights stay if they are in its range."""
+        return self._updates(method, weights, {})
 
     def _updates(self, method: str, weights: Sequence[Any], changes: dict[str, Any]) -> list[Any]:
-        control = self._explorer.weight_control(method)
-        takes, count = control is not None, len(self.weights)
-        layered = takes and bool(self.layers) and bool(weights[count])
+        control, count = self._choices.weight_control(method), len(self.weights)
+        layered = control is not None and bool(self.layers) and bool(weights[count])
 
-        def slider(value: float, seen: bool) -> Any:
-            if control is None:
-                return _update(visible=False)
-            inside = control.low <= value <= control.high
-            ranges = {"minimum": control.low, "maximum": control.high, "step": control.step}
-            return _update(**ranges, value=value if inside else control.value, visible=seen)
+        def slider(value: float, visible: bool) -> Any:
+            if control is None or control.low is None or control.high is None:
+                return gr.update(visible=False)
+            value = value if control.low <= value <= control.high else control.value
+            return gr.update(minimum=control.low, maximum=control.high, step=control.step, value=value, visible=visible)
 
-        updates = [_update(value=method), *(slider(value, not layered) for value in weights[:count])]
-        updates.append(_update(value=layered, visible=self._layered(method)))
+        updates = [gr.update(value=method), *(slider(value, not layered) for value in weights[:count])]
+        updates.append(gr.update(value=layered, visible=self._has_layers(method)))
         updates += [slider(value, layered) for value in weights[count + 1 :]]
-        for knob in self.knobs:
-            updates += _knob_updates(knob, method, changes)
-        return [*updates, _update(visible=not takes), _update(visible=self._more(method))]
+        for option in self.options:
+            updates += _option_updates(option, method, changes)
+        return [*updates, gr.update(visible=control is None), gr.update(visible=self._has_more(method))]
 
-    @property
-    def movable(self) -> list[Any]:
-        """What :meth:`changed` is given the values of."""
-        return self.inputs[: 2 + len(self.weights) + sum(map(len, self.layers))]
-
-    def layers_shown(self, by_layers: bool, *weights: float) -> list[Any]:
-        """Updates of the weights and of those by layers, which begin where the others are."""
-        plain = [_update(visible=not by_layers) for _ in self.weights]
-        layered = []
-        for weight, some in zip(weights, self.layers, strict=False):
-            layered += [_update(visible=by_layers, **({"value": weight} if by_layers else {})) for _ in some]
-        return plain + layered
+    def show_layers(self, by_layers: bool, *weights: float) -> list[Any]:
+        """Updates of the weights and of those by layer, which start at the same numbers."""
+        updates = [gr.update(visible=not by_layers) for _ in self.weights]
+        for weight, sliders in zip(weights, self.layers, strict=False):
+            shown: dict[str, Any] = {"visible": by_layers} | ({"value": weight} if by_layers else {})
+            updates += [gr.update(**shown) for _ in sliders]
+        return updates
 
 
-def _update(**how: Any) -> Any:
-    return gr.update(**how)
+def _word(control: Control) -> str | None:
+    """The word that may replace the number: `auto`, `none`."""
+    if isinstance(control.value, str) and control.low is not None:
+        return control.value
+    return str(control.choices[0]) if control.choices and control.low is not None else None
 
 
-def _choices(control: Any) -> list[tuple[str, str]]:
-    return [
-        ({True: "yes", False: "no"}.get(one, str(one)) if isinstance(one, bool) else str(one), str(one))
-        for one in control.choices
-    ]
-
-
-def _slider_look(control: Any, seen: bool, value: Any = None) -> dict[str, Any]:
-    """A slider of a control; one with factors for steps shows the power of ten."""
-    value = control.value if value is None else value
-    low, high, step, label = control.low, control.high, control.step, control.label
-    given = _plain(value)
-    if control.logarithmic:
-        low, high, step, label = math.log10(low), math.log10(high), 0.1, f"{label} (power of ten)"
-        given = math.log10(given) if given is not None and given > 0 else None
-    if given is None:
-        given = round((low + high) / 2, 1) if control.logarithmic else min(high, max(low, 1.0))
-    words = isinstance(value, str)
+def _dropdown(control: Control, value: Any, visible: bool) -> dict[str, Any]:
+    words = {True: "yes", False: "no"}
+    choices = [(words[one] if isinstance(one, bool) else str(one), str(one)) for one in control.choices or ()]
     return {
-        "minimum": min(low, given),
-        "maximum": max(high, given),
-        "step": step or (high - low) / 100,
-        "value": given,
-        "label": label,
+        "choices": choices,
+        "value": str(value),
+        "label": control.label,
         "info": control.meaning,
-        "visible": seen and not words,
+        "visible": visible,
     }
 
 
-def _word_look(control: Any, seen: bool, value: Any = None) -> dict[str, Any]:
-    value, word = control.value if value is None else value, _word(control)
-    return {"value": isinstance(value, str), "label": f"{control.label}: {word}", "visible": seen and word is not None}
+def _slider(control: Control, value: Any, visible: bool) -> dict[str, Any]:
+    """A slider; for a logarithmic scale, it shows the power of ten."""
+    assert control.low is not None and control.high is not None
+    low, high, step, label, number = control.low, control.high, control.step, control.label, _number(value)
+    if control.logarithmic:
+        low, high, step, label = math.log10(low), math.log10(high), 0.1, f"{label} (power of ten)"
+        number = math.log10(number) if number is not None and number > 0 else None
+    if number is None:
+        number = round((low + high) / 2, 1) if control.logarithmic else min(high, max(low, 1.0))
+    return {
+        "minimum": min(low, number),
+        "maximum": max(high, number),
+        "step": step or (high - low) / 100,
+        "value": number,
+        "label": label,
+        "info": control.meaning,
+        "visible": visible and not isinstance(value, str),
+    }
 
 
-def _knob_updates(knob: Knob, method: str, changes: dict[str, Any]) -> Iterator[Any]:
-    control = knob.by_method.get(method)
-    for component in knob.components:
+def _checkbox(control: Control, value: Any, visible: bool) -> dict[str, Any]:
+    word = _word(control)
+    return {
+        "value": isinstance(value, str),
+        "label": f"{control.label}: {word}",
+        "visible": visible and word is not None,
+    }
+
+
+def _option_updates(option: OptionControl, method: str, changes: dict[str, Any]) -> Iterator[Any]:
+    control = option.by_method.get(method)
+    for component in option.components:
         if control is None:
-            yield _update(visible=False)
-        elif component is knob.choice:
-            value = changes.get(knob.key, control.value)
-            yield _update(
-                choices=_choices(control), value=str(value), label=control.label, info=control.meaning, visible=True
-            )
-        elif component is knob.word:
-            yield _update(**_word_look(control, True, changes.get(knob.key)))
-        else:
-            yield _update(**_slider_look(control, True, changes.get(knob.key)))
+            yield gr.update(visible=False)
+            continue
+        look = {id(option.dropdown): _dropdown, id(option.checkbox): _checkbox, id(option.slider): _slider}
+        yield gr.update(**look[id(component)](control, changes.get(option.key, control.value), True))
 
 
-def knob_value(knob: Knob, method: str, given: Iterator[Any]) -> tuple[Any] | None:
-    """The value of an option, of the values that its components have; None where the method has no such option."""
-    values = {id(component): next(given) for component in knob.components}
-    control = knob.by_method.get(method)
+def _read_option(option: OptionControl, method: str, values: dict[int, Any]) -> Any:
+    """The value of an option from the values of its components."""
+    control = option.by_method.get(method)
     if control is None:
         return None
-    if knob.choice is not None:
-        chosen = values[id(knob.choice)]
-        return (next((one for one in control.choices if str(one) == chosen), control.value),)
-    if knob.word is not None and values[id(knob.word)] and (word := _word(control)) is not None:
-        return (word,)
-    number = float(values[id(knob.number)])
+    if option.dropdown is not None:
+        chosen = values[id(option.dropdown)]
+        return next((one for one in control.choices or () if str(one) == chosen), control.value)
+    if option.checkbox is not None and values[id(option.checkbox)] and (word := _word(control)) is not None:
+        return word
+    number = float(values[id(option.slider)])
     if control.logarithmic:
-        own = _plain(control.value)
-        same = own is not None and abs(math.log10(own) - number) < 1e-6
-        return (own if same else float(f"{10**number:.3g}"),)
-    return (int(number) if isinstance(control.step, int) else round(number, _DIGITS),)
+        own = _number(control.value)
+        unmoved = own is not None and abs(math.log10(own) - number) < 1e-6
+        return own if unmoved else float(f"{10**number:.3g}")
+    return int(number) if isinstance(control.step, int) else round(number, _DIGITS)

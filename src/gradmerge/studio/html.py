@@ -1,4 +1,4 @@
-"""What was found, as HTML. All text from elsewhere goes through `esc`: names, labels and rows are shown, never run."""
+"""Results as HTML. All names, labels and rows go through `esc`, so that they are shown and never run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..compare.ranking import higher_is_better as higher_is_better
 from ..text import printable
 
-#: Metrics that are shares, shown in per cent.
+#: Metrics that are shares, shown in percent.
 _SHARES = ("accuracy", "f1", "exact_match", "recall", "precision", "rouge")
-#: Letters of a text that are shown at once; the rest comes when asked for.
+#: Letters of a text that are shown at first.
 _LETTERS = 280
 
 
@@ -27,12 +28,8 @@ def is_share(metric: str) -> bool:
     return any(word in metric for word in _SHARES)
 
 
-def higher_is_better(metric: str) -> bool:
-    return not any(word in metric for word in ("loss", "mse", "perplexity"))
-
-
 def number(metric: str, value: float | None) -> str:
-    """A value of a metric: a share in per cent without the sign, which stands beside it, others with four digits."""
+    """A value of a metric: a share in percent without the sign, other values with four digits."""
     if value is None or not math.isfinite(value):
         return "–"
     shown = f"{100 * value:.1f}" if is_share(metric) else f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"
@@ -44,13 +41,13 @@ def unit(metric: str) -> str:
 
 
 def words(metric: str) -> str:
-    """A metric's name as people read it."""
+    """The name of a metric for people."""
     return esc(metric.replace("_", " "))
 
 
 @dataclass(frozen=True)
 class Score:
-    """A metric, its value, and its standard error where one is known."""
+    """A metric with its value and standard error."""
 
     metric: str
     value: float | None
@@ -68,14 +65,14 @@ class Score:
 
 
 def score_of(metrics: Mapping[str, Any] | None, metric: str) -> Score | None:
-    """A metric of a task with its standard error, None where it was not measured."""
+    """A metric of a task with its standard error; None if it was not measured."""
     if not metrics or metric not in metrics:
         return None
     return Score(metric, metrics[metric], metrics.get("standard_errors", {}).get(metric))
 
 
 def average(scores: Sequence[Score]) -> Score | None:
-    """The mean over tasks, where they have the same metric; errors of different rows add up as squares."""
+    """The mean over tasks; None if they have different metrics."""
     if not scores or len({score.metric for score in scores}) > 1 or any(score.value is None for score in scores):
         return None
     values = [score.value for score in scores if score.value is not None]
@@ -103,13 +100,13 @@ class Lane:
 
 
 def board(lanes: Sequence[Lane], cards: str, how: str, move: int) -> str:
-    """The board: the averages on top, then every task on a scale of its own metric, with error bars."""
+    """The averages, then every task on a scale of its metric, with error bars."""
     spans = {metric: _span([lane for lane in lanes if lane.metric == metric]) for metric in {x.metric for x in lanes}}
     rows = "".join(_lane(lane, spans[lane.metric]) for lane in lanes)
-    keys = (("now", "this merge"), ("best", "best so far"), ("base", "base"), ("tuned", "tuned on the task"))
+    keys = (("now", "this merge"), ("best", "best so far"), ("base", "base"), ("tuned", "fine-tuned on the task"))
     shown = {name for name, _ in keys if any(getattr(lane, name) is not None for lane in lanes)}
     legend = "".join(f'<span><b class="gm-mark {name}"></b>{text}</span>' for name, text in keys if name in shown)
-    # The number of the move makes every answer a new one: what was dimmed lights up also when nothing changed.
+    # The number of the move makes every board a new one, so that a dimmed board lights up even if nothing changed.
     return (
         f'<div class="gm-board" data-move="{move}">{cards}<div class="gm-lanes">{rows}</div>'
         f'<div class="gm-legend">{legend}<span class="gm-how">{how}</span></div></div>'
@@ -136,7 +133,7 @@ def _lane(lane: Lane, span: tuple[float, float]) -> str:
         if score is None or not score.ends:
             continue
         first, last = map(place, score.ends)
-        what = {"now": "this merge", "tuned": f"tuned on {lane.task}", "best": "best so far"}.get(name, "base")
+        what = {"now": "this merge", "tuned": f"fine-tuned on {lane.task}", "best": "best so far"}.get(name, "base")
         if score.error and name in ("now", "best"):
             marks.append(f'<i class="gm-error {name}" style="left:{first};right:calc(100% - {last})"></i>')
         hint = f"{what}: {number(score.metric, score.value)}{unit(score.metric)}"
@@ -164,7 +161,7 @@ def chip(kind: str, text: str) -> str:
 
 
 def card(kind: str, title: str, score: Score | None, below: str, remark: tuple[str, str] | None = None) -> str:
-    """One of the numbers on top. ``below`` is HTML; a remark is a kind and its words."""
+    """A large number. ``below`` is HTML; a remark is a class and its text."""
     big = f"{number(score.metric, score.value)}<small>{unit(score.metric)}</small>" if score is not None else "–"
     spread = f"<i>± {number(score.metric, score.error)}</i>" if score is not None and score.error is not None else ""
     said = chip(*remark) if remark else ""
@@ -173,41 +170,38 @@ def card(kind: str, title: str, score: Score | None, below: str, remark: tuple[s
 
 
 def predictions(found: Mapping[str, float] | None) -> str:
-    """Multiples of the recipe's own predicted loss: a guess, and said to be one."""
+    """Predicted losses, as multiples of the recipe's own."""
     if not found:
         return ""
     parts = "".join(
-        f"<span><em>{esc(task)}</em> ×{value:.2f}</span>"
-        if value < 100
-        else f"<span><em>{esc(task)}</em> ×{value:.3g}</span>"
-        for task, value in found.items()
+        f"<span><em>{esc(task)}</em> ×{value:{'.2f' if value < 100 else '.3g'}}</span>" for task, value in found.items()
     )
     return (
-        '<div class="gm-predicted" title="Excess loss of a task, predicted from curvature, as a multiple of what is '
-        f'predicted for the recipe as it is. It ranks merges; what is measured decides."><b>Predicted</b>{parts}'
-        "<small>times the recipe’s loss; a guess from curvature</small></div>"
+        '<div class="gm-predicted" title="Excess loss of a task, relative to the recipe’s own merge. '
+        f'Predictions rank merges; trust the measurement."><b>Predicted</b>{parts}'
+        "<small>times the recipe’s loss; estimated from curvature</small></div>"
     )
 
 
 def state(text: str, share: float | None = None) -> str:
-    """What is being done, and how far it is."""
+    """A text with a progress bar."""
     bar = f'<progress max="1" value="{share:.3f}"></progress>' if share is not None else "<progress></progress>"
     return f'<div class="gm-state" role="status">{bar}<span>{esc(text)}</span></div>'
 
 
 def notes(texts: Sequence[str]) -> str:
-    """What a user should know, behind a click."""
+    """Notes that open with a click."""
     rows = "".join(f"<li>{esc(text)}</li>" for text in texts)
     return f'<details class="gm-notes"><summary>Notes ({len(texts)})</summary><ul>{rows}</ul></details>' if rows else ""
 
 
 def message(text: str, kind: str = "error") -> str:
-    """What went wrong, or what was done, in the page. Line feeds stay."""
+    """An error, or what was done."""
     return f'<div class="gm-message {kind}" role="alert">{esc(text)}</div>' if text else ""
 
 
 def picture(image: Any) -> str:
-    """An image as part of the page; small ones with their pixels as squares."""
+    """An image inside the page; the pixels of small ones are squares."""
     kept = io.BytesIO()
     shown = image.copy()
     shown.thumbnail((256, 256))
@@ -217,14 +211,19 @@ def picture(image: Any) -> str:
 
 
 def passage(text: str, letters: int = _LETTERS) -> str:
-    """A text, the rest of a long one behind a click."""
+    """A text; the rest of a long one opens with a click."""
     if len(text) <= letters:
         return f'<span class="gm-text">{esc(text)}</span>'
     return f'<details class="gm-text"><summary>{esc(text[:letters])}…</summary>{esc(text[letters:])}</details>'
 
 
-def reply(said: Any) -> str:
-    """What a model says to a row, and whether that is right, in a sign besides the colour."""
+def row_input(row: Any) -> str:
+    """The image or text of a row."""
+    return picture(row.image) if row.image is not None else passage(row.text or "")
+
+
+def prediction(said: Any) -> str:
+    """A prediction, with a sign for right or wrong."""
     if said is None:
         return '<span class="gm-none">–</span>'
     kind, sign = {True: ("right", "✓"), False: ("wrong", "✗"), None: ("open", "")}[said.right]
@@ -234,7 +233,7 @@ def reply(said: Any) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """A table of cells that are HTML already; on a phone every row is a card, so each cell names its column."""
+    """A table of cells in HTML. Each cell names its column, because a row is a card on phones."""
     made = [
         "<tr>" + "".join(f'<td data-of="{esc(c)}">{cell}</td>' for c, cell in zip(columns, row, strict=True)) + "</tr>"
         for row in rows
@@ -244,15 +243,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "")
     return f'<div class="gm-scroll"><table class="gm-table {kind}">{whole}</table></div>'
 
 
-def take_up(place: int, name: str) -> str:
-    """A setting that was measured, to take up again; ``place`` is its place among all, by time."""
-    return (
-        f'<button type="button" data-row="{place}" title="Take this setting up again"><code>{esc(name)}</code></button>'
-    )
+def setting_button(place: int, name: str) -> str:
+    """A button that shows a measured setting again; ``place`` is its number in the history."""
+    return f'<button type="button" data-row="{place}" title="Show this setting again"><code>{esc(name)}</code></button>'
 
 
 def figure(chart: Any, title: str, text: str) -> str:
-    """A place that the page's script draws an Altair chart into."""
+    """A box that the page's script draws an Altair chart into."""
+    if chart is None:
+        return '<p class="gm-empty">There is nothing to draw.</p>'
     spec = esc(json.dumps(chart.to_dict(), ensure_ascii=False))
     return (
         f'<figure class="gm-figure"><figcaption><b>{esc(title)}</b><span>{esc(text)}</span></figcaption>'

@@ -1,4 +1,4 @@
-"""How the page looks: colours as in reports, the system's fonts, and the scripts that run in the browser."""
+"""The look of the page: colors as in reports, system fonts, and the scripts that run in the browser."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import gradio as gr
 from ..report import palette
 from ..report.assets import drawing, library
 
-#: The numbers on the board are of an earlier move until the new ones are there.
+#: Until the new numbers arrive, those on the board are of an earlier move.
 DIM_BOARD = "() => { window.gradmergeDim(); return []; }"
-TAKEN = "() => [window.gradmergeTaken]"
+CHOSEN_ROW = "() => [window.gradmergeTaken]"
 COPY = "(text) => { window.gradmergeCopy(text); return []; }"
 _SANS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
@@ -22,7 +22,7 @@ SCRIPT = "/studio.js"
 
 
 def theme() -> Any:
-    """Gradio's plainest theme in the colours of our reports; names of fonts only, so that none are fetched."""
+    """The plainest theme of Gradio in the colors of reports; it names system fonts, so that none are downloaded."""
     both = {
         "body_background_fill": "page",
         "body_text_color": "ink",

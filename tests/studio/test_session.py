@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,11 +15,13 @@ import gradio
 import pytest
 
 import gradmerge as gm
+from gradmerge.compare.interactive import Superseded
 from gradmerge.studio import html as markup
 from gradmerge.studio.app import build
 from gradmerge.studio.controls import Panel
-from gradmerge.studio.server import address, is_local, listen
-from gradmerge.studio.session import Visit, Workbench, _shaped, explained
+from gradmerge.studio.explorer import Explorer
+from gradmerge.studio.server import address, find_port, is_local
+from gradmerge.studio.session import Session, Visit, _table_class, error_text
 
 from .making import HOSTILE, tiny_recipe
 
@@ -29,7 +32,7 @@ SPACE = Path(__file__).parents[2] / "examples" / "space"
 def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("models")
     recipe = tiny_recipe(folder, "yelp", HOSTILE, count=12)
-    with gm.explore(recipe, {"yelp": str(folder / "yelp.jsonl"), "base": str(folder / "base.jsonl")}) as found:
+    with Explorer(recipe, {"yelp": str(folder / "yelp.jsonl"), "base": str(folder / "base.jsonl")}) as found:
         yield found
 
 
@@ -44,12 +47,13 @@ class Slow:
         advance(0.25)
         while not self.let_go.wait(0.01):
             if stop():
-                raise gm.Superseded
+                raise Superseded
         return f"outcome of {setting}"
 
 
 def test_a_newer_move_ends_a_long_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, visit = Workbench(Slow()), Visit()
+    slow: Any = Slow()
+    bench, visit = Session(slow), Visit()
     monkeypatch.setattr(bench, "board", lambda visit: f"board of {visit.shown}")
     visit.note("first")
     seen = []
@@ -57,26 +61,28 @@ def test_a_newer_move_ends_a_long_measurement(monkeypatch: pytest.MonkeyPatch) -
         seen.append((board, "25" in state or 'value="0.250"' in state))
         visit.note("second")
     assert seen[-1][0] is None and seen[:2] == [(None, False), (None, True)] and visit.shown is None
-    bench.explorer.let_go.set()
+    slow.let_go.set()
     assert list(bench.measured(visit, "second"))[-1] == ("board of outcome of second", "")
     bench.close()
 
 
 def test_the_late_note_of_an_earlier_move_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, visit = Workbench(Slow()), Visit()
+    slow: Any = Slow()
+    bench, visit = Session(slow), Visit()
     monkeypatch.setattr(bench, "board", lambda visit: f"board of {visit.shown}")
     steps = bench.measured(visit, "second")
     next(steps)
     visit.note("first")
     for _ in range(4):  # beyond the patience
         next(steps)
-    bench.explorer.let_go.set()
+    slow.let_go.set()
     assert list(steps)[-1] == ("board of outcome of second", "")
     bench.close()
 
 
 def test_a_closed_page_is_not_measured_for() -> None:
-    bench, request = Workbench(Slow()), SimpleNamespace(session_hash="a")
+    slow: Any = Slow()
+    bench, request = Session(slow), SimpleNamespace(session_hash="a")
     visit = bench.visit(request)
     assert bench.visit(SimpleNamespace(session_hash="b")) is not visit
     threading.Timer(0.1, bench.leave, [request]).start()
@@ -107,7 +113,7 @@ def test_untouched_controls_are_the_recipes_own_setting(explorer: Any, panel: Pa
 
 
 def test_every_setting_can_be_put_back_into_the_controls(explorer: Any, panel: Panel) -> None:
-    groups = len(explorer.layer_groups)
+    groups = len(explorer.choices.layer_groups)
     by_layers = [0.1 * number for number in range(1, groups + 1)]
     settings = [
         explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 1.1}),
@@ -118,43 +124,25 @@ def test_every_setting_can_be_put_back_into_the_controls(explorer: Any, panel: P
         explorer.own,
     ]
     for setting in settings:
-        assert panel.read(moved(panel, panel.shaped(setting))) == setting, setting.name
+        assert panel.read(moved(panel, panel.show(setting))) == setting, setting.name
 
 
 def test_weights_stay_with_another_method_where_its_range_has_them(explorer: Any, panel: Panel) -> None:
-    before = moved(panel, panel.shaped(explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 1.1})))
-    setting = panel.read(moved(panel, panel.changed("ties", *before[1 : len(panel.movable)])))
+    before = moved(panel, panel.show(explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 1.1})))
+    setting = panel.read(moved(panel, panel.change_method("ties", *before[1 : len(panel.weight_inputs)])))
     assert setting == explorer.setting("ties", {"yelp": 0.4, HOSTILE: 1.1})
 
 
 def test_a_sweep_keeps_the_options(explorer: Any) -> None:
-    bench = Workbench(explorer)
+    bench = Session(explorer)
     swept = bench.sweep(explorer.setting("ties", {"yelp": 0.5}, {"options.density": 0.3}))
     assert {(one.method, one.changes) for one in swept} == {("ties", (("options.density", 0.3),))}
     assert [set(one.weights) for one in swept][::5] == [{0.0}, {0.75}, {1.5}]
     bench.close()
 
 
-def test_the_curve_of_a_removal_keeps_the_options() -> None:
-    strengths = [SimpleNamespace(weights=(weight,)) for weight in (0.0, 0.5)]
-    explorer = SimpleNamespace(
-        removes=["a"], models=["a"], strengths=lambda method: strengths, setting=lambda *given: given
-    )
-    bench = Workbench(explorer)
-    swept = bench.sweep(SimpleNamespace(method="removal", changes=(("damping", 1e-3),)))
-    assert swept == [("removal", {"a": weight}, {"damping": 1e-3}) for weight in (0.0, 0.5)]
-    bench.close()
-
-
-def test_layers_say_what_they_show(explorer: Any) -> None:
-    bench = Workbench(explorer)
-    shown = bench.figures(Visit(shown=explorer.measure(explorer.own)), ["layers"])
-    assert "How far each layer" in shown and "predicted" not in shown  # there is no curvature
-    bench.close()
-
-
 def test_calibration_shows_every_task_before_and_after(explorer: Any) -> None:
-    bench, setting = Workbench(explorer), explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 0.5})
+    bench, setting = Session(explorer), explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 0.5})
     *states, shown = bench.calibrated(Visit(), setting)
     assert all("gm-state" in state for state in states)
     found = explorer.calibrate(setting)
@@ -170,12 +158,12 @@ def test_calibration_shows_every_task_before_and_after(explorer: Any) -> None:
 
 def test_long_answers_have_all_the_room() -> None:
     said = [SimpleNamespace(text=text) for text in ("good", "a whole sentence, and another one")]
-    assert [_shaped([one, None]) for one in said] == ["gm-answers", "gm-answers gm-long"]
+    assert [_table_class([one, None]) for one in said] == ["gm-answers", "gm-answers gm-long"]
 
 
 def test_a_read_only_page_cannot_write(explorer: Any) -> None:
     def buttons(read_only: bool) -> set[str]:
-        page = build({"a": Workbench(explorer)}, read_only)
+        page = build({"a": Session(explorer)}, read_only)
         return {block.value for block in page.blocks.values() if type(block).__name__ == "Button"}
 
     assert buttons(False) - buttons(True) == {"Save merge", "Write report"}
@@ -201,7 +189,7 @@ def test_text_from_elsewhere_is_escaped() -> None:
     for made in (
         markup.message(nasty),
         markup.passage(nasty * 40),
-        markup.reply(reply),
+        markup.prediction(reply),
         markup.predictions({nasty: 1.0}),
         markup.table([nasty], [["x"]]),
         markup.card("now", nasty, None, "", ("good", nasty)),
@@ -219,14 +207,17 @@ def test_an_average_is_of_one_metric_and_has_its_error() -> None:
 
 
 def test_addresses() -> None:
-    with listen() as one, listen() as other:
-        assert one.getsockname()[1] != other.getsockname()[1]
-        assert address(one, "0.0.0.0") == f"http://127.0.0.1:{one.getsockname()[1]}"
+    first = find_port()
+    with socket.create_server(("127.0.0.1", first)):
+        assert find_port() != first
+        with pytest.raises(gm.InputError):
+            find_port(port=first)
+    assert address("0.0.0.0", 80) == "http://127.0.0.1:80"
     assert is_local("127.0.0.1") and is_local("[::1]") and is_local("localhost")
     assert not is_local("0.0.0.0") and not is_local("192.168.0.1") and not is_local("localhost.example")
 
 
 def test_unknown_failures_have_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explained(gm.InputError("what is wrong")) == "what is wrong"
-    assert explained(ValueError("x")).startswith("internal error: ValueError: x")
+    assert error_text(gm.InputError("what is wrong")) == "what is wrong"
+    assert error_text(ValueError("x")).startswith("internal error: ValueError: x")
     assert "ValueError" in capsys.readouterr().err

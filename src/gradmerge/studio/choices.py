@@ -1,4 +1,4 @@
-"""What can be set in an exploration: the methods that fit a recipe, and their options with the ranges to try."""
+"""The methods that fit a recipe, and their options with ranges for sliders."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args, get_origin
 
 from ..checkpoints.layers import layer_stacks
+from ..compare.candidates import Candidate, plan_of
+from ..compare.settings import Setting, is_removal, takes_weights, task_names
 from ..engine.plan import Plan
 from ..errors import InputError
 from ..recipe import Recipe, Varying, leaves, mapped
@@ -14,21 +16,19 @@ from ..recipe.overrides import full_key
 from ..rules import METHODS
 from ..rules.spec import Auto, Option, OrNone
 from ..text import nearest
-from .candidates import Candidate, plan_of
-from .settings import Setting, is_removal, takes_weights, task_names
 
-#: Methods that take something away from the base.
+#: Methods that remove something from the base.
 REMOVING = ("removal", "task-arithmetic")
-#: Points that weights may have over the layers.
-GROUPS = ("first layers", "middle layers", "last layers")
-#: Strengths of a removal that its curve is drawn through, as multiples of the recipe's.
+#: The numbers of a weight that is a list over the layers.
+LAYER_GROUPS = ("first layers", "middle layers", "last layers")
+#: Strengths of the curve of a removal, as multiples of the recipe's.
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 _HIGHEST = {"epsilon": 1e-3, "r": 2.0, "alpha": 1.0, "t": 1e-2, "cap": 4.0, "scale": 2.0}
 
 
 @dataclass(frozen=True)
 class Control:
-    """Something of a recipe that can be moved: a number with its range, or one of some choices."""
+    """A key of a recipe: a number with its range, or a choice."""
 
     key: str
     """The recipe's key, dotted: `damping`, `options.density`; `weight` for a model's."""
@@ -36,20 +36,20 @@ class Control:
     low: float | None
     high: float | None
     step: float | None
-    """None where every number of the range is meant, on a logarithmic scale if ``logarithmic``."""
+    """None for a logarithmic scale."""
     value: Any
-    """The recipe's own, or the method's default."""
+    """The recipe's value, or the method's default."""
     meaning: str
     choices: tuple[Any, ...] | None = None
-    """Of what is no number: the values that there are."""
+    """The possible values of a key that is not a number."""
     logarithmic: bool = False
-    """Steps are factors: ``low`` and ``high`` are above 0."""
+    """``low`` and ``high`` are above 0."""
 
 
 def methods_of(recipe: Recipe, plan: Plan) -> list[str]:
-    """The methods that can be formed of what a recipe names, its own first.
+    """The methods that can merge a recipe's models, its own first.
 
-    Curvature at the differences is fa1's alone; what takes something away and what merges are not mixed.
+    Only fa1 uses curvature at the differences. Methods that merge and methods that remove are not mixed.
     """
     removes, found = is_removal(recipe), [recipe.method]
     for name, rule in METHODS.items():
@@ -72,7 +72,7 @@ def methods_of(recipe: Recipe, plan: Plan) -> list[str]:
 
 
 def controls_of(method: str, recipe: Recipe) -> list[Control]:
-    """Damping where the method uses it, and its options; those whose value the recipe varies over layers are left."""
+    """Damping if the method uses it, and its options, except those that the recipe varies over the layers."""
     rule, own = METHODS[method], recipe.method == method
     given: Mapping[str, Any] = recipe.resolved_options if own else {}
     found = [
@@ -109,20 +109,20 @@ def weight_control(method: str, recipe: Recipe) -> Control | None:
     low, high, meaning = 0.0, 1.5, "how much the model counts"
     if is_removal(recipe):
         low, high = (0.0, 2.0) if METHODS[method].removes else (-2.0, 0.0)
-        meaning = "how much of it is taken away"
+        meaning = "how much of it is removed"
     every = [leaf for weight in recipe.weights for leaf in leaves(weight)] if method == recipe.method else []
     value = 1.0 if METHODS[method].removes or low == 0 else -1.0
     return Control("weight", "weight", min([low, *every]), max([high, *every]), 0.01, value, meaning)
 
 
 def layer_groups(names: Sequence[str]) -> list[str]:
-    """What the points of a weight that is a list over the layers are called; none for a model without layers."""
+    """The names of the numbers of a weight that is a list over the layers; empty for a model without layers."""
     layers = max(layer_stacks(names).values(), default=0)
-    return [] if layers < 2 else [GROUPS[0], GROUPS[-1]] if layers == 2 else list(GROUPS)
+    return [] if layers < 2 else [LAYER_GROUPS[0], LAYER_GROUPS[-1]] if layers == 2 else list(LAYER_GROUPS)
 
 
 class Choices:
-    """The settings that can be chosen of a recipe: its methods, their controls, weights by model and layer group."""
+    """The settings of a recipe that can be chosen."""
 
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
         self._recipe = recipe
@@ -141,7 +141,7 @@ class Choices:
     def setting(
         self, method: str | None, weights: Mapping[str, float | Sequence[float]], changes: Mapping[str, Any]
     ) -> Setting:
-        """A setting by names; what is not said is as in the recipe."""
+        """A setting from names; keys that are not given are the recipe's."""
         method = method or self._recipe.method
         self._check(method)
         for name in weights:
@@ -165,10 +165,10 @@ class Choices:
     def _check(self, method: str) -> None:
         if method not in self.methods:
             hint = f"{nearest(method, self.methods)}\n  Methods here are {', '.join(self.methods)}."
-            raise InputError(f"{method}: cannot be formed of these models{hint}")
+            raise InputError(f"{method}: cannot merge these models{hint}")
 
     def _weights_of(self, method: str) -> list[Varying]:
-        """The recipe's weights for another method: what is removed has another sign in task arithmetic."""
+        """The recipe's weights for another method: for a removal, task arithmetic has the opposite sign."""
         turned = is_removal(self._recipe) and METHODS[method].removes != self._recipe.rule.removes
         weights = self._recipe.weights
         return [_times(weight, -1.0) for weight in weights] if turned else weights
