@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from gradmerge.compare.candidates import Candidate
 from gradmerge.compare.evaluate import merge_in_memory
 from gradmerge.compare.predict import open_for_prediction, predict
 from gradmerge.curvature.curvature import Curvature, KroneckerFactors
-from gradmerge.engine.output import Output
 from gradmerge.recipe import make_recipe
 
-from ..making import assert_close, near, random_curvature, random_state, read_model, weight_bytes, write_model
+from ..making import assert_close, near, random_curvature, random_state, read_model, write_model
 from ..rules import slow
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -169,32 +167,6 @@ def test_every_layer_is_solved_and_every_other_parameter_divided(
     assert_close(got, want, 1e-8)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_and_a_resumed_merge_give_the_same_bytes(
-    tmp_path: Path, folders: Any, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = [kronecker(3), kronecker(5), kronecker(6)]
-    recipe = recipe_of(folders, sources, tmp_path, "gradient-matching")
-    gm.merge(recipe, tmp_path / "whole", threads=1)
-    put, written = Output.put, 0
-
-    def stop(self: Output, block: Any) -> None:
-        nonlocal written
-        written += 1
-        if written > 3:
-            raise KeyboardInterrupt
-        put(self, block)
-
-    monkeypatch.setattr(Output, "put", stop)
-    with pytest.raises(KeyboardInterrupt):
-        gm.merge(recipe, tmp_path / "out", threads=threads, resume=True)
-    monkeypatch.setattr(Output, "put", put)
-    gm.merge(recipe, tmp_path / "out", threads=threads, resume=True)
-    assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["resumed_blocks"] == 3
-    model = "model.safetensors"
-    assert weight_bytes(tmp_path / "out")[model] == weight_bytes(tmp_path / "whole")[model]
-
-
 def layer_damping(name: str, sources: Sources) -> float:
     traces = (w * float(written_out(name, s, 1.0).diagonal().mean()) for w, s in zip(WEIGHTS, sources[1:], strict=True))
     return sum(traces)
@@ -293,13 +265,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, folders: Any, case: str) -
     with pytest.raises(gm.InputError, match=message):
         gm.merge(recipe | more, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_negative_weights_that_leave_no_minimum_are_refused(tmp_path: Path, folders: Any) -> None:
-    recipe = recipe_of(folders, [0.001, kronecker(5), kronecker(6)], tmp_path, "gradient-matching")
-    recipe["models"][0]["weight"] = -1.0
-    with pytest.raises(gm.InputError, match="weight"):
-        gm.merge(recipe, tmp_path / "out")
 
 
 def test_predicted_costs_are_those_of_written_out_matrices(tmp_path: Path, states: Any, folders: Any) -> None:

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api.merge import planned
 from gradmerge.engine import statistics
 
 from ..making import (
     SHAPES,
     assert_close,
-    near,
     random_curvature,
     random_state,
     read_model,
@@ -274,53 +272,6 @@ def test_the_written_curvature_reads_back_as_the_merged_precision(tmp_path: Path
         assert torch.allclose(got[name], want, rtol=1e-5), name
 
 
-def test_the_record_names_options_inputs_versions_and_times(tmp_path: Path) -> None:
-    folders, _ = three_models(tmp_path)
-    gm.merge({"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}, tmp_path / "out")
-    record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())
-    assert record["recipe"]["options"]["density"] == 0.2 and record["versions"]["torch"] == torch.__version__
-    assert record["timings"]["total"] > 0 and [i["role"] for i in record["inputs"]] == ["base", "tuned", "tuned"]
-    for entry, folder in zip(record["inputs"], folders, strict=True):
-        sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-        assert {file["name"]: file["bytes"] for file in entry["files"]} == sizes
-
-
-def test_a_merge_stopped_between_blocks_resumes_with_the_blocks_that_are_left(tmp_path: Path) -> None:
-    """slerp of two models has few blocks in memory, so that blocks have twice the size: 128 entries."""
-    base = random_state(0, {"w": (5, 60)})
-    folders = [str(write_model(tmp_path / f"m{i}", state)) for i, state in enumerate((base, near(base, 1)))]
-    recipe = {"method": "slerp", "base": folders[0], "models": folders[1:]}
-    with planned(recipe) as plan:
-        plan.block = 64
-        assert [(block.start, block.stop) for block in plan.blocks()] == [(0, 128), (128, 256), (256, 300)]
-    with pytest.raises(Stopped):
-        gm.merge(recipe, tmp_path / "out", block=64, threads=1, progress=StopAfter(2, 1500))  # after the second block
-    gm.merge(recipe, tmp_path / "out", block=64, resume=True)
-    gm.merge(recipe, tmp_path / "again", block=1000)
-    assert weight_bytes(tmp_path / "out")["model.safetensors"] == weight_bytes(tmp_path / "again")["model.safetensors"]
-    assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["resumed_blocks"] == 2
-
-
-class Stopped(BaseException):
-    """What ends a merge as a kill would: between two blocks, and with no chance to put things right."""
-
-
-class StopAfter:
-    """Ends a merge when it has begun ``begins`` stages and read some more bytes."""
-
-    def __init__(self, begins: int, nbytes: int) -> None:
-        self.begins, self.nbytes = begins, nbytes
-
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        self.begins -= 1
-
-    def advance(self, nbytes: int) -> None:
-        if self.begins <= 0:
-            self.nbytes -= nbytes
-            if self.nbytes < 0:
-                raise Stopped
-
-
 @pytest.mark.parametrize("bracket", [None, (0.0, 1e-9), (1.0, 1.0), (1e9, math.inf)])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("scope", ["model", "tensor"])
@@ -433,46 +384,3 @@ def test_curvature_of_an_embedding_does_not_stand_for_a_head_that_is_not_tied(tm
     }
     with pytest.raises(gm.InputError, match=r"lm_head\.weight"):
         gm.merge(recipe, tmp_path / "out")
-
-
-def test_curvature_too_large_for_sums_in_float32_is_refused(tmp_path: Path) -> None:
-    folders, states = three_models(tmp_path)
-    for number in range(3):
-        gm.Curvature({n: torch.full_like(t, 1e38) for n, t in states[0].items()}, 1000).save(
-            tmp_path / f"curvature-{number}"
-        )
-    recipe = recipe_of("gradient-matching", folders)
-    with pytest.raises(gm.InputError, match=r"1e\+38"):
-        gm.merge(recipe, tmp_path / "out")
-
-
-def test_a_bias_called_attn_bias_is_merged_and_a_mask_of_that_name_is_not(tmp_path: Path) -> None:
-    shapes = {"h.0.attn.bias": (4,), "h.1.attn.bias": (1, 1, 3, 3)}
-    states = [random_state(seed, shapes) for seed in range(2)]
-    folders = [write_model(tmp_path / f"m{i}", s) for i, s in enumerate(states)]
-    gm.merge({"method": "average", "base": str(folders[0]), "models": [str(folders[1])]}, tmp_path / "out")
-    got = read_model(tmp_path / "out")
-    assert torch.equal(got["h.0.attn.bias"], states[1]["h.0.attn.bias"])
-    assert torch.equal(got["h.1.attn.bias"], states[0]["h.1.attn.bias"])
-
-
-ONES = {"w": torch.ones(2)}
-
-
-@pytest.mark.parametrize(
-    ("base", "tuned", "more"),
-    [
-        (None, ONES, {}),
-        (None, [], {}),
-        (None, [[1.0]], {}),
-        (None, [{"w": 1.0}], {}),
-        (None, [{"w": torch.ones(2, dtype=torch.complex128)}], {}),
-        (None, [ONES], {"method": "weighted-average", "base_weight": 1.0}),
-        (ONES, [ONES], {"method": "gradient-matching", "prior": 1.0, "curvature": ONES}),
-        (ONES, [ONES], {"method": "gradient-matching", "prior": "x", "curvature": [1.0]}),
-        (ONES, [ONES], {"method": "gradient-matching", "prior": -1.0, "curvature": [1.0]}),
-    ],
-)
-def test_wrong_state_dicts_are_refused(base: Any, tuned: Any, more: dict[str, Any]) -> None:
-    with pytest.raises(gm.InputError):
-        gm.merge_state_dicts(base, tuned, **{"method": "average"} | more)

@@ -195,7 +195,7 @@ def test_an_interrupted_merge_resumes_on_ray(cluster: RayCluster, models: Path, 
     recipe, out = recipe_of("ties", models), tmp_path / "ray" / "out"
     gm.merge(recipe, tmp_path / "local" / "out", block=64, progress=False)
     with pytest.raises(KeyboardInterrupt):
-        on_ray(cluster, recipe, out, progress=Stop(after=5))
+        on_ray(cluster, recipe, out, progress=Stop(after=40))
     lines = (tmp_path / "ray" / "out.gradmerge-partial" / NAME).read_bytes().count(b"\n")
     assert lines > 2 and not out.exists()
     on_ray(cluster, recipe, out, workers=1, resume=True)

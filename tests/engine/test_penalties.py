@@ -129,19 +129,6 @@ def test_the_record_says_which_penalty_was_used(case: Case, tmp_path: Path) -> N
         assert [(one["penalty"], one["from"]) for one in found["penalty"]] == [(penalty, "recipe")] * 2
 
 
-def test_the_result_is_another_one_when_the_record_changes(case: Case, tmp_path: Path) -> None:
-    """The record is an input: `resume` does not take the folder for complete. Nor is it copied with the base."""
-    for folder in (case["base"]["model"], *(model["model"] for model in case["models"])):
-        record(folder, {"identity": 1.0})
-    gm.merge(case, tmp_path / "out")
-    assert not (tmp_path / "out" / "gradmerge_penalty.json").exists()
-    assert gm.merge(case, tmp_path / "out", resume=True).already_done
-    record(case["models"][0]["model"], {"identity": 1000.0})
-    before = read_model(tmp_path / "out")
-    assert not gm.merge(case, tmp_path / "out", force=True, resume=True).already_done
-    assert not torch.equal(read_model(tmp_path / "out")["embed.weight"], before["embed.weight"])
-
-
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "format": ("none", {"format": "gradmerge-penalty/9"}, "gradmerge-penalty/9"),
     "no penalty": (None, {}, "penalty"),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.recipe import make_recipe
 from tests.making import near, read_model, write_model
 from tests.rules import slow
 
@@ -112,18 +111,3 @@ def test_filters_that_fit_nothing_and_tensors_outside_the_layers_are_noted(tmp_p
     assert any("'nowhere'" in note for note in done.notes)
     assert any("embed.weight" in note for note in done.notes)
     assert gm.merge(recipe, tmp_path / "out", resume=True, progress=False).already_done
-
-
-@pytest.mark.parametrize(
-    "weight",
-    [
-        [],
-        [0.1, [0.2]],
-        [{"filter": "a", "value": 1.0}],
-        [{"filtre": "a", "value": 1.0}, {"value": 1.0}],
-        [0.1, float("inf")],
-    ],
-)
-def test_bad_values_are_named(weight: Any) -> None:
-    with pytest.raises(gm.InputError, match=r"models\[0\]\.weight"):
-        make_recipe({"method": "task-arithmetic", "base": "b", "models": [{"model": "a", "weight": weight}]})

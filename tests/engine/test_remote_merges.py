@@ -172,14 +172,6 @@ def test_a_merge_that_was_killed_resumes_and_sends_no_shard_twice(
     assert_same(got, weight_bytes(tmp_path / "stopped"), s3)
 
 
-def test_a_merge_that_was_killed_before_it_sent_anything_resumes(s3: Any) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        gm.merge(AVERAGE, "s3://bucket/killed", progress=Stop(1), threads=1)
-    assert set(files_at(s3, "bucket/killed")) == {UNFINISHED}
-    gm.merge(AVERAGE, "s3://bucket/killed", resume=True)
-    assert {"model.safetensors", "config.json"} <= set(files_at(s3, "bucket/killed")) - {UNFINISHED}
-
-
 @pytest.mark.parametrize("again", [{"resume": True}, {"force": True}])
 def test_a_store_that_fails_at_the_end_leaves_an_unfinished_result(
     again: dict[str, bool], s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -239,18 +231,6 @@ def test_a_recipe_at_a_url_names_models_relative_to_it(s3: Any, tmp_path: Path) 
     assert [model["model"] for model in yaml.safe_load(text)["models"]] == ["s3://bucket/a", "s3://bucket/b"]
 
 
-def test_commands_take_urls(s3: Any) -> None:
-    s3.pipe_file("bucket/rows.csv", b"text,label\na film,1\n")
-    assert list(gm.read_rows("s3://bucket/rows.csv").rows) == [{"text": "a film", "label": "1"}]
-    for words in (
-        ["inspect", "s3://bucket/a", "s3://bucket/b", "--json"],
-        ["curvature", "show", "s3://bucket/a/curvature"],
-        ["merge", "-m", "average", "--model", "s3://bucket/a", "-o", "s3://bucket/by-options"],
-    ):
-        done = run(*words)
-        assert done.exit_code == 0 and "gradmerge-" not in done.output, done.output
-
-
 @pytest.mark.parametrize(
     ("words", "url"),
     [
@@ -271,17 +251,6 @@ def test_the_error_names_a_url_that_cannot_be_used(
     ended = run(*words, url)
     assert ended.exit_code == 2 and url in " ".join(ended.output.split()), ended.output
     assert not any(path.name in ("x", "s3:") for path in tmp_path.iterdir())
-
-
-def test_an_unreachable_store_ends_with_status_1(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr(remote, "TRIES", 1)
-    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    fsspec.filesystem("s3").clear_instance_cache()
-    ended = run("inspect", "s3://elsewhere/a")
-    fsspec.filesystem("s3").clear_instance_cache()
-    assert ended.exit_code == 1 and "s3://elsewhere/a" in ended.output
 
 
 def test_no_output_contains_the_secrets_of_urls(s3: Any, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,35 +168,6 @@ def test_slices_can_have_layers_of_the_base_and_options(tmp_path: Path) -> None:
     }
 
 
-def test_switches_may_differ_between_slices(tmp_path: Path) -> None:
-    """Options can also change which sums over whole tensors are needed: `norm` needs them, `none` does not."""
-    states = family(tmp_path, "gpt2")
-    slices = [[("B", 0, 2), ("A", 0, 2), ("C", 0, 2)], [("B", 1, 3), ("A", 1, 3), ("C", 1, 3)]]
-    switches = [{"normalize": True, "rescale": "norm"}, {"normalize": False, "rescale": "none"}]
-    parts = [
-        {"models": [entry(*source) for source in part[1:]], "options": switch}
-        for part, switch in zip(slices, switches, strict=True)
-    ]
-    shared = {"density": 0.5, "gamma": 0.1, "combine": "task-arithmetic"}
-    recipe = {"method": "breadcrumbs", "base": "./B", "slices": parts, "options": shared}
-    out = merge(tmp_path, recipe)
-
-    def breadcrumbs(sources: list[Tensor], place: Place, name: str) -> Tensor:
-        base, *tuned = sources
-        total = torch.zeros_like(base)
-        for model in tuned:
-            delta = (model.float() - base.float()).double()
-            kept = delta.abs().flatten().argsort(descending=True)[int(0.1 * delta.numel()) :][: delta.numel() // 2]
-            left = torch.zeros(delta.numel(), dtype=torch.float64)
-            left[kept] = delta.flatten()[kept]
-            total += left.reshape(delta.shape) * (delta.abs().sum() / left.abs().sum() if place[0] == 0 else 1)
-        return base + total / (2 if place[0] == 0 else 1)
-
-    assert_close(read_model(out), by_hand(states, STACK["gpt2"], slices, breadcrumbs), 1e-5)
-    said = json.loads(forked("merge", tmp_path / "recipe.yml", "--dry-run", "--json").stdout)
-    assert [case["value"] for case in said["options"]["normalize"]] == [True, False]
-
-
 def test_slices_may_merge_different_numbers_of_models(tmp_path: Path) -> None:
     states = family(tmp_path, "gpt2")
     slices = [[("C", 2, 4), ("B", 1, 3)], [("A", 0, 2)], [("B", 0, 3), ("C", 1, 4), ("A", 0, 3)]]
@@ -210,18 +180,6 @@ def test_slices_may_merge_different_numbers_of_models(tmp_path: Path) -> None:
 
     assert_close(read_model(out), by_hand(states, STACK["gpt2"], slices, average))
     load("gpt2", out)
-
-
-def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "recipe.md").read_text("utf-8")
-    section = page.partition("## Layers of several models")[2].partition("\n## ")[0]
-    examples = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
-    assert len(examples) == 2
-    family(tmp_path, "llama-untied", {"A": 4, "B": 4})
-    for number, (text, layers) in enumerate(zip(examples, (6, 4), strict=True)):
-        (tmp_path / "recipe.yml").write_text(text)
-        out = gm.merge(tmp_path / "recipe.yml", tmp_path / f"out {number}", progress=False).output
-        assert load("llama-untied", out).config.num_hidden_layers == layers
 
 
 def test_the_record_and_inspect_name_the_source_of_each_layer(tmp_path: Path) -> None:
@@ -238,20 +196,6 @@ def test_the_record_and_inspect_name_the_source_of_each_layer(tmp_path: Path) ->
     shown = forked("inspect", out).stdout
     assert "layers 0–1: ./A 0–1" in shown
     assert "layers 2: ./C 4" in shown
-
-
-def test_layers_of_adapters_can_be_stacked(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    base = make("llama-untied", num_hidden_layers=3)
-    save(base, tmp_path / "A")
-    tuned = get_peft_model(moved(base, 0, 0.0), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    tuned.save_pretrained(tmp_path / "lora")
-    states = {"A": read_model(tmp_path / "A"), "lora": tuned.merge_and_unload().state_dict()}
-    slices = [[("A", 0, 2)], [("lora", 1, 3)]]
-    parts = [{"models": [entry(*part[0])]} for part in slices]
-    out = merge(tmp_path, {"method": "passthrough", "base": "./A", "slices": parts})
-    assert_close(read_model(out), by_hand(states, STACK["llama-untied"], slices, lambda sources, *_: sources[0]))
 
 
 def part(*models: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -291,26 +235,3 @@ def test_invalid_slices_are_refused_and_nothing_is_written(llamas: Path, case: s
     with pytest.raises(InputError):
         merge(llamas, {"method": "passthrough", **WRONG[case]})
     assert not (llamas / "out").exists()
-
-
-@pytest.mark.parametrize(("first", "second", "key"), [("[0, 2]", "[2, 4]", "models"), ("[2, 4]", "[0, 2]", "base")])
-def test_missing_layers_of_a_mergekit_recipe_are_named(
-    llamas: Path, tmp_path: Path, first: str, second: str, key: str
-) -> None:
-    text = f"""merge_method: slerp
-base_model: {llamas}/A
-slices:
-  - sources:
-      - {{model: {llamas}/A, layer_range: {first}}}
-      - {{model: {llamas}/B, layer_range: {second}}}
-parameters: {{t: 0.5}}
-"""
-    (tmp_path / "config.yml").write_text(text)
-    with pytest.raises(InputError, match=rf"^slices\[0\]\.{key}"):
-        gm.merge(tmp_path / "config.yml", tmp_path / "out")
-
-
-def test_a_diagnosis_refuses_slices(llamas: Path) -> None:
-    (llamas / "recipe.yml").write_text(yaml.safe_dump({"method": "passthrough", "slices": [A2]}))
-    with pytest.raises(InputError):
-        gm.diagnose(llamas / "recipe.yml", llamas / "report")

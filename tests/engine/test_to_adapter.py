@@ -227,13 +227,6 @@ def test_a_narrow_type_of_the_base_does_not_round_the_difference(tmp_path: Path)
         assert ((got[other].double() @ got[key].double()) - delta).norm() < 1e-4 * delta.norm(), key
 
 
-def test_the_type_of_the_factors_follows_the_recipe(tmp_path: Path) -> None:
-    base, models = llama(tmp_path, LLAMA)
-    gm.merge(as_adapter(weighted("task-arithmetic", base, models, 1.0), dtype="bfloat16"), tmp_path / "out")
-    tensors = load_file(tmp_path / "out/adapter_model.safetensors")
-    assert {value.dtype for value in tensors.values()} == {torch.bfloat16}
-
-
 def test_the_bytes_do_not_depend_on_threads_and_blocks(tmp_path: Path) -> None:
     base, models = llama(tmp_path, LLAMA, SECOND)
     recipe = as_adapter(weighted("ties", base, models, 1.0, 1.0), rank=3)
@@ -286,10 +279,3 @@ def test_experts_that_transformers_fuses_are_refused_in_an_adapter(family: str, 
     start, want = read_model(base), read_model(tmp_path / "tuned")
     want |= {name: value for name, value in start.items() if "experts" in name}
     assert_close(by_peft(tmp_path, family), want, 1e-6)
-
-
-def test_an_adapter_on_an_adapter_is_refused_as_base(tmp_path: Path) -> None:
-    _, models = llama(tmp_path, LLAMA, SECOND)
-    recipe = {"method": "task-arithmetic", "base": models[0], "models": [models[1]]}
-    with pytest.raises(InputError, match="base"):
-        gm.merge(as_adapter(recipe), tmp_path / "out")

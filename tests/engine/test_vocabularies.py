@@ -139,17 +139,6 @@ def test_tied_heads_stay_tied(tmp_path: Path) -> None:
     assert "lm_head.weight" not in read_model(tmp_path / "out")
 
 
-def test_a_tied_model_takes_missing_rows_of_a_head_from_the_head_of_the_base(tmp_path: Path) -> None:
-    models = Models(tmp_path)
-    models.states["one"] = {name: value for name, value in models.states["one"].items() if name != "lm_head.weight"}
-    save_model(tmp_path / "one", models.states["one"])
-    recipe = make_recipe(models.recipe(tokenizer="union"))
-    with pytest.raises(InputError):
-        gm.merge(recipe, tmp_path / "out")
-    gm.merge(recipe, tmp_path / "out", allow_config=["tie_word_embeddings"])
-    models.check(ROWED[:2])
-
-
 def test_sources_of_single_tokens_and_padding_rows(tmp_path: Path) -> None:
     models = Models(tmp_path)
     one, two = (str(tmp_path / name) for name in ("one", "two"))
@@ -318,18 +307,6 @@ def test_invalid_tokenizer_settings_are_refused(tokenizer: Any, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_token_beyond_the_rows_needs_a_source(tmp_path: Path) -> None:
-    models = Models(tmp_path)
-    models.states["base"] = state(len(models.ids["base"]) - 1, 0)
-    save_model(tmp_path / "base", models.states["base"])
-    result = models.merge(tokenizer="base")  # <x>, which another model has a row for
-    assert any("'<x>'" in note for note in result.notes)
-    models.check(ROWED[:2])
-    recipe = models.recipe(tokenizer="base", models=[str(tmp_path / "two")])
-    with pytest.raises(InputError):
-        gm.merge(make_recipe(recipe), tmp_path / "new")
-
-
 def test_kronecker_factors_of_a_head_cannot_be_reordered(tmp_path: Path) -> None:
     models = Models(tmp_path)
     for name, weights in models.states.items():
@@ -376,16 +353,6 @@ def test_chat_templates(value: str, tokenizer: str | None, expected: str, stored
     result = models.merge(chat_template=value, **keys)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == expected
     assert any(note.startswith("chat_template: ") for note in result.notes) == (expected != CHAT)
-
-
-def test_a_base_that_is_also_a_model_counts_once_for_the_common_chat_template(tmp_path: Path) -> None:
-    models = Models(tmp_path)
-    for name, text in (("base", CHAT), ("one", OTHER), ("two", OTHER)):
-        write_template(tmp_path / name, text)
-    recipe = models.recipe(method="weighted-average", tokenizer="union", chat_template="common")
-    recipe["models"].append({"model": str(tmp_path / "base"), "weight": 0.4})
-    gm.merge(make_recipe(recipe), tmp_path / "out")
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == OTHER
 
 
 @pytest.mark.parametrize("value", ["auto", "common"])

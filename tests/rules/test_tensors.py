@@ -90,7 +90,7 @@ def merge(
     merge_blocks(
         plan,
         compute_statistics(plan, LocalExecutor(threads)),
-        lambda done: result[done.job.name].view(-1)[done.start : done.stop].copy_(done.values),
+        lambda done: result[done.job.name].view(-1)[done.start : done.block.stop].copy_(done.tensors[done.job.name]),
         threads=threads,
     )
     return result

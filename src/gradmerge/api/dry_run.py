@@ -21,7 +21,7 @@ from ..curvature.offload import blocks_of
 from ..curvature.per_example_gradients import is_conv1d
 from ..engine.checks import check_step_size, coefficient_notes
 from ..engine.executor import LocalExecutor
-from ..engine.penalties import used
+from ..engine.write_cards import used
 from ..errors import InputError
 from ..io.reader import close_files, open_files
 from ..io.writer import split_into_shards

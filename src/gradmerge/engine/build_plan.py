@@ -21,10 +21,9 @@ from ..notes import Kind, Note
 from ..recipe import NONE, Base, CurvatureSource, Identity, Model, Recipe
 from ..rules import Rule
 from ..rules.spec import RANDOM_INPUTS
-from .inputs import CONSTANT_DAMPING, CurvatureInput, Inputs
+from .inputs import CONSTANT_DAMPING, CurvatureInput, Inputs, follow_rename, penalty_notes, recorded_penalty
 from .jobs import BlockJob, CopyJob, Job, LayerJob, rule_arguments
 from .match_curvature import Layers, layer_option_problems, match_curvature
-from .penalties import follow_rename, penalty_notes, recorded_penalty
 from .plan import Plan
 from .settings import LayerSettings, Stretch, smallest, varies
 from .slices import opened_once, settings_of_slices, stacked_models

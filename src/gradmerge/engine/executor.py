@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..checkpoints.checkpoint import Buffers
 from .jobs import Block, Job, MergedBlock, MergeOptions
@@ -15,6 +15,7 @@ from .thread_pool import run_parallel, with_buffers
 
 if TYPE_CHECKING:
     from .adapter import AdapterOutput
+    from .on_ray import RayCluster
     from .output import Output
     from .statistics import Statistics
 
@@ -25,28 +26,12 @@ Advance = Callable[[int], None]
 """Reports how many more bytes have been read."""
 BlockFunction = Callable[[Plan, Block, Buffers], Any]
 """Computes the part of one block: a list, or something else with ``+=``. Ray pickles it."""
+Executor: TypeAlias = "LocalExecutor | RayCluster"
+"""Reduces and merges blocks, on this machine or on a cluster."""
 
 
 def ignore(nbytes: int) -> None:
     """Report nothing."""
-
-
-class Executor(Protocol):
-    """Reduces and merges blocks, on this machine or on a cluster."""
-
-    def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
-        """Return the sum of ``function(plan, block, buffers)`` over blocks, see :func:`reduce_blocks`."""
-
-    def merge(
-        self,
-        plan: Plan,
-        statistics: Statistics,
-        blocks: Sequence[Block],
-        output: Output | AdapterOutput,
-        options: MergeOptions,
-        advance: Advance = ignore,
-    ) -> None:
-        """Merge blocks and write them to the output."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +41,7 @@ class LocalExecutor:
     threads: int = 1
 
     def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
+        """Return the sum of ``function(plan, block, buffers)`` over blocks, see :func:`reduce_blocks`."""
         return reduce_blocks(plan, function, blocks, self.threads, advance)
 
     def merge(
@@ -67,6 +53,7 @@ class LocalExecutor:
         options: MergeOptions,
         advance: Advance = ignore,
     ) -> None:
+        """Merge blocks and write them to the output."""
         merge_blocks(
             plan, statistics, output.put, blocks=blocks, threads=self.threads, options=options, advance=advance
         )

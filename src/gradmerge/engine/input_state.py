@@ -21,7 +21,7 @@ from ..io.reader import local_path
 from ..io.small_files import MAX_TOKENIZER, read_json
 from ..recipe import Recipe
 from ..urls import count_local_copies, is_url
-from .penalties import PENALTY
+from .inputs import PENALTY
 
 if TYPE_CHECKING:
     from .plan import Plan

@@ -1,10 +1,10 @@
-"""What a merge reads: the models and their curvature."""
+"""What a merge reads: the models, their curvature, and the penalties P_t of their training."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.checkpoint import Buffers, Checkpoint
+from ..checkpoints.checkpoint import Buffers, Checkpoint, RenamedCheckpoint, unwrap_chain
 from ..checkpoints.embedding_rows import VocabularyRows
 from ..checkpoints.output_tokenizer import ResultFiles
-from ..curvature.format import INPUTS, OUTPUTS, CurvatureFile
+from ..curvature.format import INPUTS, OUTPUTS, CurvatureFile, open_curvature
 from ..errors import InputError
-from ..recipe import MeanTimes, reduction_factor
+from ..io.small_files import read_json, require_within
+from ..notes import Kind, Note
+from ..recipe import NONE, Identity, MeanTimes, Recipe, check_penalty, reduction_factor
 from ..rules import Rule
 from ..rules.kronecker_matching import KroneckerFactors
+from ..text import one_line
 from .settings import LayerSettings
 
 LARGEST = 1e35
 """Larger curvature is refused: sums over some models, times their weights, must fit float32."""
 CONSTANT_DAMPING = 1e-10
 """δ of `damping: auto`, unless the rule takes the mean curvature."""
+PENALTY = "gradmerge_penalty.json"
+"""The file in a model's folder with the penalty of its training: `base.penalty` as in a recipe, with paths relative to
+the folder."""
+PENALTY_FORMAT = "gradmerge-penalty/1"
 
 
 @dataclass(eq=False)
@@ -256,3 +263,62 @@ class Inputs:
     def close(self) -> None:
         for source in self.sources:
             source.close()
+
+
+def recorded_penalty(model: Checkpoint) -> CurvatureInput | None:
+    """Return the penalty that is recorded in a model's folder. Its file holds P, whatever the recipe's reduction is."""
+    path = None if model.folder is None else model.folder / PENALTY
+    if path is None or model.folder is None or not path.is_file():
+        return None
+    require_within(path, model.folder)
+    record, label = read_json(path), f"{model.label}/{PENALTY}"
+    if record.get("format") != PENALTY_FORMAT:
+        raise InputError(f"{label}: its format is {str(record.get('format'))[:40]!r}, not {PENALTY_FORMAT!r}")
+    source = check_penalty(record.get("penalty"), label)
+    if isinstance(source, Identity):
+        return CurvatureInput(label, constant=source.identity)
+    if source == NONE:
+        return CurvatureInput(label, constant=0.0)
+    inside = model.folder / source
+    if Path(source).is_absolute() or ".." in Path(source).parts or not inside.exists():
+        raise InputError(
+            f"{label}: names the penalty {one_line(source[:80])!r}, which is not a file or folder in the model's folder"
+        )
+    require_within(inside, model.folder)
+    file = open_curvature(str(inside), relative_to=Path())
+    file.label = f"{model.label}/{source}"
+    follow_rename(file, model)
+    return CurvatureInput(file.label, file=file)
+
+
+def follow_rename(file: CurvatureFile, model: Checkpoint) -> None:
+    """Rename the curvature of a model that a recipe renames, unless it has the new names already."""
+    for layer in reversed([*unwrap_chain(model)]):
+        if isinstance(layer, RenamedCheckpoint) and file.parameters & layer.inner.tensors.keys():
+            file.rename(layer.new_name)
+
+
+def penalty_notes(recipe: Recipe, inputs: Inputs) -> Iterator[Note]:
+    """Yield warnings if only some models have a recorded penalty, or if the penalties do not match the reduction."""
+    pairs = list(zip(inputs.tuned, inputs.penalty, strict=False))
+    lacking = [model.label for model, penalty in pairs if penalty is None]
+    if lacking:
+        recorded = [model.label for model, penalty in pairs if penalty is not None]
+        yield Note(
+            f"{', '.join(recorded)} recorded the penalty of the training, and {', '.join(lacking)} did not: the latter "
+            "count as trained under H_0. If that is wrong, set base.penalty for all models, or write a "
+            f'{PENALTY} into the model\'s folder: {{"format": "{PENALTY_FORMAT}", "penalty": "none"}} for training '
+            "without a penalty.",
+            Kind.PENALTIES,
+            lacking=lacking,
+        )
+    from_models = recipe.base is not None and recipe.base.penalty is None
+    nonzero = any(penalty is not None and penalty.constant != 0 for penalty in inputs.penalty)
+    if from_models and nonzero and recipe.reduction == "mean":
+        yield Note(
+            "the recorded penalties belong to the sum of the losses over all examples and are used unchanged, but "
+            "`reduction: mean` divides the curvature by the number of examples. Set `reduction: sum` (or "
+            "{mean_times: N} with the number of examples in training), or base.penalty for mean losses.",
+            Kind.PENALTIES,
+            lacking=[],
+        )

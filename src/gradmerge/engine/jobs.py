@@ -115,15 +115,6 @@ class MergedBlock:
     def start(self) -> int:
         return self.block.start
 
-    @property
-    def stop(self) -> int:
-        return self.block.stop
-
-    @property
-    def values(self) -> Tensor:
-        """The values of the job's own tensor."""
-        return self.tensors[self.job.name]
-
 
 @dataclass(frozen=True)
 class CopyJob(Job):
@@ -137,8 +128,8 @@ class CopyJob(Job):
     ) -> MergedBlock:
         template = plan.inputs.template
         values = template.read(self.name, block.start, block.stop, buffers)
-        if self.info.is_float and not options.allow_nonfinite and not all_finite(values):
-            raise not_finite(template.label, self.name)
+        if self.info.is_float and not options.allow_nonfinite:
+            require_finite(template.label, self.name, values)
         # A view, such as an adapter on its base, may return a wider type than the stored one.
         return MergedBlock(block, {self.name: rounded(values, torch_type(self.info))})
 
@@ -164,21 +155,12 @@ class BlockJob(Job):
 
     def read(self, plan: Plan, start: int, stop: int, buffers: Buffers) -> dict[str, Any]:
         """Read the block of every input that the plan needs, flat."""
-        inputs = plan.inputs
         base, tuned = self.read_models(plan, start, stop, buffers)
-        block: dict[str, Any] = {"base": base, "tuned": tuned}
 
-        def curvature(source: CurvatureInput, slot: str) -> Tensor:
+        def read_curvature(source: CurvatureInput, slot: str) -> Tensor:
             return self.read_curvature(source, start, stop, buffers, slot)
 
-        if "prior" in plan.needs:
-            block["prior"] = None if inputs.prior is None else curvature(inputs.prior, "prior")
-        if "penalty" in plan.needs and inputs.penalty:
-            sources = dict.fromkeys(source for source in inputs.penalty if source is not None)
-            read = {source: curvature(source, f"penalty {i}") for i, source in enumerate(sources)}
-            block["penalty"] = [None if source is None else read[source] for source in inputs.penalty]
-        if "curvature" in plan.needs:
-            block["curvature"] = [curvature(source, f"curvature {i}") for i, source in enumerate(inputs.curvature)]
+        block = {"base": base, "tuned": tuned} | read_curvatures(plan, read_curvature)
         for name in plan.needs & RANDOM_INPUTS:
             block[name] = random_inputs(plan, name, self.name, start, stop)
         return block
@@ -287,12 +269,7 @@ class LayerJob(Job):
         values["tuned"] = [self.join_bias(parts) for parts in zip(*(tuned for _, tuned in read), strict=True)]
         if inputs.grams:
             return values | {"grams": [source.read_matrix(self.name) for source in inputs.grams]}
-        hessians = {source: self.read_hessian(source) for source in inputs.curvatures}
-        if inputs.prior is not None:
-            values["prior"] = hessians[inputs.prior]
-        if inputs.penalty:
-            values["penalty"] = [None if source is None else hessians[source] for source in inputs.penalty]
-        return values | {"curvature": [hessians[source] for source in inputs.curvature]}
+        return values | read_curvatures(plan, lambda source, slot: self.read_hessian(source))
 
     def read_hessian(self, source: CurvatureInput) -> LayerHessian:
         """Read the layer's curvature: Kronecker factors, one number per entry of X, or one number for all."""
@@ -359,6 +336,26 @@ def read_models(
     return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned_of(name))]
 
 
+def read_curvatures(plan: Plan, read: Callable[[CurvatureInput, str], Any]) -> dict[str, Any]:
+    """Read the curvature that the plan needs, every source once, each with its own slot of the buffers."""
+    inputs, values = plan.inputs, dict[CurvatureInput, Any]()
+
+    def values_of(sources: Sequence[CurvatureInput | None]) -> list[Any]:
+        for source in sources:
+            if source is not None and source not in values:
+                values[source] = read(source, f"curvature {len(values)}")
+        return [None if source is None else values[source] for source in sources]
+
+    result: dict[str, Any] = {}
+    if "prior" in plan.needs:
+        (result["prior"],) = values_of([inputs.prior])
+    if "penalty" in plan.needs and inputs.penalty:
+        result["penalty"] = values_of(inputs.penalty)
+    if "curvature" in plan.needs:
+        result["curvature"] = values_of(inputs.curvature)
+    return result
+
+
 def random_inputs(plan: Plan, kind: str, tensor: str, start: int, stop: int) -> list[Tensor]:
     """Return the masks (``kept``) or random numbers (``uniform``, ``normal``) of a block, one for each tuned model."""
     options, models = plan.inputs.settings.of(tensor).options, range(len(plan.inputs.tuned_of(tensor)))
@@ -411,13 +408,6 @@ def all_finite(values: Tensor) -> bool:
     return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 
-def not_finite(label: str, name: str) -> InputError:
-    return InputError(
-        f"{label}: {one_line(name)} has values that are NaN or infinite. The model is damaged; to merge it all the "
-        "same, set allow_nonfinite=True."
-    )
-
-
 def check_finite(plan: Plan, job: Job, tensors: Mapping[str, Any], merged: Tensor, stored: Tensor) -> None:
     """Raise if an input or the result has NaN or infinity.
 
@@ -425,25 +415,30 @@ def check_finite(plan: Plan, job: Job, tensors: Mapping[str, Any], merged: Tenso
     if the result is not finite. They are always checked where a weight, or the rule, may leave one of them out.
     """
     assert job.rule is not None
-    inputs, base = plan.inputs, tensors.get("base")
+    inputs = plan.inputs
     finite = all_finite(stored)
     if finite and job.rule.propagates_nonfinite and min(inputs.settings.of(job.name).weights) > 0:
         return
-    for checkpoint, tensor in ((inputs.base, base), *zip(inputs.tuned_of(job.name), tensors["tuned"], strict=True)):
-        if checkpoint is not None and tensor is not None and not all_finite(tensor):
-            raise not_finite(checkpoint.label, job.name)
-    if finite:
-        return
-    if all_finite(merged):
+    models = [(inputs.base, tensors.get("base")), *zip(inputs.tuned_of(job.name), tensors["tuned"], strict=True)]
+    for checkpoint, tensor in models:
+        if checkpoint is not None and tensor is not None:
+            require_finite(checkpoint.label, job.name, tensor)
+    if not finite:
+        largest, limit = float(merged.abs().max()), torch.finfo(torch_type(job.info)).max
         raise InputError(
-            f"the merge of {job.name} has values that are too large for {FLOATS[job.info.dtype]} (largest "
-            f"{float(merged.abs().max()):.6g}, limit {torch.finfo(torch_type(job.info)).max:.6g}). Set output.dtype "
-            "to a wider type."
+            f"the merge of {job.name} has values up to {largest:.6g}, and {FLOATS[job.info.dtype]} holds up to "
+            f"{limit:.6g}. Set output.dtype to a wider type, or less extreme weights, options or curvature. To write "
+            "them, set allow_nonfinite=True."
         )
-    raise InputError(
-        f"the merge of {job.name} has values that are NaN or infinite, although its inputs have none: a weight, "
-        "an option or the curvature is too extreme. To write them, set allow_nonfinite=True."
-    )
+
+
+def require_finite(label: str, name: str, values: Tensor) -> None:
+    """Raise if a tensor of a model has NaN or infinity."""
+    if not all_finite(values):
+        raise InputError(
+            f"{label}: {one_line(name)} has values that are NaN or infinite. The model is damaged; to merge it all the "
+            "same, set allow_nonfinite=True."
+        )
 
 
 def storable_precision(precision: Tensor, name: str) -> Tensor:

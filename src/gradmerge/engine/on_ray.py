@@ -225,6 +225,7 @@ class RayCluster:
             raise
 
     def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
+        """Return the sum of ``function(plan, block, buffers)`` over blocks."""
         parts = []
         with closing(self._map(plan, self._cut(blocks, blocks), function, Statistics())) as results:
             for _, part, read in results:
@@ -241,6 +242,7 @@ class RayCluster:
         options: MergeOptions,
         advance: Advance = ignore,
     ) -> None:
+        """Merge blocks and write them to the files of the output."""
         assert isinstance(output, Output)  # adapters are written by the local engine alone
         output.files.close()  # so that every machine sees them
         files = {block.job.name: output.files.model.locate(block.job.name) for block in blocks}

@@ -8,7 +8,7 @@ Without a bracket, float32 takes two passes. With a bracket from a sample, one p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,41 @@ class Quantile:
             self.value = self._number(self._low)
         else:
             self._look_at(self._low, self._high, BINS)
+
+
+class QuantileCounts(list[Counts]):
+    """The counts of several quantiles. ``+=`` adds those of other blocks."""
+
+    def __iadd__(self, other: Iterable[Counts]) -> QuantileCounts:  # type: ignore[override,misc]
+        for counts, more in zip(self, other, strict=True):
+            counts += more
+        return self
+
+
+class QuantileSearch:
+    """The search for some quantiles of every model at once, pass by pass."""
+
+    def __init__(self, quantiles: Iterable[list[Quantile]]) -> None:
+        self.quantiles = list(quantiles)
+
+    @property
+    def unknown(self) -> list[tuple[int, Quantile]]:
+        """The quantiles that are not known yet, with the numbers of their models."""
+        return [(model, q) for model, some in enumerate(self.quantiles) for q in some if q.value is None]
+
+    def count(self, magnitudes: Sequence[np.ndarray]) -> QuantileCounts:
+        """Count a block, given the magnitudes of every model."""
+        return QuantileCounts(quantile.count(magnitudes[model]) for model, quantile in self.unknown)
+
+    def narrow(self, counts: Sequence[Counts]) -> None:
+        """End a pass over all blocks."""
+        for (_, quantile), some in zip(self.unknown, counts, strict=True):
+            quantile.narrow(some)
+
+    @property
+    def values(self) -> list[list[float]]:
+        """The values of every model's quantiles, once all are known."""
+        return [[quantile.value for quantile in some if quantile.value is not None] for some in self.quantiles]
 
 
 def bracket_of(share: float, runs: Sequence[np.ndarray]) -> Bracket:

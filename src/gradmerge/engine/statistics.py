@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..rules.measures import Measure, Sums
 from .executor import CHUNK, Advance, Executor, add_up, chunks, exact_sum, ignore, whole_tensors
 from .jobs import Block, BlockJob, LayerJob, rule_arguments
 from .plan import Plan
-from .quantiles import Counts, Quantile, bracket_of
+from .quantiles import Quantile, QuantileCounts, QuantileSearch, bracket_of
 from .thread_pool import one_thread_each
 
 RUNS, RUN = 512, 2048
@@ -95,80 +95,49 @@ def curvature_sum(plan: Plan, block: Block, buffers: Buffers) -> list[float]:
 def model_thresholds(plan: Plan, executor: Executor, advance: Advance) -> Thresholds:
     """Return the thresholds over all merged tensors: a bracket from a sample, then usually one counting pass."""
     with one_thread_each():
-        search = ThresholdSearch(plan, plan.block_jobs, RUNS)
-    while search.thresholds is None:
+        search = search_thresholds(plan, plan.block_jobs, RUNS)
+    while search.unknown:
         function = functools.partial(count_magnitudes, search=search)
-        search.end_pass(executor.reduce(plan, function, chunks(plan, plan.block), advance))
+        search.narrow(executor.reduce(plan, function, chunks(plan, plan.block), advance))
         advance = ignore  # the total is that of one pass
-    return search.thresholds
+    return thresholds_of(search)
 
 
 def tensor_thresholds(plan: Plan, block: Block, buffers: Buffers) -> list[tuple[str, Thresholds]]:
     """Return the thresholds of one tensor."""
     job = block.job
     assert isinstance(job, BlockJob)
-    search = ThresholdSearch(plan, [job], TENSOR_RUNS)
-    while search.thresholds is None:
+    search = search_thresholds(plan, [job], TENSOR_RUNS)
+    while search.unknown:
         starts = range(0, job.info.numel, plan.block)
         parts = (Block(-1, job, start, min(start + plan.block, job.info.numel)) for start in starts)
-        search.end_pass(add_up(count_magnitudes(plan, part, buffers, search=search) for part in parts))
-    return [(job.name, search.thresholds)]
+        search.narrow(add_up(count_magnitudes(plan, part, buffers, search=search) for part in parts))
+    return [(job.name, thresholds_of(search))]
 
 
-class QuantileCounts(list[Counts]):
-    """The counts of every quantile of a search. ``+=`` adds those of other blocks."""
-
-    def __iadd__(self, other: Iterable[Counts]) -> QuantileCounts:  # type: ignore[override,misc]
-        for counts, more in zip(self, other, strict=True):
-            counts += more
-        return self
-
-
-class ThresholdSearch:
-    """The search for every tuned model's thresholds: entries of certain ranks in |Δ_t| over some tensors."""
-
-    def __init__(self, plan: Plan, jobs: Sequence[BlockJob], runs: int) -> None:
-        assert plan.rule.ranks is not None
-        name = jobs[0].name if jobs else ""
-        models, options = len(plan.inputs.tuned_of(name)), plan.inputs.settings.of(name).options
-        total = sum(job.info.numel for job in jobs)
-        dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
-        self.quantiles: list[list[Quantile]] = []
-        whole = total <= runs * RUN
-        samples = sample_magnitudes(plan, jobs, total, None if whole else runs)
-        for sample, ranks in zip(samples, plan.rule.ranks(total, models, options), strict=True):
-            brackets = [None if whole else bracket_of(k / total, sample) for k in ranks]
-            self.quantiles.append([Quantile(k, dtype, bracket) for k, bracket in zip(ranks, brackets, strict=True)])
-            if whole:
-                ordered = np.sort(np.concatenate(sample)) if total else np.zeros(1)  # NaN comes last, as the largest
-                for quantile in self.quantiles[-1]:
-                    if quantile.value is None:
-                        value = float(ordered[len(ordered) - quantile.k])
-                        quantile.value = math.inf if math.isnan(value) else value
-
-    @property
-    def open(self) -> list[tuple[int, Quantile]]:
-        """The quantiles that are not known yet, with the numbers of their models."""
-        return [(model, q) for model, some in enumerate(self.quantiles) for q in some if q.value is None]
-
-    def end_pass(self, counts: Sequence[Counts]) -> None:
-        """Use the counts of a pass over all blocks."""
-        for (_, quantile), some in zip(self.open, counts, strict=True):
-            quantile.narrow(some)
-
-    @property
-    def thresholds(self) -> Thresholds | None:
-        """The thresholds, or None while some are not known."""
-        if self.open:
-            return None
-        values = [[quantile.value or 0.0 for quantile in some] for some in self.quantiles]
-        return [some[0] for some in values] if all(len(some) == 1 for some in values) else values
+def search_thresholds(plan: Plan, jobs: Sequence[BlockJob], runs: int) -> QuantileSearch:
+    """Return the search for every tuned model's thresholds: entries of certain ranks in |Δ_t| over some tensors."""
+    assert plan.rule.ranks is not None
+    name = jobs[0].name if jobs else ""
+    models, options = len(plan.inputs.tuned_of(name)), plan.inputs.settings.of(name).options
+    total = sum(job.info.numel for job in jobs)
+    dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
+    samples = sample_magnitudes(plan, jobs, max(RUN, total // runs)) or [[]] * models
+    return QuantileSearch(
+        [Quantile(k, dtype, bracket_of(k / total, sample) if sample else None) for k in ranks]
+        for sample, ranks in zip(samples, plan.rule.ranks(total, models, options), strict=True)
+    )
 
 
-def count_magnitudes(plan: Plan, block: Block, buffers: Buffers, *, search: ThresholdSearch) -> QuantileCounts:
+def thresholds_of(search: QuantileSearch) -> Thresholds:
+    """Return the thresholds that a search has found."""
+    values = search.values
+    return [some[0] for some in values] if all(len(some) == 1 for some in values) else values
+
+
+def count_magnitudes(plan: Plan, block: Block, buffers: Buffers, *, search: QuantileSearch) -> QuantileCounts:
     """Return what one pass of a search counts in a block."""
-    magnitudes = block_magnitudes(plan, block, buffers)
-    return QuantileCounts(quantile.count(magnitudes[model]) for model, quantile in search.open)
+    return search.count(block_magnitudes(plan, block, buffers))
 
 
 def block_magnitudes(plan: Plan, block: Block, buffers: Buffers) -> list[np.ndarray]:
@@ -180,22 +149,16 @@ def block_magnitudes(plan: Plan, block: Block, buffers: Buffers) -> list[np.ndar
     return [(model - base).abs_().numpy() for model in tuned]
 
 
-def sample_magnitudes(plan: Plan, jobs: Sequence[BlockJob], total: int, runs: int | None) -> list[list[np.ndarray]]:
-    """Return |Δ_t| of every tuned model in ``runs`` short runs at even distances over some tensors.
-
-    With None, the runs are all entries.
-    """
-    samples: list[list[np.ndarray]] = [[] for _ in plan.inputs.tuned_of(jobs[0].name if jobs else "")]
-    buffers, position, offset = Buffers(), 0, 0
+def sample_magnitudes(plan: Plan, jobs: Sequence[BlockJob], step: int) -> list[list[np.ndarray]]:
+    """Return |Δ_t| of every tuned model in short runs, which begin every ``step`` entries of some tensors."""
+    runs, buffers, position = [], Buffers(), 0
     for job in jobs:
-        while position < offset + job.info.numel:
-            start = position - offset
-            block = Block(-1, job, start, min(start + RUN, job.info.numel))
-            for sample, magnitudes in zip(samples, block_magnitudes(plan, block, buffers), strict=True):
-                sample.append(magnitudes)
-            position += block.stop - start if runs is None else total // runs
-        offset += job.info.numel
-    return samples
+        while position < job.info.numel:
+            block = Block(-1, job, position, min(position + RUN, job.info.numel))
+            runs.append(block_magnitudes(plan, block, buffers))
+            position += step
+        position -= job.info.numel
+    return [list(sample) for sample in zip(*runs, strict=True)]
 
 
 def measure_tensor(plan: Plan, block: Block, buffers: Buffers, *, statistics: Statistics) -> list[tuple[str, Measured]]:
@@ -233,13 +196,12 @@ def measure(
             parts = [[_total(terms) for terms in _call(rule_measure.of, block | result)] for block in blocks()]
             result[name] = [exact_sum(column) for column in zip(*parts, strict=True)]
             continue
-        quantiles = [Quantile(k, dtype) for k in _call(rule_measure.ranks, {**numbers, **result, "entries": entries})]
-        while left := [quantile for quantile in quantiles if quantile.value is None]:
+        ranks = _call(rule_measure.ranks, {**numbers, **result, "entries": entries})
+        search = QuantileSearch([[Quantile(k, dtype) for k in ranks]])
+        while search.unknown:
             values = (_call(rule_measure.of, block | result).reshape(-1).to(dtype).abs().numpy() for block in blocks())
-            counts = add_up(QuantileCounts(quantile.count(some) for quantile in left) for some in values)
-            for quantile, some in zip(left, counts, strict=True):
-                quantile.narrow(some)
-        result[name] = [quantile.value for quantile in quantiles if quantile.value is not None]
+            search.narrow(add_up(search.count([some]) for some in values))
+        (result[name],) = search.values
     return result
 
 

@@ -8,13 +8,13 @@ import functools
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
 import torch
 
 from ..checkpoints.checkpoint import Buffers
-from ..errors import MachineError
 
 Item = TypeVar("Item")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -46,13 +46,12 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
     """Call a worker on every item, on several threads that take the items in order.
 
     ``make_worker`` makes one function for each thread, which can have buffers. The first error stops all threads and is
-    raised here, and so is Ctrl-C. If the machine allows fewer threads, these do the work.
+    raised here, and so is Ctrl-C.
     """
     _keep_freed_memory()
     stream = iter(items)
     lock = threading.Lock()
     stop = threading.Event()
-    errors: list[BaseException] = []
 
     def drain() -> None:
         work = make_worker()
@@ -63,36 +62,12 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
                 return
             work(item)
 
-    def loop(over: threading.Event) -> None:
+    with ThreadPoolExecutor(threads, "gradmerge", functools.partial(torch.set_num_threads, 1)) as pool:
         try:
-            if not stop.is_set():
-                torch.set_num_threads(1)
-                drain()
-        except BaseException as error:
-            errors.append(error)
-            stop.set()
+            for future in as_completed([pool.submit(drain) for _ in range(threads)]):
+                future.result()
         finally:
-            over.set()
-
-    # After Ctrl-C during Thread.join, Python considers the thread dead. A thread that still computes when the
-    # interpreter exits aborts the process. Therefore this waits for events.
-    ends = [threading.Event() for _ in range(max(1, threads))]
-    pool = [threading.Thread(target=loop, args=(over,), name=f"gradmerge-{i}") for i, over in enumerate(ends)]
-    try:
-        started = _start(pool)
-        for over in ends[:started]:
-            while not over.wait(timeout=0.2):
-                pass
-    except BaseException:
-        stop.set()
-        for thread, over in zip(pool, ends, strict=True):
-            if thread.ident is not None:
-                over.wait()
-        raise
-    for thread in pool[:started]:
-        thread.join()
-    if errors:
-        raise errors[0]
+            stop.set()
 
 
 @functools.cache
@@ -116,17 +91,3 @@ def allow_many_files() -> None:
         wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         if soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _start(pool: Sequence[threading.Thread]) -> int:
-    """Start threads and return how many; a limit on processes or memory may allow only some of them."""
-    for number, thread in enumerate(pool):
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError) as error:
-            if number == 0:
-                raise MachineError(
-                    f"no thread can be started: {error}. Raise the limit on processes (ulimit -u) or memory."
-                ) from error
-            return number
-    return len(pool)

@@ -11,9 +11,9 @@ from ..cards.provenance import input_entry, model_paths, write_record
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.layers import StackedCheckpoint
 from ..io.atomic_dir import AtomicDir
-from ..recipe import Recipe, plain
-from .inputs import Inputs, Source
-from .penalties import used
+from ..recipe import NONE, Recipe, plain
+from ..rules.kronecker_matching import OF_MERGES
+from .inputs import CurvatureInput, Inputs, Source
 from .plan import Plan
 from .slices import layer_table
 
@@ -84,6 +84,32 @@ def write_cards(
         license=recipe.output.license,
         recipe=recipe_text(recipe),
     )
+
+
+def used(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """Return the damping and the penalty of every model, for the record."""
+    inputs = plan.inputs
+    facts: dict[str, Any] = {}
+    if "damping" in plan.rule.inputs:
+        facts["damping"] = inputs.damping_of(plan.rule)
+        if plan.layers and inputs.damps_layers and plan.rule.auto_damping != "mean-curvature":
+            facts["damping_of_layers"] = f"{OF_MERGES:g} × the mean curvature of the layer"
+    if "penalty" in plan.rule.inputs:
+        penalties = inputs.penalty or [None] * len(inputs.tuned)
+        facts["penalty"] = [
+            {"model": model.label, **_used_penalty(recipe, penalty)}
+            for model, penalty in zip(inputs.tuned, penalties, strict=True)
+        ]
+    return facts
+
+
+def _used_penalty(recipe: Recipe, penalty: CurvatureInput | None) -> dict[str, Any]:
+    if penalty is None:
+        return {"penalty": "H_0", "from": "default"}
+    origin = "recipe" if recipe.base is not None and recipe.base.penalty is not None else "recorded"
+    if penalty.constant is None:
+        return {"penalty": penalty.label, "from": origin}
+    return {"penalty": {"identity": penalty.constant} if penalty.constant else NONE, "from": origin}
 
 
 def _curvature_facts(inputs: Inputs) -> dict[str, Any]:
