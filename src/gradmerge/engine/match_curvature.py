@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tied_weights import same_values, tied_to
 from ..curvature.format import INPUTS, OUTPUTS
-from ..io.reader import TensorInfo
 from ..recipe import NONE
 from ..rules import Rule
 from ..text import listed
@@ -158,29 +157,30 @@ def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -
     sources = [source for source in inputs.curvatures if source.tokens is not None]
     if not sources:
         return {}, []
-    problems = _mixed_kinds(inputs, rule, sources)
-    tensors, wanted = inputs.template.tensors, set(names)
-    layers: Layers = {}
+    if rule is not None and rule.layers is None:
+        why = f"which {rule.name} does not support; gradient-matching and removal do. Estimate it with kind=diagonal"
+        return {}, [f"{source.label}: holds Kronecker factors, {why}" for source in sources]
+    problems = [
+        f"{sources[0].label}: holds Kronecker factors, but {source.label} a diagonal; models of one recipe have "
+        "curvature of one kind. Estimate all of them with kind=kronecker, or all with kind=diagonal"
+        for source in inputs.curvature
+        if source.kind not in ("kronecker", "constant")
+    ]
+    merged, layers = set(names), Layers()
     for source in sources:
         wrong: list[str] = []
-        assert source.tokens is not None and source.shapes is not None
-        for name in source.tokens:
-            bias, transposed = _bias_of(name), name in source.transposed
-            size, outputs = (source.shapes[name + part] for part in (INPUTS, OUTPUTS))
-            if name not in wanted:
-                if bias in wanted and bias not in source.shapes:
-                    problems.append(_separated(source, bias, name))
+        for name in source.tokens or ():
+            layer, problem = _layer_of(source, name, inputs.template)
+            parts = [name] if layer.bias is None else [name, layer.bias]
+            if merged.isdisjoint(parts):
                 continue
-            rows, columns = _matrix_shape(tensors[name], transposed)
-            with_bias = size == (columns + 1, columns + 1)
-            layer = Layer(transposed, bias if with_bias else None)
-            if outputs != (rows, rows) or not (with_bias or size == (columns, columns)):
-                factors = f"factors {list(outputs)} and {list(size)}"
-                wrong.append(f"{name}: {factors}, but the weight is {list(tensors[name].shape)}")
-            elif with_bias and (bias not in tensors or tensors[bias].shape != (rows,)):
-                wrong.append(f"{name}: factors with a bias, but there is no {bias} of {rows} numbers")
-            elif with_bias and bias not in wanted:
-                problems.append(_separated(source, name, bias))
+            if problem:
+                wrong.append(problem)
+            elif not merged.issuperset(parts):
+                problems.append(
+                    f"{source.label}: only one of {name} and {layer.bias} is merged, and Kronecker curvature holds the "
+                    "weight and bias of a layer together: include both or exclude both"
+                )
             elif layers.setdefault(name, layer) != layer:
                 problems.append(f"{source.label}: {name} has factors of another shape than in the other files")
         if wrong:
@@ -188,38 +188,28 @@ def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -
     return layers, problems
 
 
-def _mixed_kinds(inputs: Inputs, rule: Rule | None, sources: Sequence[CurvatureInput]) -> list[str]:
-    """Return what is wrong with the kinds of curvature, before any shape is compared."""
-    if rule is not None and rule.layers is None:
-        why = f"which {rule.name} does not support; gradient-matching and removal do. Estimate it with kind=diagonal"
-        return [f"{source.label}: holds Kronecker factors, {why}" for source in sources]
-    others = [source.label for source in inputs.curvature if source.kind not in ("kronecker", "constant")]
-    return [
-        f"{sources[0].label}: holds Kronecker factors, but {label} a diagonal; models of one recipe have curvature of "
-        "one kind. Estimate all of them with kind=kronecker, or all with kind=diagonal"
-        for label in others
-    ]
-
-
-def _separated(source: CurvatureInput, merged: str, excluded: str) -> str:
-    return (
-        f"{source.label}: {merged} is merged and {excluded} is not; Kronecker curvature holds the weight and bias of a "
-        "layer together: include both or exclude both"
-    )
+def _layer_of(source: CurvatureInput, name: str, template: Checkpoint) -> tuple[Layer, str]:
+    """Return how the matrix of a weight is stored, and why the factors of a source do not fit it, if so."""
+    assert source.shapes is not None
+    transposed, bias, tensors = name in source.transposed, name.removesuffix("weight") + "bias", template.tensors
+    if name not in tensors:
+        return Layer(transposed, None), ""
+    shape = tensors[name].shape or (0,)
+    # A convolution's kernel counts as inputs.
+    rows, columns = shape[0], tensors[name].numel // max(1, shape[0])
+    rows, columns = (columns, rows) if transposed else (rows, columns)
+    size, outputs = (source.shapes[name + part] for part in (INPUTS, OUTPUTS))
+    layer = Layer(transposed, bias if size == (columns + 1, columns + 1) else None)
+    if outputs != (rows, rows) or not (layer.bias or size == (columns, columns)):
+        factors = f"factors {list(outputs)} and {list(size)}"
+        return layer, f"{name}: {factors}, but the weight is {list(tensors[name].shape)}"
+    if layer.bias and (bias not in tensors or tensors[bias].shape != (rows,)):
+        return layer, f"{name}: factors with a bias, but there is no {bias} of {rows} numbers"
+    return layer, ""
 
 
 def _held_by_factors(source: CurvatureInput, layers: Layers) -> set[str]:
     """Return the weights that a source has factors for, and the biases that these factors include."""
     held = set(source.tokens or ())
-    return held | {_bias_of(name) for name in held if name not in layers or layers[name].bias is not None}
-
-
-def _bias_of(weight: str) -> str:
-    return weight.removesuffix("weight") + "bias"
-
-
-def _matrix_shape(info: TensorInfo, transposed: bool) -> tuple[int, int]:
-    """Return (out, in) of a layer's matrix; a convolution's kernel counts as inputs."""
-    shape = info.shape or (0,)
-    rows, columns = shape[0], info.numel // max(1, shape[0])
-    return (columns, rows) if transposed else (rows, columns)
+    biases = (layers[name].bias if name in layers else name.removesuffix("weight") + "bias" for name in held)
+    return held | {bias for bias in biases if bias is not None}

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..checkpoints.layers import find_layer, layer_stacks
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.layers import StackedCheckpoint, find_layer, layer_stacks
 from ..recipe import Case, Varying, leaves, spread_over_layers, value_at
 from ..text import count
 
@@ -33,6 +34,10 @@ class Stretch:
     base_weight: Varying | None
     options: Mapping[str, Any]
     """A list where models have different values."""
+    stacks: Sequence[Checkpoint] = ()
+    """The models of a slice. Filters of their values are compared with the names of the tensors that they stack."""
+    per_model: frozenset[str] = frozenset()
+    """Options of slices that may differ between models."""
 
     @property
     def values(self) -> list[Any]:
@@ -41,18 +46,27 @@ class Stretch:
         return [*self.weights, *([] if self.base_weight is None else [self.base_weight]), *options]
 
     def names_of(self, name: str) -> list[str]:
-        """Return the names that filters are compared with, for a tensor of the result."""
-        return [name]
+        """Return the names of a tensor of the result in the models, with which filters are compared."""
+        if not self.stacks:
+            return [name] * len(self.weights)
+        places = (stack.sources.get(name) if isinstance(stack, StackedCheckpoint) else None for stack in self.stacks)
+        return [name if place is None else place[1] for place in places]
 
     def at(self, name: str, position: float) -> TensorSettings:
         """Return the settings of a tensor at a position from 0 (first layer) to 1 (last layer)."""
+        names = self.names_of(name)
 
         def resolve(value: Any) -> Any:
-            return [resolve(item) for item in value] if isinstance(value, list) else value_at(value, name, position)
+            if isinstance(value, list):
+                return [value_at(own, stored, position) for own, stored in zip(value, names, strict=True)]
+            return value_at(value, name, position)
 
+        options = {
+            key: resolve([value] * len(names) if key in self.per_model and isinstance(value, tuple) else value)
+            for key, value in self.options.items()
+        }
         base_weight = None if self.base_weight is None else resolve(self.base_weight)
-        options = {key: resolve(value) for key, value in self.options.items()}
-        return TensorSettings([resolve(weight) for weight in self.weights], base_weight, options)
+        return TensorSettings(resolve(list(self.weights)), base_weight, options)
 
 
 class LayerSettings:
@@ -99,11 +113,7 @@ class LayerSettings:
         notes = []
         values = [value for stretch in self._stretches for value in stretch.values]
         cases = [item for value in values if isinstance(value, tuple) for item in value if isinstance(item, Case)]
-        filtered = (
-            {other for stretch in self._stretches for name in names for other in stretch.names_of(name)}
-            if cases
-            else ()
-        )
+        filtered = {n for stretch in self._stretches for name in names for n in (name, *stretch.names_of(name))}
         for filter_ in dict.fromkeys(case.filter for case in cases):
             if not any(Case(filter=filter_, value=0.0).fits(name) for name in filtered):
                 notes.append(f"filter: {filter_!r} matches no tensor that is merged")

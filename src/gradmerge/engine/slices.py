@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.layers import Layer, StackedCheckpoint, is_before_layers, layer_of, layer_stack
 from ..errors import InputError
-from ..recipe import Base, Model, Recipe, value_at
+from ..recipe import Base, Model, Recipe
 from ..recipe.slices import options_of_slices, slice_lengths
-from .settings import LayerSettings, Stretch, TensorSettings, varies
+from .settings import LayerSettings, Stretch
 
 CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
 
@@ -90,30 +89,6 @@ def reads_base(recipe: Recipe, needs: frozenset[str]) -> bool:
     return ("base" in needs and not optional) or any(part.base is not None for part in recipe.slices)
 
 
-@dataclass(frozen=True)
-class SliceStretch(Stretch):
-    """The settings of a slice. Filters of per-model values are compared with the tensor names of that model."""
-
-    stacks: Sequence[Checkpoint] = ()
-    per_model: frozenset[str] = frozenset()
-    """Options that may differ between models."""
-
-    def names_of(self, name: str) -> list[str]:
-        stored = (stack.sources.get(name) if isinstance(stack, StackedCheckpoint) else None for stack in self.stacks)
-        return [name, *(name if place is None else place[1] for place in stored)]
-
-    def at(self, name: str, position: float) -> TensorSettings:
-        names = self.names_of(name)[1:]
-
-        def resolve(values: Any) -> list[Any]:
-            values = values if isinstance(values, list) else [values] * len(names)
-            return [value_at(value, stored, position) for value, stored in zip(values, names, strict=True)]
-
-        common = super().at(name, position)
-        own = {key: resolve(value) for key, value in self.options.items() if key in self.per_model and varies(value)}
-        return replace(common, weights=resolve(list(self.weights)), options=common.options | own)
-
-
 def settings_of_slices(recipe: Recipe, template: Checkpoint, tuned: Sequence[Checkpoint]) -> LayerSettings:
     """Return the weights and options of each slice.
 
@@ -125,7 +100,7 @@ def settings_of_slices(recipe: Recipe, template: Checkpoint, tuned: Sequence[Che
     stretches = []
     for part, options in zip(recipe.slices, options_of_slices(recipe), strict=True):
         weights = [model.weight for model in part.models]
-        stretches.append(SliceStretch(weights, base_weight, options, list(tuned[: len(weights)]), per_model))
+        stretches.append(Stretch(weights, base_weight, options, list(tuned[: len(weights)]), per_model))
     prefix = layer_stack(template).prefix
     positions = [
         (number, layer / (length - 1) if length > 1 else 1.0)
