@@ -19,8 +19,7 @@ import pytest
 import torch
 
 import gradmerge as gm
-from gradmerge.engine.journal import NAME, Journal
-from gradmerge.engine.statistics import Statistics
+from gradmerge.engine.journal import NAME
 from tests.forked import forked
 from tests.making import near, random_state, weight_bytes, write_model
 
@@ -305,7 +304,7 @@ def test_a_merge_whose_input_has_changed_is_not_resumed_and_its_work_is_kept(dri
     path.write_bytes(data)
     before = weight_bytes(partial(out))
     result = driver.merge(recipe, out, resume=True)
-    assert result["status"] == 2 and "inputs have changed" in result["message"] and "--resume" in result["message"]
+    assert result["status"] == 2 and "inputs have changed" in result["message"]
     assert not out.exists() and weight_bytes(partial(out)) == before
     driver.finish(recipe, out)
     driver.finish(recipe, tmp_path / "fresh" / "out")
@@ -359,22 +358,6 @@ def test_what_a_merge_of_another_recipe_left_without_a_journal_does_not_get_into
     (partial(out) / "model-00001-of-00009.safetensors").write_bytes(b"of another merge")
     driver.finish(recipe, out, resume=True)
     assert weight_bytes(out) == want
-
-
-def test_a_torn_line_does_not_spoil_what_is_appended_after_it(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "print")
-    journal.open(fresh=True)
-    journal.statistics(Statistics())
-    journal.blocks([0])
-    journal.close()
-    with journal.path.open("ab") as file:
-        file.write(b"1")
-    again = Journal(tmp_path, "print")
-    again.open(fresh=False)
-    again.blocks([2])
-    again.close()
-    finished = Journal(tmp_path, "print").load()
-    assert finished is not None and finished.blocks == {0, 2}
 
 
 # Through the command line.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from gradmerge.recipe import make_recipe
 from gradmerge.rules import METHODS
 from gradmerge.urls import output_path
 
-from ..making import SHAPES, Stop, near, random_curvature, random_state, weight_bytes, write_model
+from ..making import SHAPES, near, random_curvature, random_state, weight_bytes, write_model
 from ..recipe.test_external_rules import EXAMPLE
 from . import test_kronecker, test_merge
 
@@ -191,11 +192,25 @@ def test_the_shares_of_killed_workers_are_repeated(cluster: RayCluster, models: 
     assert weight_bytes(tmp_path / "ray" / "out") == weight_bytes(tmp_path / "local" / "out")
 
 
+class StopMerging(NoProgress):
+    """Interrupts a merge after some of its blocks."""
+
+    left = math.inf
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        self.left = 5 if what == "merging" else math.inf
+
+    def advance(self, amount: int) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
 def test_an_interrupted_merge_resumes_on_ray(cluster: RayCluster, models: Path, tmp_path: Path) -> None:
     recipe, out = recipe_of("ties", models), tmp_path / "ray" / "out"
     gm.merge(recipe, tmp_path / "local" / "out", block=64, progress=False)
     with pytest.raises(KeyboardInterrupt):
-        on_ray(cluster, recipe, out, progress=Stop(after=40))
+        on_ray(cluster, recipe, out, progress=StopMerging())
     lines = (tmp_path / "ray" / "out.gradmerge-partial" / NAME).read_bytes().count(b"\n")
     assert lines > 2 and not out.exists()
     on_ray(cluster, recipe, out, workers=1, resume=True)

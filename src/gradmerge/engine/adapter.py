@@ -207,7 +207,6 @@ class AdapterOutput:
             layout.config["r"],
             {name: changes[name].lost / changes[name].norm for name in layout.factors},
             sum(changes[name].lost for name in layout.factors) / norm,
-            {name: changes[name].rank for name in layout.factors},
             [name for name in layout.whole if name in changes],
         )
         return sizes

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..cards.markdown import as_code, markdown_table
 from ..checkpoints.adapter_config import read_adapter_config
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.lora import AdapterCheckpoint
@@ -18,6 +17,7 @@ from ..checkpoints.transformers_model import empty_model
 from ..curvature.checkpoint_names import names_of_parameters, stored_sources
 from ..errors import InputError
 from ..notes import Note
+from ..text import some
 from ..urls import redact
 
 PREFIX = "base_model.model."
@@ -298,7 +298,6 @@ class AdapterReport:
     """Tensor → the share of its change (squared Frobenius norm) that its factors lack."""
     lost_share: float
     """The same over all tensors together."""
-    ranks: dict[str, int]
     saved_whole: list[str]
 
     def record(self) -> dict[str, Any]:
@@ -314,15 +313,12 @@ class AdapterReport:
                 f"Frobenius norm); {100 * self.lost_share:.3g} % is lost, of {worst} {100 * self.lost[worst]:.3g} %"
             )
         if self.saved_whole:
-            more = f" and {len(self.saved_whole) - 3} more" if len(self.saved_whole) > 3 else ""
-            yield Note(f"saved whole, as LoRA cannot represent them: {', '.join(self.saved_whole[:3])}{more}")
+            yield Note(f"saved whole, as LoRA cannot represent them: {some(self.saved_whole, 3)}")
 
     def card_text(self) -> str:
         if self.lost_share <= ROUNDING:
             return "A LoRA adapter that holds all that the merge changes of its base."
-        worst = sorted(self.lost, key=lambda name: -self.lost[name])[:10]
-        rows = [(as_code(name), str(self.ranks[name]), f"{100 * self.lost[name]:.3g} %") for name in worst]
         return (
             f"A LoRA adapter of rank {self.rank}. It lacks {100 * self.lost_share:.3g} % of what the merge changes of "
-            "its base (squared Frobenius norm). Most is lost in\n\n"
-        ) + markdown_table(["tensor", "rank", "lost"], rows)
+            "its base (squared Frobenius norm). gradmerge.json has the share of every tensor."
+        )
