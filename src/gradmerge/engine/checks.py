@@ -28,7 +28,7 @@ from ..notes import Kind, Note
 from ..recipe import Recipe
 from ..rules.kronecker_matching import KroneckerFactors, applied, diagonal_of
 from ..text import count
-from .executor import THIS_THREAD, Advance, Executor, chunks, exact_sum, ignore, whole_tensors
+from .executor import THIS_THREAD, Advance, Executor, chunks, exact_sum, ignore, sample_blocks, whole_tensors
 from .jobs import Block, BlockJob, LayerJob, converted, rule_arguments
 from .plan import Plan
 from .statistics import find_damping
@@ -51,7 +51,7 @@ FAR, NOTED_FAR = 10.0, 0.01
 SMALL, LARGE = 1 << 20, 1 << 22
 """Models with up to SMALL entries are checked on all of them, larger ones on a sample of SMALL to LARGE entries."""
 PART, RUN = 1 / 64, 1 << 13
-"""The share of the entries in the sample, and the length of its runs; at least one run for each tensor."""
+"""The share of the entries in the sample, and the length of its runs."""
 
 
 class Step(NamedTuple):
@@ -254,21 +254,22 @@ def share_above(plan: Plan, executor: Executor = THIS_THREAD, above: float = ABO
     Also return how many entries were checked.
     """
     total = sum(info.numel for info in plan.merged_tensors.values())
-    part = min(max(SMALL, total * PART), LARGE, total) / max(1, total)
-    blocks = [*_sample(plan, part), *whole_tensors(plan.layers)]
-    seen: dict[str, int] = {}
-    for block in blocks:
-        seen[block.job.name] = seen.get(block.job.name, 0) + block.stop - block.start
-    changes = executor.reduce(plan, functools.partial(block_change, above=above), blocks)
-    # A block of the sample stands for other entries of its tensor.
-    scaled = [(numel / seen[name] * large, numel / seen[name] * all_) for name, numel, large, all_ in changes]
+    sampled = min(max(SMALL, total * PART), LARGE, total)
+    blocks = list(sample_blocks(plan.block_jobs, RUN, math.ceil(RUN * total / max(1, sampled))))
+    seen = sum(block.stop - block.start for block in blocks)
+    # A block of the sample stands for other entries too, and a layer for itself.
+    scale = sum(job.info.numel for job in plan.block_jobs) / max(1, seen)
+    changes = executor.reduce(
+        plan, functools.partial(block_change, above=above), [*blocks, *whole_tensors(plan.layers)]
+    )
+    scaled = [(large, all_) if is_layer else (scale * large, scale * all_) for is_layer, large, all_ in changes]
     large, whole = (exact_sum(column) for column in zip(*scaled, strict=True)) if scaled else (0.0, 0.0)
-    biases = sum(job.numel - job.info.numel for job in plan.layers)
-    return large / whole if whole > 0 and math.isfinite(large) else 0.0, sum(seen.values()) + biases
+    seen += sum(job.numel for job in plan.layers)
+    return large / whole if whole > 0 and math.isfinite(large) else 0.0, seen
 
 
-def block_change(plan: Plan, block: Block, buffers: Buffers, *, above: float) -> list[tuple[str, int, float, float]]:
-    """Return name and size of a tensor, and Σ |α_t| Δ_t² of the block: in entries above the limit, and in all."""
+def block_change(plan: Plan, block: Block, buffers: Buffers, *, above: float) -> list[tuple[bool, float, float]]:
+    """Return whether a block is a layer, and its Σ |α_t| Δ_t²: in entries above the limit, and in all."""
     job = block.job
     if isinstance(job, LayerJob):
         tensors = diagonal_inputs(plan, job)
@@ -282,7 +283,7 @@ def block_change(plan: Plan, block: Block, buffers: Buffers, *, above: float) ->
     # If every model changes an entry by 1, its merge is the sum of the coefficients.
     unit = {"base": torch.zeros_like(base), "tuned": [torch.ones_like(base)] * len(settings.weights)}
     coefficients = plan.rule(**rule_arguments(plan.rule, plan, tensors | unit, settings))
-    return [(job.name, job.info.numel, float(change[coefficients > above].sum()), float(change.sum()))]
+    return [(isinstance(job, LayerJob), float(change[coefficients > above].sum()), float(change.sum()))]
 
 
 def diagonal_inputs(plan: Plan, job: LayerJob) -> dict[str, Any]:
@@ -298,16 +299,3 @@ def diagonal_inputs(plan: Plan, job: LayerJob) -> dict[str, Any]:
     return {name: diagonal(value) for name, value in tensors.items()} | (
         {} if damping is None else {"damping": damping}
     )
-
-
-def _sample(plan: Plan, part: float) -> Iterator[Block]:
-    """Yield runs of entries at even distances, each in the middle of the entries that it stands for."""
-    for job in plan.block_jobs:
-        numel = job.info.numel
-        if part == 1:
-            yield from (Block(-1, job, start, min(start + RUN, numel)) for start in range(0, numel, RUN))
-        elif numel:
-            number, length = max(1, math.floor(numel * part / RUN)), min(RUN, numel)
-            for index in range(number):
-                start = (2 * index + 1) * numel // (2 * number) - length // 2
-                yield Block(-1, job, start, start + length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -164,6 +164,17 @@ def chunks(plan: Plan, size: int | None = None) -> list[Block]:
         for start in range(0, job.info.numel, size)
     ]
     return blocks + whole_tensors(plan.layers)
+
+
+def sample_blocks(jobs: Iterable[Job], length: int, step: int) -> Iterator[Block]:
+    """Yield blocks of a length that begin every ``step`` entries of some tensors; all entries if they are equal."""
+    position = 0
+    for job in jobs:
+        while position < job.info.numel:
+            block = Block(-1, job, position, min(position + length, job.info.numel))
+            yield block
+            position = block.stop if step <= length else position + step
+        position -= job.info.numel
 
 
 def exact_sum(values: Iterable[float]) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..checkpoints.checkpoint import Buffers
 from ..rules.kronecker_matching import mean_eigenvalue
 from ..rules.measures import Measure, Sums
-from .executor import CHUNK, Advance, Executor, add_up, chunks, exact_sum, ignore, whole_tensors
+from .executor import CHUNK, Advance, Executor, add_up, chunks, exact_sum, ignore, sample_blocks, whole_tensors
 from .jobs import Block, BlockJob, LayerJob, rule_arguments
 from .plan import Plan
 from .quantiles import Quantile, QuantileCounts, QuantileSearch, bracket_of
@@ -122,7 +122,9 @@ def search_thresholds(plan: Plan, jobs: Sequence[BlockJob], runs: int) -> Quanti
     models, options = len(plan.inputs.tuned_of(name)), plan.inputs.settings.of(name).options
     total = sum(job.info.numel for job in jobs)
     dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
-    samples = sample_magnitudes(plan, jobs, max(RUN, total // runs)) or [[]] * models
+    buffers = Buffers()
+    parts = [block_magnitudes(plan, block, buffers) for block in sample_blocks(jobs, RUN, total // runs)]
+    samples = list(zip(*parts, strict=True)) or [()] * models
     return QuantileSearch(
         [Quantile(k, dtype, bracket_of(k / total, sample) if sample else None) for k in ranks]
         for sample, ranks in zip(samples, plan.rule.ranks(total, models, options), strict=True)
@@ -147,18 +149,6 @@ def block_magnitudes(plan: Plan, block: Block, buffers: Buffers) -> list[np.ndar
     base, tuned = job.read_models(plan, block.start, block.stop, buffers)
     assert base is not None
     return [(model - base).abs_().numpy() for model in tuned]
-
-
-def sample_magnitudes(plan: Plan, jobs: Sequence[BlockJob], step: int) -> list[list[np.ndarray]]:
-    """Return |Δ_t| of every tuned model in short runs, which begin every ``step`` entries of some tensors."""
-    runs, buffers, position = [], Buffers(), 0
-    for job in jobs:
-        while position < job.info.numel:
-            block = Block(-1, job, position, min(position + RUN, job.info.numel))
-            runs.append(block_magnitudes(plan, block, buffers))
-            position += step
-        position -= job.info.numel
-    return [list(sample) for sample in zip(*runs, strict=True)]
 
 
 def measure_tensor(plan: Plan, block: Block, buffers: Buffers, *, statistics: Statistics) -> list[tuple[str, Measured]]:
