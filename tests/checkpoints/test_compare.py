@@ -118,16 +118,6 @@ def test_patterns_that_match_nothing_are_an_error_or_a_note() -> None:
     assert len(compare(base, [base], exclude=["*"]).problems) == 1
 
 
-def test_types_that_cannot_be_merged_are_refused_and_can_be_excluded(tmp_path: Path) -> None:
-    small = {"quantized.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn)}
-    assert len(problems(BASE | small, near(BASE, 1) | small)) == 1
-    merge(tmp_path, BASE | small, near(BASE, 1) | small, exclude=["quantized.*"])
-    assert read_model(tmp_path / "out")["quantized.weight"].dtype == torch.float8_e4m3fn
-    tuned = near(BASE, 1)
-    tuned["classifier.weight"] = tuned["classifier.weight"].to(torch.float8_e5m2)
-    assert len(problems(BASE, tuned)) == 1
-
-
 # Models that are not fine-tuned from the base
 
 MATRICES = random_state(0, {"a.weight": (300, 200), "b.weight": (80, 50), "head.weight": (3, 50), "norm.weight": (50,)})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from tests.making import assert_close, near, random_curvature, random_state, read_model, write_model
+from tests.making import assert_close, random_curvature, read_model
 
 from . import slow
 from .families import FAMILIES, double, load, make, moved, save
@@ -118,22 +118,3 @@ def test_excluded_tensors_are_the_bases_bytes_whatever_the_output_type(tmp_path:
     merged = slow.task_arithmetic(double(base), [double(t) for t in tuned], WEIGHTS)
     rest = {n: v for n, v in got.items() if n not in left_out}
     assert_rounded(rest, {n: merged[n] for n in rest}, torch.float32)
-
-
-def test_integer_and_boolean_buffers_come_from_the_base(tmp_path: Path) -> None:
-    base = random_state(0)
-    tuned = near(base, 1)
-    ours = {
-        "embeddings.position_ids": torch.arange(9).reshape(1, 9),
-        "layers.0.steps": torch.tensor(7, dtype=torch.int32),
-        "layers.0.mask": torch.tensor([True, False, True]),
-        "layers.0.codes": torch.tensor([250, 3], dtype=torch.uint8),
-    }
-    theirs = {name: torch.zeros_like(value) for name, value in ours.items()}
-    folders = [write_model(tmp_path / "base", base | ours), write_model(tmp_path / "a", theirs | tuned, 3)]
-    gm.merge({"method": "average", "base": str(folders[0]), "models": [str(folders[1])]}, tmp_path / "out")
-    got = read_model(tmp_path / "out")
-    for name, value in ours.items():
-        assert got[name].dtype == value.dtype
-        assert got[name].equal(value)
-    assert_close({n: v for n, v in got.items() if n not in ours}, tuned, 0)

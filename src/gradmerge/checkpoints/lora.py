@@ -10,7 +10,7 @@ import math
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,8 @@ class AdapterCheckpoint(Checkpoint):
         parameters = self._bare_parameters()
         unmatched: list[str] = []
         for module, keys in modules.items():
-            parameter = _look_up(parameters, module)
-            added = self._add_parameter(module, keys, parameter) if parameter else self._add_module(module, keys)
+            path = _same_ending(module, parameters)
+            added = self._add_parameter(module, keys, parameters[path]) if path else self._add_module(module, keys)
             unmatched += [] if added else [module]
         if unmatched:
             raise self._refused(
@@ -250,15 +250,8 @@ class AdapterCheckpoint(Checkpoint):
 
     def _find(self, name: str) -> str | None:
         """Return the base's tensor of this name, also if one of the two lacks a leading part."""
-        tensors = self.base.tensors
-        for candidate in (name, name.partition(".")[2]):
-            if candidate in tensors:
-                return candidate
-        longer = [stored for stored in tensors if stored.endswith(f".{name}")]
-        if len(longer) == 1:
-            return longer[0]
-        renamed = self._stored_names.get(name)
-        return renamed if renamed in tensors else None
+        stored = _same_ending(name, self.base.tensors) or self._stored_names.get(name)
+        return stored if stored in self.base.tensors else None
 
     @functools.cached_property
     def _model(self) -> Any:
@@ -412,11 +405,14 @@ class AdapterCheckpoint(Checkpoint):
             self.base.close()
 
 
-def _look_up(parameters: Mapping[str, BareParameter], module: str) -> BareParameter | None:
-    """Return the parameter of a module, also if the adapter's model or the base's class has one more leading part."""
-    shorter = module.partition(".")[2]
-    longer = (parameter for path, parameter in parameters.items() if path.endswith(f".{module}"))
-    return parameters.get(module) or parameters.get(shorter) or next(longer, None)
+def _same_ending(name: str, names: Collection[str]) -> str | None:
+    """Return a name among ``names``, or the one that differs from it by a missing or additional first part."""
+    if name in names:
+        return name
+    if (shorter := name.partition(".")[2]) in names:
+        return shorter
+    longer = [other for other in names if other.endswith(f".{name}")]
+    return longer[0] if len(longer) == 1 else None
 
 
 def _widened(block: Tensor) -> Tensor:
