@@ -116,8 +116,8 @@ class AdapterCheckpoint(Checkpoint):
         parameters = self._bare_parameters()
         unmatched: list[str] = []
         for module, keys in modules.items():
-            path = _same_ending(module, parameters)
-            added = self._add_parameter(module, keys, parameters[path]) if path else self._add_module(module, keys)
+            bare = _same_ending(module, parameters)
+            added = self._add_parameter(module, keys, parameters[bare]) if bare else self._add_module(module, keys)
             unmatched += [] if added else [module]
         if unmatched:
             raise self._refused(
@@ -251,7 +251,7 @@ class AdapterCheckpoint(Checkpoint):
     def _find(self, name: str) -> str | None:
         """Return the base's tensor of this name, also if one of the two lacks a leading part."""
         stored = _same_ending(name, self.base.tensors) or self._stored_names.get(name)
-        return stored if stored in self.base.tensors else None
+        return stored if stored is not None and stored in self.base.tensors else None
 
     @functools.cached_property
     def _model(self) -> Any:
