@@ -12,18 +12,16 @@ import torch
 from torch import nn
 
 from ..arguments import check_known, checked
-from ..checkpoints.adapter_config import is_adapter
-from ..curvature.checkpoint_names import adapter_names
 from ..errors import InputError
 from ..progress import Progress, shown
 from ..refinement.distill import MATCHES, Distillation, default_match, distill_model
 from ..refinement.inputs import MergeInputs
 from ..refinement.rows import TaskRows
-from ..refinement.streaming import load_model_whole, load_whole
+from ..refinement.streaming import load_model_whole, load_trainable
 from ..report.distillation_page import distillation_page, distillation_verdict
 from ..report.page import Page
 from ..tasks import LoadOptions, complete
-from ..tasks.models import encoder_prefix, load_model
+from ..tasks.models import encoder_prefix
 from .dry_run import free_memory
 from .refine import BATCH_TOKENS, RefinementResult, paths_by_name, refine_folder, refine_module
 
@@ -166,13 +164,14 @@ def distill(
             name: partial(load_model_whole, teacher.reference, task, device)
             for name, teacher in inputs.teachers.items()
         }
-        model, names = _student(inputs)
-        result = train(model, loaders, inputs.rows, task, inputs.shared_head, device)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad and result.improved}
+        student = load_trainable(inputs.merged, device)
+        if not inputs.shared_head:  # a head that tasks do not share is frozen
+            for name, parameter in student.module.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad and encoder_prefix(student.module) in name)
+        result = train(student.module, loaders, inputs.rows, task, inputs.shared_head, device)
+        trained = {n: p for n, p in student.module.named_parameters() if p.requires_grad and result.improved}
         result.model = None
-        if names is None:
-            return result, inputs.merged.stored_values(trained)
-        return result, {names[name]: parameter for name, parameter in trained.items()}
+        return result, student.stored_values(trained)
 
     return refine_folder(
         str(merged),
@@ -236,20 +235,3 @@ def _task_of(module: nn.Module) -> str:
     if name.endswith("ForConditionalGeneration"):
         return "seq2seq"
     return "classify" if name.endswith("Classification") else "other"
-
-
-def _student(inputs: MergeInputs) -> tuple[nn.Module, dict[str, str] | None]:
-    """The merge in memory, and of an adapter the names of its parameters in the files.
-
-    A head that tasks do not share is frozen. Of an adapter only the adapter is trained.
-    """
-    merged = inputs.merged
-    if is_adapter(merged.info.folder):
-        device = str(inputs.device)
-        model, _ = load_model(merged.reference, merged.info.task, device=device, dtype="float32", merge_adapter=False)
-        return model, adapter_names(model)
-    model = load_whole(merged, inputs.device)
-    prefix = "" if inputs.shared_head else encoder_prefix(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith(prefix))
-    return model, None

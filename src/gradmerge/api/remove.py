@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -14,6 +15,7 @@ from torch import nn
 from ..arguments import check_known, checked
 from ..cards.eval_results import evaluation
 from ..cards.provenance import input_entry
+from ..checkpoints.sidecars import sidecars
 from ..curvature.kfac import MAX_KRONECKER_DIM
 from ..curvature.losses import ExampleLoss, loss_named
 from ..engine.input_state import changed, model_paths, state_of
@@ -22,13 +24,17 @@ from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
 from ..refinement.influence import Dataset, RemovalResult, remove_influence
-from ..refinement.model_io import notes_of_folder, open_model, write_folder
+from ..refinement.model_io import write_folder
 from ..refinement.rows import RowBatches, as_batches, count_common_rows, count_rows, hold_out
+from ..refinement.streaming import load_trainable, open_model_files
 from ..report.page import write_report
 from ..report.removal_page import removal_card, removal_page
-from ..tasks import LoadOptions, complete, tokenizer_of
+from ..tasks import LoadOptions, complete, tokenizer_of, with_data
 from ..tasks.data.read import data_paths, dataset_metadata
+from ..tasks.model_args import BASIC_KEYS, ModelArgs
+from ..tasks.models import device_of
 from ..tasks.resolve_model import folder_of
+from ..text import listed
 from .merge import merge
 
 #: Methods with fine-tuned models → merge rules.
@@ -242,18 +248,27 @@ def _remove_on_disk(
                 f"{base}: a sentence-transformers folder. Kronecker curvature requires that every layer runs once per "
                 "example, but a pair of texts is two runs. Use models, fine-tuned models, instead."
             )
-        with open_model(base, options) as loaded:
-            files = state_of(models) + state_of(data, deep=True)
-            tasks = {name: loaded.with_data(source) for name, source in sources.items()}
+        if options["dtype"] not in ("auto", "float32"):
+            raise InputError(f"dtype {options['dtype']}: must be float32, the type of the computation")
+        args = ModelArgs.parse(options["model_args"], BASIC_KEYS)
+        opened = open_model_files(base, options["task"], args.attn_implementation)
+        with contextlib.closing(opened.checkpoint):
+            if opened.missing:
+                raise InputError(f"{base}: these weights are not in its files:\n{listed(opened.missing)}")
+            before = state_of(models) + state_of(data, deep=True)
+            files = load_trainable(opened, device_of(options["device"]))
+            tasks = {
+                name: with_data(base, files.module, files.info, source, **options) for name, source in sources.items()
+            }
             rows = {n: Dataset(RowBatches(task, range(task.examples)), task.loss) for n, task in tasks.items()}
-            result = _remove_rows(loaded.model, rows, round_weights=loaded.round_weights, **settings)
-            if path := changed(files, state_of(models) + state_of(data, deep=True)):
+            result = _remove_rows(files.module, rows, round_weights=files.round_weights, **settings)
+            if path := changed(before, state_of(models) + state_of(data, deep=True)):
                 raise MachineError(f"{path}: changed during the removal, so nothing was written. Run it again.")
             notes = [*staging.notes, *(note for task in tasks.values() for note in task.notes)]
-            result.notes = list(dict.fromkeys([*notes, *notes_of_folder(loaded), *result.notes]))
+            result.notes = list(dict.fromkeys([*notes, *sidecars(files.checkpoint).note(base), *result.notes]))
             result.seconds = time.perf_counter() - begun
             numbers = {
-                "task": loaded.info.task,
+                "task": files.info.task,
                 "loss_per_example": result.after.retain,
                 "examples": result.rows["held_out_rows"],
                 "standard_errors": {"loss_per_example": result.standard_errors["after"]["retain"]},
@@ -262,13 +277,13 @@ def _remove_on_disk(
             facts = {**sources, "max_kronecker_dim": settings["max_kronecker_dim"], **result.facts()}
             write_folder(
                 staging,
-                loaded.stored,
-                loaded.info,
-                loaded.changed_tensors(),
+                files.checkpoint,
+                files.info,
+                files.stored_values({n: p for n, p in files.module.named_parameters() if p.requires_grad}),
                 action="removal",
                 card=removal_card(result),
                 facts={"removal": facts},
-                inputs=[input_entry("start", loaded.reference, loaded.stored.files())],
+                inputs=[input_entry("start", base, files.checkpoint.files())],
                 measured=[evaluation(*dataset_metadata(sources["retain"]), numbers, described)],
                 seconds=result.seconds,
                 notes=result.notes,

@@ -1,22 +1,17 @@
-"""Load a model from disk to change its weights, and write the result as a new folder.
+"""Write a model whose weights changed as a new folder.
 
-In memory the weights are float32, or float64 if the files are, so that small steps add up. The result has the same
-tensors in the same dtypes. Tensors that did not change keep their bytes.
+The result has the same tensors in the same dtypes. Tensors that did not change keep their bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..cards.card import write_card
 from ..cards.eval_results import with_evaluations
@@ -25,109 +20,17 @@ from ..cards.provenance import write_record
 from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint
 from ..checkpoints.lora import AdapterCheckpoint
-from ..checkpoints.quantization import detect_quantization
-from ..checkpoints.sidecars import copy_sidecars, sidecars, stems
+from ..checkpoints.sidecars import copy_sidecars, stems
 from ..checkpoints.tied_weights import same_values, tied_to
-from ..curvature.checkpoint_names import adapter_names, stored_shapes, stored_sources, stored_tensors
 from ..engine.rounding import rounded
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
-from ..io.reader import bytes_of, open_files
-from ..io.small_files import read_json
+from ..io.reader import bytes_of
 from ..io.writer import ShardWriter
-from ..tasks import LoadedTask, LoadingInfo, LoadOptions, load_model, with_data
-from ..tasks.resolve_model import folder_of
-from ..text import listed
+from ..tasks import LoadingInfo
 from .streaming import CHUNK
 
-#: Dtypes of the weights in memory.
-WIDE = ("float32", "float64")
 SHARD_SIZE = 5_000_000_000
-
-
-@dataclass
-class LoadedModel:
-    """A model from disk, in memory in float32 or float64. An adapter is on top of its base model."""
-
-    reference: str
-    model: nn.Module
-    info: LoadingInfo
-    options: LoadOptions
-    stored: Checkpoint
-    """The files of the weights; for an adapter, its own."""
-    sources: dict[str, str]
-    """Name of a tensor in the files → its parameter, for tensors with the entries of one parameter."""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def adapter(self) -> bool:
-        return is_adapter(self.info.folder)
-
-    def with_data(self, source: str) -> LoadedTask:
-        """Load rows for the model."""
-        return with_data(self.reference, self.model, self.info, source, **self.options)
-
-    def round_weights(self) -> None:
-        """Round the parameters in memory to the dtypes of the files, as in the written model."""
-        types = {name: TORCH_TYPES[info.dtype] for name, info in self.stored.tensors.items() if info.is_float}
-        usual = Counter(types.values()).most_common(1)[0][0]
-        own = {parameter: types[name] for name, parameter in self.sources.items() if name in types}
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    parameter.copy_(rounded(parameter, own.get(name, usual)))
-
-    def changed_tensors(self) -> dict[str, Tensor]:
-        """Name in the files → value of the parameters that may have changed."""
-        fixed = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
-        return {name: value for name, value in _values_in(self).items() if self.sources.get(name) not in fixed}
-
-
-@contextlib.contextmanager
-def open_model(reference: str, options: LoadOptions) -> Iterator[LoadedModel]:
-    """Load the model of a folder, a Hub id or an adapter folder; the files stay open inside the ``with`` block."""
-    if options["dtype"] not in ("auto", *WIDE):
-        raise InputError(
-            f"--dtype {options['dtype']}: use float32 or float64. The weights are rounded to the dtypes of the model's "
-            "files when they are written"
-        )
-    folder = folder_of(reference)
-    stem = "adapter_model" if is_adapter(folder) else "model"
-    if stem == "adapter_model":
-        read_adapter_config(folder)
-    files = open_files(folder, stem)
-    if not files:
-        raise InputError(f"{reference}: no {stem}.safetensors, and no {stem}.safetensors.index.json, in {folder}")
-    with contextlib.ExitStack() as stack:
-        for file in files:
-            stack.callback(file.close)
-        config = folder / "config.json"
-        stored = Checkpoint(reference, files=files, folder=folder, config=read_json(config) if config.is_file() else {})
-        if found := detect_quantization(stored):
-            raise InputError(
-                f"{reference}: {found}. Quantized weights cannot take small steps. Use the original model."
-            )
-        wide = "float64" if any(info.dtype == "F64" for info in stored.tensors.values()) else "float32"
-        dtype = wide if options["dtype"] == "auto" else options["dtype"]
-        model, info = load_model(
-            reference,
-            options["task"],
-            device=options["device"],
-            dtype=dtype,
-            model_args=options["model_args"],
-            merge_adapter=stem != "adapter_model",
-        )
-        stored.config = getattr(getattr(model, "config", None), "to_dict", dict)()
-        adapter = stem == "adapter_model"
-        sources = {file: own for own, file in adapter_names(model).items()} if adapter else stored_sources(model)
-        loaded = LoadedModel(reference, model, info, options | {"dtype": dtype}, stored, sources, list(info.notes))
-        lacking = [name for name in _values_in(loaded, meta=True) if name not in stored.tensors]
-        if lacking:
-            raise InputError(
-                f"{reference}: these tensors have other names in its files than save_pretrained gives them:\n"
-                f"{listed(lacking)}\n  Load the model and save it with save_pretrained first."
-            )
-        yield loaded
 
 
 def write_folder(
@@ -212,23 +115,6 @@ def _write_weights(staging: AtomicDir, checkpoint: Checkpoint, changed: Mapping[
                 writer.write(name, start, bytes_of(block.contiguous()))
         writer.finish()
     return dict(writer.sizes)
-
-
-def notes_of_folder(loaded: LoadedModel) -> list[str]:
-    """Notes on files of the model's folder that are not copied."""
-    return sidecars(loaded.stored).note(loaded.reference)
-
-
-def _values_in(loaded: LoadedModel, meta: bool = False) -> dict[str, Tensor]:
-    """The model's parameters, or the adapter's, by their names in the files; ``meta``: on the meta device."""
-    if loaded.adapter:
-        from peft import get_peft_model_state_dict
-
-        found: dict[str, Tensor] = get_peft_model_state_dict(loaded.model, save_embedding_layers=False)
-        return {name: value.detach() for name, value in found.items()}
-    if meta:
-        return {name: torch.empty(shape, device="meta") for name, shape in stored_shapes(loaded.model).items()}
-    return stored_tensors(loaded.model, {name: p.detach() for name, p in loaded.model.named_parameters()})
 
 
 def copy_adapter_config(home: Path, folder: Path) -> None:

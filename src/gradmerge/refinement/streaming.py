@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..checkpoints import Checkpoint
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
+from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.quantization import detect_quantization
 from ..checkpoints.transformers_model import BareParameter, Slice, find_slices
-from ..curvature.checkpoint_names import names_of_parameters, stored_sources
+from ..curvature.checkpoint_names import adapter_names, names_of_parameters, stored_sources
+from ..engine.rounding import rounded
 from ..errors import InputError
 from ..quiet import quiet_transformers
-from ..tasks.models import LoadingInfo, class_name, locate
+from ..tasks.models import LoadingInfo, class_name, load_model, locate
 from ..tasks.resolve_model import offline
 from ..text import first_line, listed
 from .blocks import stored_values
@@ -51,6 +53,16 @@ class ModelFiles:
     def tensors_of(self, name: str) -> list[str]:
         """The tensors of the checkpoint that hold a parameter."""
         return [self.names[name]] if name in self.names else list(self.slices.get(name, {}))
+
+    def round_weights(self) -> None:
+        """Round the parameters that require gradients to the dtypes of the files, as when they are written."""
+        types = {name: TORCH_TYPES[info.dtype] for name, info in self.checkpoint.tensors.items() if info.is_float}
+        usual = Counter(types.values()).most_common(1)[0][0]
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                if parameter.requires_grad:
+                    tensors = self.tensors_of(name)
+                    parameter.copy_(rounded(parameter, types[tensors[0]] if tensors else usual))
 
     def stored_values(self, changed: Mapping[str, Any]) -> dict[str, Any]:
         """Tensor of the checkpoint → new value, from parameter → new value; both may be read with ``get()`` instead."""
@@ -120,19 +132,11 @@ def module_without_weights(reference: str, task: str, config: Any, attn_implemen
     return module.eval().requires_grad_(False)
 
 
-class _EmptyOnMeta(TorchFunctionMode):
-    """Puts tensors without values on the meta device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {})
-        return func(*args, **kwargs)
-
-
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Put every new parameter on the meta device. Buffers are computed as usual.
 
-    Layers make their weights with ``torch.empty``, which allocates nothing here.
+    Layers make their weights with ``torch.empty``, whose memory is not touched before it is freed here.
     """
     register = nn.Module.register_parameter
 
@@ -143,8 +147,7 @@ def parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
-        with _EmptyOnMeta():
-            yield
+        yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
@@ -296,8 +299,7 @@ class CheckpointWeights:
 
 def load_whole(files: ModelFiles, device: torch.device) -> nn.Module:
     """Read all weights; the module then stays in memory."""
-    source = files.source(device)
-    source.load([*files.names, *files.slices, *files.missing])
+    files.source(device).load([*files.names, *files.slices, *files.missing])
     return files.module.to(device)
 
 
@@ -308,3 +310,16 @@ def load_model_whole(reference: str, task: str, device: torch.device) -> nn.Modu
         return load_whole(files, device)
     finally:
         files.checkpoint.close()
+
+
+def load_trainable(files: ModelFiles, device: torch.device) -> ModelFiles:
+    """Read all weights, and require gradients. Of an adapter only the adapter requires gradients and is written."""
+    if not isinstance(files.checkpoint, AdapterCheckpoint):
+        load_whole(files, device).requires_grad_(True)
+        return files
+    wide = any(info.dtype == "F64" for info in files.checkpoint.adapter.tensors.values())
+    dtype = "float64" if wide else "float32"
+    task = files.info.task
+    module, _ = load_model(files.reference, task, device=str(device), dtype=dtype, merge_adapter=False)
+    names = adapter_names(module)
+    return replace(files, module=module, checkpoint=files.checkpoint.adapter, names=names, slices={}, missing=[])
