@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
@@ -28,7 +29,7 @@ from ..refinement.structure import block_lists, examine
 from ..report.calibration_page import calibration_page, calibration_verdict
 from ..report.page import Page
 from ..tasks import LoadOptions, complete
-from ..tasks.models import device_of, encoder_prefix
+from ..tasks.models import device_of, encoder_prefix, with_encoder_of
 from ..text import count, parse_size
 from .dry_run import PROCESS, JobSize, free_disk, free_memory
 from .refine import BATCH_TOKENS, RefinementResult, paths_by_name, refine_folder, refine_module
@@ -169,17 +170,21 @@ def calibrate(
     if not data:
         raise InputError("data: give rows for at least one task")
     memory = None if cache_memory is None else _bytes(cache_memory)
-    options = _Options(curvature, Settings(alpha, ridge), max_kronecker_dim, memory, check, seed, progress)
+    run = partial(
+        _calibrate,
+        curvature=curvature,
+        settings=Settings(alpha, ridge),
+        max_kronecker_dim=max_kronecker_dim,
+        cache_memory=memory,
+        check=check,
+        seed=seed,
+        progress=progress,
+    )
     if isinstance(merged, nn.Module):
         if out is not None or loading:
             raise InputError("out and options for loading are for a model folder, not for a module")
-
-        def calibrate_module(
-            model: nn.Module, copies: dict[str, nn.Module], rows: dict[str, TaskRows], shared: bool
-        ) -> CalibrationResult:
-            return _calibrate_module(model, copies, rows, shared, options)
-
-        return refine_module(merged, data, dict(teachers or {}), calibrate_module, check=check)
+        calibrate_copy = partial(_calibrate_module, run)
+        return refine_module(merged, data, dict(teachers or {}), calibrate_copy, check=check)
     if out is None:
         raise InputError("out is missing: name the folder to write")
     return refine_folder(
@@ -187,7 +192,7 @@ def calibrate(
         paths_by_name("data", data),
         paths_by_name("teachers", teachers or {}),
         Path(out),
-        lambda inputs, folder: _calibrate_files(inputs, folder, options),
+        partial(_calibrate_files, run),
         complete({"batch_size": BATCH_SIZE, **loading}, calibrate),
         action="calibration",
         advice="a smaller batch_size, limit or cache_memory, or curvature none",
@@ -199,6 +204,10 @@ def calibrate(
     )
 
 
+Run = Callable[..., tuple[CalibrationResult, Calibration]]
+"""`_calibrate` with the options of `calibrate`."""
+
+
 def _bytes(size: int | str) -> int:
     try:
         return parse_size(size)
@@ -206,39 +215,29 @@ def _bytes(size: int | str) -> int:
         raise InputError(f"cache_memory {size}: {error}") from None
 
 
-@dataclass(frozen=True)
-class _Options:
-    curvature: str
-    settings: Settings
-    max_kronecker_dim: int
-    cache_memory: int | None
-    check: bool
-    seed: int
-    progress: bool | Progress
-
-
 def _calibrate_module(
-    model: nn.Module, copies: dict[str, nn.Module], rows: dict[str, TaskRows], shared: bool, options: _Options
+    run: Run, model: nn.Module, copies: dict[str, nn.Module], rows: dict[str, TaskRows], shared: bool
 ) -> CalibrationResult:
     model.requires_grad_(False)
     structure, prefix = examine(model, _two_rows(rows)), encoder_prefix(model)
-    merged = BlockModel(model, structure)
-    teachers = {task: BlockModel(one, structure) for task, one in copies.items()}
-    result, done = _calibrate(
-        merged,
-        teachers,
+
+    def with_head(task: str) -> nn.Module:
+        return model if shared else with_encoder_of(model, copy.deepcopy(copies[task]), "the merge", task)
+
+    result, done = run(
+        BlockModel(model, structure),
+        {task: BlockModel(one, structure) for task, one in copies.items()},
         rows,
-        options,
         device=next(model.parameters()).device,
         keep=lambda layer: not shared and not layer.path.startswith(prefix),
-        with_head=lambda task: model if shared else _with_head(model, copies[task], prefix),
+        with_head=with_head,
         shared_head=shared,
     )
     result.model = done.model.module
     return result
 
 
-def _calibrate_files(inputs: MergeInputs, folder: Path, options: _Options) -> tuple[CalibrationResult, dict[str, Any]]:
+def _calibrate_files(run: Run, inputs: MergeInputs, folder: Path) -> tuple[CalibrationResult, dict[str, Any]]:
     """Calibrate block by block, with weights that stay in their files. Return tensor → new value too."""
     files, device, notes = inputs.merged, inputs.device, []
     batch, source = _two_rows(inputs.rows), files.source(device)
@@ -253,23 +252,21 @@ def _calibrate_files(inputs: MergeInputs, folder: Path, options: _Options) -> tu
         }
     else:
         notes.append("the model runs whole, and all models are in memory")
-        load_whole(files, device)
-        structure = examine(files.module, batch)
+        structure = examine(load_whole(files, device), batch)
         merged = BlockModel(files.module, structure)
         teachers = {task: BlockModel(load_whole(one, device), structure) for task, one in inputs.teachers.items()}
-    task, prefix = files.info.task, encoder_prefix(files.module)
+    task = files.info.task
 
     def with_head(name: str) -> nn.Module:
-        whole = load_model_whole(files.reference, task, device)
+        whole, teacher = load_model_whole(files.reference, task, device), inputs.teachers[name].reference
         if inputs.shared_head:
             return whole
-        return _with_head(whole, load_model_whole(inputs.teachers[name].reference, task, device), prefix)
+        return with_encoder_of(whole, load_model_whole(teacher, task, device), files.reference, teacher)
 
-    result, done = _calibrate(
+    result, done = run(
         merged,
         teachers,
         inputs.rows,
-        options,
         device=device,
         keep=inputs.keeps,
         with_head=None if task == "embedding" else with_head,
@@ -287,13 +284,19 @@ def _calibrate(
     merged: BlockModel,
     teachers: Mapping[str, BlockModel],
     rows: Mapping[str, TaskRows],
-    options: _Options,
     *,
     device: torch.device,
     keep: Callable[[Layer], bool],
     with_head: Callable[[str], nn.Module] | None,
     shared_head: bool,
     folder: Path | None = None,
+    curvature: str,
+    settings: Settings,
+    max_kronecker_dim: int,
+    cache_memory: int | None,
+    check: bool,
+    seed: int,
+    progress: bool | Progress,
 ) -> tuple[CalibrationResult, Calibration]:
     """Calibrate a merge.
 
@@ -303,33 +306,33 @@ def _calibrate(
     if all(keep(merged.layers[name]) for groups in structure.groups.values() for group in groups for name in group):
         raise InputError("the merge has no linear layer that calibration can solve")
     free = free_memory(device)
-    if options.curvature != "none" and with_head is None:
+    if curvature != "none" and with_head is None:
         notes.append("an embedding model has no answers to sample: curvature none is used")
-    elif options.curvature != "none":
+    elif curvature != "none":
         limit = None if free is None else int(FACTOR_SHARE * free)
-        layers, more = layers_with_factors(merged, keep, options.max_kronecker_dim, len(rows), limit)
+        layers, more = layers_with_factors(merged, keep, max_kronecker_dim, len(rows), limit)
         notes += more
         if layers:
 
             def find_factors(task: str, batches: Any, first_row: int) -> dict[str, Tensor]:
                 assert with_head is not None
-                return output_factors(with_head(task), batches, layers, options.seed, first_row)
+                return output_factors(with_head(task), batches, layers, seed, first_row)
 
-    memory = int(CACHE_SHARE * (free or 8_000_000_000)) if options.cache_memory is None else options.cache_memory
+    memory = int(CACHE_SHARE * (free or 8_000_000_000)) if cache_memory is None else cache_memory
     cache = HiddenCache(memory, folder)
     try:
-        with shown(options.progress, "blocks") as bar:
+        with shown(progress, "blocks") as bar:
             done = calibrate_model(
                 merged,
                 teachers,
                 rows,
                 cache,
-                options.settings,
-                curvature=options.curvature,
+                settings,
+                curvature=curvature,
                 find_factors=find_factors,
                 keep=keep,
                 shared_head=shared_head,
-                check=options.check,
+                check=check,
                 progress=bar,
             )
     finally:
@@ -345,16 +348,6 @@ def _two_rows(rows: Mapping[str, TaskRows]) -> Batch:
     first = next(iter(rows.values())).fit[0]
     two: Batch = batch_rows(first, slice(0, min(2, examples_in(first))))
     return two
-
-
-def _with_head(merged: nn.Module, teacher: nn.Module, prefix: str) -> nn.Module:
-    """A copy of a fine-tuned model with the merge's encoder."""
-    model = copy.deepcopy(teacher)
-    with torch.no_grad():
-        for name, parameter in merged.named_parameters():
-            if name.startswith(prefix):
-                model.get_parameter(name).copy_(parameter)
-    return model
 
 
 def _notes_on_layers(done: Calibration) -> list[str]:
