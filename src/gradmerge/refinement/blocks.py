@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -242,12 +242,11 @@ class RowStream:
             for value in self._outputs[batch].values():
                 _drop(value)
             self._outputs[batch] = {}
-        self._drop_captured()
+        self.drop_captured()
 
     @torch.no_grad()
     def go_through(self, stage: Stage, capture: Sequence[str] = ()) -> None:
         """Run all rows through a stage, and capture the inputs of some modules of a block."""
-        self._drop_captured()
         for batch in range(len(self.batches)):
             if stage.is_block:
                 self._run_block(stage, batch, capture)
@@ -275,11 +274,11 @@ class RowStream:
     def _capture(self, path: str, child: nn.Module, args: Any, kwargs: Any) -> None:
         self._captured.setdefault(path, []).append(self.cache.put(input_of(args, kwargs)))
 
-    def _drop_captured(self) -> None:
-        for values in self._captured.values():
-            for value in values:
+    def drop_captured(self, but: Collection[str] = ()) -> None:
+        """Drop the captured inputs of all modules but some."""
+        for path in self._captured.keys() - set(but):
+            for value in self._captured.pop(path):
                 value.drop()
-        self._captured = {}
 
     def _record_arguments(self, stage: Stage, batch: int) -> None:
         """Record the arguments of the blocks that follow code outside the blocks."""

@@ -306,8 +306,10 @@ def calibrate_layers(
                 for stream in streams:
                     stream.run_teacher(stage, list(dict.fromkeys(layers[0].path for layers in groups)))
             with merged.loaded(stage):
-                for layers in groups:  # the next group sees the calibrated layers
+                for number, layers in enumerate(groups):  # the next group sees the calibrated layers
                     _solve_group(streams, stage, layers, settings, report)
+                    for stream in streams:
+                        stream.teacher.drop_captured(but=[later[0].path for later in groups[number + 1 :]])
                 merged.store(stage, report.layers)
                 for stream in streams:
                     stream.merged.go_through(stage)
