@@ -225,12 +225,12 @@ def _cluster(
     if engine == "local":
         for name, value in (("workers", workers), ("ray_address", address)):
             if value is not None:
-                raise InputError(f"{name}: applies only with engine 'ray'")
+                raise InputError(f"{name}: applies only with engine='ray'")
         return None
     if device != "cpu":
-        raise InputError(f"device {device!r}: Ray workers compute on the cpu; use engine 'local' for a GPU")
+        raise InputError(f"device {device!r}: Ray workers compute on the cpu; use engine='local' for a GPU")
     if "adapter" in {each.output.format for each in (recipe, *recipe.merges.values())}:
-        raise InputError("output.format: only engine 'local' writes adapters")
+        raise InputError("output.format: only engine='local' writes adapters")
     from ..engine.on_ray import RayCluster
 
     return RayCluster(workers, threads, address, reading)

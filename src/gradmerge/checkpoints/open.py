@@ -163,7 +163,7 @@ def _open_file(path: Path, allow_pickle: bool) -> PositionalFile:
 def _require_pickle_allowed(path: Path, allow_pickle: bool) -> None:
     if not allow_pickle:
         raise InputError(
-            f"{path}: this is a pickle, a format that can run code when it is opened. Set "
+            f"{path}: this is a pickle, a format that can run code when it is opened. Pass "
             "allow_pickle=True to read it (tensors only), or convert it to safetensors."
         )
 

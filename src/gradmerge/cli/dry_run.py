@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from ..api.dry_run import JobSize
 from ..recipe import in_words
+from ..text import count, size
 from .options import Printing
 from .output import indented, print_json, print_table
 from .stdio import echo
+
+#: Columns whose numbers have a unit.
+FORMATS: dict[str, Callable[[Any], str]] = {"bytes": size, "parameters": count}
 
 
 def print_dry_run(job: JobSize, printing: Printing) -> None:
@@ -17,9 +24,13 @@ def print_dry_run(job: JobSize, printing: Printing) -> None:
     for name, value in job.facts.items():
         if isinstance(value, list) and value:
             columns = list(dict.fromkeys(key for row in value for key in row))
-            print_table(columns, [[row.get(column) for column in columns] for row in value])
+            rows = [
+                [FORMATS.get(column, str)(row[column]) if column in row else "" for column in columns] for row in value
+            ]
+            print_table(columns, rows)
         elif isinstance(value, dict):
-            echo(f"{name}: " + ", ".join(f"{key}={in_words(item)}" for key, item in value.items()))
+            if value:
+                echo(f"{name}: " + ", ".join(f"{key}={in_words(item)}" for key, item in value.items()))
         elif value is not None:
             echo(f"{name.replace('_', ' ')}: {in_words(value)}")
     for line in job.lines():

@@ -54,7 +54,7 @@ def with_options(message: str, parameters: Collection[str]) -> str:
     for name in parameters:
         option = "--" + name.strip("_").replace("_", "-")
         message = re.sub(rf"(?<![\w./-]){name}=True\b", option, message)
-        message = re.sub(rf"(?<![\w./-]){name}=(?=['\w])", f"{option} ", message)
+        message = re.sub(rf"(?<![\w./-]){name}='?(\w+)'?", rf"{option} \1", message)
         message = re.sub(rf"^{name}(?=:| \S+:)", option, message)
         if "_" in name:
             message = re.sub(rf"(?<![\w./-]){name}(?![\w./=])", option, message)

@@ -137,7 +137,7 @@ def check_step_size(
     )
     note = Note(text, Kind.UNTRUSTED, amplification=amplification, damping=enough)
     if refuse:
-        raise InputError(f"{note} To write it all the same, set accept_untrusted=True.")
+        raise InputError(f"{note} To write it all the same, pass accept_untrusted=True.")
     return [note]
 
 

@@ -152,7 +152,9 @@ class AtomicDir:
             self.upload.check_replaceable(self.folder, self.force, resume, _are_ours)
         elif self.out.exists() or self.out.is_symlink():
             if not self.force:
-                raise InputError(f"{self.out}: exists already. Choose another output, or set force=True to replace it.")
+                raise InputError(
+                    f"{self.out}: exists already. Choose another output, or pass force=True to replace it."
+                )
             if not self.out.is_dir() or self.out.is_symlink():
                 raise InputError(f"{self.out}: is not a folder. force=True replaces only folders.")
             _check_ours(self.out)

@@ -66,10 +66,10 @@ class Upload:
         if unfinished and not force and not (resume and folder.exists()):
             raise InputError(
                 f"{self.url}: contains an unfinished result, or another process is writing to it. Resume it on the "
-                "machine where it was started (resume=True), choose another output, or set force=True to replace it."
+                "machine where it was started (resume=True), choose another output, or pass force=True to replace it."
             )
         if names and not unfinished and not force:
-            raise InputError(f"{self.url}: exists already. Choose another output, or set force=True to replace it.")
+            raise InputError(f"{self.url}: exists already. Choose another output, or pass force=True to replace it.")
         if names and not unfinished and not ours:
             raise InputError(
                 f"{self.url}: was not written by gradmerge, so force=True does not replace it. Choose another output, "
