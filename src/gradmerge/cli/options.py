@@ -338,16 +338,6 @@ def api_options(function: Callable[..., Any], without: Sequence[str]) -> dict[st
     return options
 
 
-def given_options(options: dict[str, Any], function: Callable[..., Any]) -> list[str]:
-    """Return the options from ``api_options`` that are neither defaults nor values from the environment."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
-    return [
-        "--" + name.replace("_", "-")
-        for name, value in options.items()
-        if (tuple(value) if isinstance(value, list) else value) != defaults[name] and not from_environment(name, value)
-    ]
-
-
 def _redacted(value: Any) -> Any:
     """Return a value with URLs redacted, and a path that is a URL as one."""
     if isinstance(value, Path):

@@ -428,7 +428,7 @@ def check_finite(plan: Plan, job: Job, tensors: Mapping[str, Any], merged: Tenso
         raise InputError(
             f"the merge of {job.name} has values up to {largest:.6g}, and {FLOATS[job.info.dtype]} holds up to "
             f"{limit:.6g}. Set output.dtype to a wider type, or less extreme weights, options or curvature. To write "
-            "them, set allow_nonfinite=True."
+            "them, pass allow_nonfinite=True."
         )
 
 
@@ -437,7 +437,7 @@ def require_finite(label: str, name: str, values: Tensor) -> None:
     if not all_finite(values):
         raise InputError(
             f"{label}: {one_line(name)} has values that are NaN or infinite. The model is damaged; to merge it all the "
-            "same, set allow_nonfinite=True."
+            "same, pass allow_nonfinite=True."
         )
 
 
