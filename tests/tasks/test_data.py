@@ -10,7 +10,6 @@ import os
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from PIL import Image
 from gradmerge.errors import InputError
 from gradmerge.io import small_files
 from gradmerge.tasks.data.read import MAX_LINE, data_paths, dataset_metadata, read_rows
-from gradmerge.urls import redact_urls
 
-from ..http_stand_in import Web, serving, web_server
+from ..http_stand_in import Web, web_server
 
 ROWS = [
     {"text": "a good film, they said", "label": "1"},
@@ -244,36 +242,3 @@ def test_splits_and_secrets_of_data_at_a_url(web: Web, tmp_path: Path) -> None:
         read_rows(url)
     with pytest.raises(InputError, match=r"none\.csv"):
         read_rows(f"http://me:word@{web.address}/none.csv")
-
-
-def test_urls_that_differ_only_in_redacted_parts_are_different_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files of the same size, from a server without versions, and splits of a file whose URLs look the same."""
-    monkeypatch.setenv("GRADMERGE_CACHE", str(tmp_path / "cache"))
-    files = {"/d.csv?part=a": b"text,label\nred,0\n", "/d.csv?part=b": b"text,label\nsky,1\n"}
-    arrays = {name: np.full((2, 4, 4), index, np.uint8) for index, name in enumerate(("x", "x_train", "x_test"))}
-    np.savez(tmp_path / "a.npz", **arrays, y=[0, 0], y_train=[1, 1], y_test=[2, 2])
-    files["/a.npz?part=a"] = (tmp_path / "a.npz").read_bytes()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(files[self.path])))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(files[self.path])
-
-        def log_message(self, *_: Any) -> None:
-            return
-
-    Handler.do_HEAD = Handler.do_GET  # type: ignore[attr-defined]
-    with serving(Handler) as address:
-        one, two = (redact_urls(f"http://{address}/d.csv?part={part}") for part in "ab")
-        assert "part=a" not in one and "part=b" not in two
-        for _ in range(2):
-            assert [read_rows(url).rows[0]["text"] for url in (one, two)] == ["red", "sky"]
-        splits = [redact_urls(f"http://{address}/a.npz?part=a{split}") for split in (":train", ":test", "")]
-        for _ in range(2):
-            assert all(data_paths(url) for url in splits)
-            assert [read_rows(url).rows[0]["label"] for url in splits] == [1, 2, 0]

@@ -78,21 +78,21 @@ DEFAULTS = LoadOptions(
 
 
 def complete(
-    given: LoadOptions, function: Callable[..., Any], model_keys: Sequence[str] | None = BASIC_KEYS
+    options: LoadOptions, function: Callable[..., Any], model_keys: Sequence[str] | None = BASIC_KEYS
 ) -> LoadOptions:
     """Check the options of a call, and add the defaults of the others.
 
     ``model_keys``: the keys of ``model_args`` that the function supports; None for all.
     """
     types = get_type_hints(LoadOptions)
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in types:
             known = [known for known in inspect.signature(function).parameters if known != "loading"] + [*types]
             hint = f"{nearest(name, known)}\n  Known are {', '.join(known)}."
             raise InputError(f"there is no option {name!r}{hint}")
         check(name, value, types[name])
-    ModelArgs.parse(given.get("model_args"), model_keys)
-    return DEFAULTS | given
+    ModelArgs.parse(options.get("model_args"), model_keys)
+    return DEFAULTS | options
 
 
 def tokenizer_of(options: LoadOptions) -> str | None:

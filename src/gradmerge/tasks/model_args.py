@@ -44,10 +44,10 @@ class ModelArgs:
     """Recompute activations in the backward pass instead of storing them."""
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any] | None, allowed: Sequence[str] | None = None) -> ModelArgs:
+    def parse(cls, model_args: Mapping[str, Any] | None, allowed: Sequence[str] | None = None) -> ModelArgs:
         """Check keys and values. ``allowed``: the keys that the calling function supports, by default all."""
         types = get_type_hints(cls)
-        for key, value in (given or {}).items():
+        for key, value in (model_args or {}).items():
             if key in REFUSED:
                 raise InputError(f"model_args: {key} is not allowed: {REFUSED[key]}")
             if key not in types:
@@ -60,7 +60,7 @@ class ModelArgs:
                     f"{' and '.join(allowed)}"
                 )
             check(f"model_args: {key}", value, types[key])
-        args = cls(**(given or {}))
+        args = cls(**(model_args or {}))
         check_implementation("attn_implementation", args.attn_implementation, "model_args: attn_implementation")
         if args.load_in_4bit and args.load_in_8bit:
             raise InputError("model_args: load_in_4bit and load_in_8bit are both true. Give one of them.")

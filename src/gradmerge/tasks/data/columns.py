@@ -131,10 +131,10 @@ def choose_columns(task: str, rows: Rows, columns: Mapping[str, str] | None, *, 
 class _Chooser:
     """The columns that the user has chosen, and those that are found for other roles."""
 
-    def __init__(self, task: str, rows: Rows, given: Mapping[str, str]) -> None:
+    def __init__(self, task: str, rows: Rows, columns: Mapping[str, str]) -> None:
         self.task, self.rows = task, rows
         self.by_name = {name.lower(): name for name in reversed(rows.columns)}
-        self.fields: Fields = {role: self._parse(role, value) for role, value in given.items()}
+        self.fields: Fields = {role: self._parse(role, value) for role, value in columns.items()}
         for pair in EXCLUSIVE:
             if len(self.fields.keys() & set(pair)) > 1:
                 raise InputError(f"columns: {' and '.join(pair)} exclude each other. Give one of them")
@@ -181,8 +181,8 @@ class _Chooser:
 
     def find_language(self) -> list[str]:
         """Choose a text, messages, or a prompt with its completion. Return the roles that are required."""
-        given = bool(self.fields)
-        if not given:
+        user_chose = bool(self.fields)
+        if not user_chose:
             self.find("messages", ["messages"])
         if not self.fields:
             self.find("text", ["text"])
@@ -190,7 +190,7 @@ class _Chooser:
             return []
         self.find("completion", COMPLETION)
         self.find("prompt", PROMPT)
-        if given or len(self.fields) == 2:
+        if user_chose or len(self.fields) == 2:
             return ["prompt", "completion"]
         self.fields.clear()
         self.find("text", TEXT, only_text=True)
