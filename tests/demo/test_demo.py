@@ -1,4 +1,4 @@
-"""The whole demonstration at a tiny size: what it leaves, what it says, and that it can be repeated."""
+"""The whole demonstration at a tiny size: its files, its numbers, and the commands that repeat it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import typer
 import yaml
-from click.testing import Result
 from safetensors.torch import load_file
 from scipy import stats
 from transformers import ViTForImageClassification
@@ -20,48 +18,34 @@ from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
 from gradmerge.demo import DemoResult, run_demo
-from gradmerge.demo.commands import highlights
 from gradmerge.demo.tables import EVERY
-from gradmerge.demo.training import train
 from gradmerge.engine.thread_pool import one_thread_each
 from gradmerge.errors import InputError
-from gradmerge.rules import METHODS
 
 from .making import tiny
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
-    """A run that replaced the folder of an earlier one."""
+def result(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
+    """Replace the folder of an earlier run."""
     folder = tmp_path_factory.mktemp("demo") / "my demo"
     folder.mkdir()
     for name in ("commands.sh", "results.json", "results.md", "old"):
         (folder / name).write_text("old")
     with pytest.raises(InputError):
         run_demo(folder, settings=tiny())
-    outcome = run_demo(folder, settings=tiny(), force=True)
+    result = run_demo(folder, settings=tiny(), force=True)
     assert not (folder / "old").exists() and [path.name for path in folder.parent.iterdir()] == ["my demo"]
-    return outcome
-
-
-def printed(outcome: DemoResult, *arguments: str) -> Result:
-    """What the command prints for an outcome."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradmerge.demo.run_demo", lambda *_, **__: outcome)
-        result = CliRunner().invoke(app, ["demo", *arguments])
-    assert result.exit_code == 0, result.output
     return result
 
 
-def test_the_command_prints_tables_reports_and_commands(outcome: DemoResult) -> None:
-    full, quiet = printed(outcome).stdout, printed(outcome, "--quiet").stdout
-    for row in (*outcome.merging, *outcome.removal):
-        assert row.name in full and row.name in quiet
-    commands = [shlex.join(command) for command in highlights(outcome.commands)]
-    assert all(command in full and command not in quiet for command in commands)
-    facts = json.loads(printed(outcome, "--json").stdout)
-    assert {row["folder"] for row in facts["merging"]} >= {"models/base", "models/joint", "merged/gradient-matching"}
-    assert all(line.startswith("gradmerge ") for several in facts["commands"].values() for line in several)
+def test_the_command_prints_tables(result: DemoResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradmerge.demo.run_demo", lambda *_, **__: result)
+    full, quiet, facts = (CliRunner().invoke(app, ["demo", *words]) for words in ([], ["--quiet"], ["--json"]))
+    for row in (*result.merging, *result.removal):
+        assert row.name in full.stdout and row.name in quiet.stdout
+    assert "commands.sh" in full.stdout and "commands.sh" not in quiet.stdout
+    assert {row["folder"] for row in json.loads(facts.stdout)["merging"]} == {row.folder for row in result.merging}
 
 
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
@@ -73,152 +57,88 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_kind_of_rule_is_in_the_table(outcome: DemoResult) -> None:
-    recipes = {path.stem: yaml.safe_load(path.read_text()) for path in (outcome.folder / "recipes").iterdir()}
-    methods = {recipe["method"] for recipe in recipes.values()}
-    assert methods <= set(METHODS)
-    with_curvature = {name for name, rule in METHODS.items() if {"curvature", "grams"} & set(rule.inputs)}
-    without = {"average", "task-arithmetic", "sparse-finetuning", "ties", "dare"}
-    assert methods == (with_curvature - {"posterior-sample"}) | without
-    merged = {row.folder for row in outcome.merging if row.folder.startswith("merged/")}
-    assert merged == {f"merged/{name}" for name in recipes if name not in ("removal", "negation")}
-    assert {row.folder for row in outcome.removal} == {
-        "models/joint",
-        "removed/negation",
-        "removed/removal",
-        "removed/influence",
-        "models/without-tilted",
-    }
-    assert all(model["weight"] == 1 for model in recipes["task-arithmetic"]["models"])
+def test_all_recipes_and_reports_are_in_the_folder(result: DemoResult) -> None:
+    names = {path.stem for path in (result.folder / "recipes").iterdir()}
+    merged = {row.folder for row in result.merging if row.folder.startswith("merged/")}
+    assert merged == {f"merged/{name}" for name in names if name not in ("removal", "negation")}
+    text = (result.folder / "results.md").read_text()
+    assert all(f"| {row.name} |" in text for row in result.merging + result.removal)
+    for report in ("preview", "diagnose", "improved/calibrated", "improved/distilled"):
+        assert (result.folder / report / "report.html").stat().st_size > 10_000
 
 
-def test_accuracies_are_those_of_the_models_on_test_images(outcome: DemoResult) -> None:
-    for row in (outcome.merging[0], outcome.merging[-2], outcome.removal[2]):
-        model = ViTForImageClassification.from_pretrained(outcome.folder / row.folder).double().eval()
-        for task in EVERY:
-            predicted, labels = predictions(outcome, model, task)
-            right = predicted.argmax(1).numpy() == labels
-            assert row.scores[task] == pytest.approx(right.mean(), abs=1.5 / len(right)), (row.folder, task)
-            loss = -np.mean([float(one[label]) for one, label in zip(predicted, labels, strict=True)])
-            assert row.losses[task] == pytest.approx(loss, rel=1e-4)
-            share = row.scores[task]
-            assert 0 < share < 1 and row.errors[task] == pytest.approx(np.sqrt(share * (1 - share) / len(right)))
-
-
-def test_merges_are_compared_on_the_same_digits(outcome: DemoResult) -> None:
-    """By hand: the mean over tasks of every digit, and the differences of these."""
-    merges = {row.folder: row for row in outcome.merging if row.folder.startswith("merged/")}
-    means = {}
-    for folder, row in merges.items():
-        model = ViTForImageClassification.from_pretrained(outcome.folder / folder).double().eval()
-        right = [predicted.argmax(1).numpy() == labels for predicted, labels in each_task(outcome, model)]
-        means[folder] = np.mean(right, 0)
-        assert row.mean == pytest.approx(means[folder].mean(), abs=0.01)
-        assert row.mean_error == pytest.approx(stats.sem(means[folder]), rel=0.05)
-    best = max(means, key=lambda folder: merges[folder].mean)
-    assert merges[best].tied == "best" and not any(row.tied for row in outcome.merging if row.folder not in merges)
-    for folder, mean in means.items():
-        apart = means[best] - mean
-        clearly = apart.mean() / (2 * max(stats.sem(apart), 1e-9))
-        if folder != best and abs(clearly - 1) > 0.1:
-            assert (merges[folder].tied == "tied") == (clearly < 1), folder
-
-
-def each_task(outcome: DemoResult, model: ViTForImageClassification) -> list[tuple[torch.Tensor, np.ndarray]]:
-    return [predictions(outcome, model, task) for task in EVERY]
-
-
-def predictions(outcome: DemoResult, model: ViTForImageClassification, task: str) -> tuple[torch.Tensor, np.ndarray]:
-    """ln p of every class, and the right ones, of a task's test images."""
-    with np.load(outcome.folder / "data" / f"{task}.npz") as data, torch.no_grad():
+def predictions(result: DemoResult, folder: str, task: str) -> tuple[torch.Tensor, np.ndarray]:
+    """Return ln p of every class, and the labels, of a task's test images."""
+    model = ViTForImageClassification.from_pretrained(result.folder / folder).double().eval()
+    with np.load(result.folder / "data" / f"{task}.npz") as data, torch.no_grad():
         pixels = torch.from_numpy(data["x_test"].astype(np.float64))[:, None] / 127.5 - 1
         return model(pixel_values=pixels).logits.log_softmax(-1), data["y_test"]
 
 
-def test_the_distance_of_removals_is_that_of_their_predictions_from_the_target_s(outcome: DemoResult) -> None:
-    models = [ViTForImageClassification.from_pretrained(outcome.folder / row.folder) for row in outcome.removal]
-    *others, wanted = [predictions(outcome, model.double().eval(), "tilted")[0] for model in models]
-    for row, ours in zip(outcome.removal, others, strict=False):
-        assert row.kl == pytest.approx(float((wanted.exp() * (wanted - ours)).sum(1).mean()), rel=1e-3, abs=1e-6)
-    assert outcome.removal[-1].kl == pytest.approx(0, abs=1e-9)
+def test_scores_are_those_of_the_models_on_test_images(result: DemoResult) -> None:
+    means = {}
+    for row in result.merging:
+        right = {}
+        for task in EVERY:
+            predicted, labels = predictions(result, row.folder, task)
+            right[task] = predicted.argmax(1).numpy() == labels
+            share = row.scores[task]
+            assert share == pytest.approx(right[task].mean(), abs=1.5 / len(labels)), (row.folder, task)
+            assert row.losses[task] == pytest.approx(-float(predicted[range(len(labels)), labels].mean()), rel=1e-4)
+            assert row.errors[task] == pytest.approx(np.sqrt(share * (1 - share) / len(labels)))
+        means[row.folder] = np.mean(list(right.values()), 0)
+        assert row.mean_error == pytest.approx(stats.sem(means[row.folder]), rel=0.05)
+    best = next(row.folder for row in result.merging if row.tied == "best")
+    for row in result.merging:
+        apart = means[best] - means[row.folder]
+        clearly = apart.mean() / (2 * max(stats.sem(apart), 1e-9))
+        if row.folder.startswith("merged/") and row.folder != best and abs(clearly - 1) > 0.1:
+            assert (row.tied == "tied") == (clearly < 1), row.folder
+    target = predictions(result, result.removal[-1].folder, "tilted")[0]
+    for row in result.removal:
+        kl = (target.exp() * (target - predictions(result, row.folder, "tilted")[0])).sum(1).mean()
+        assert row.kl == pytest.approx(float(kl), rel=1e-3, abs=1e-6)
 
 
-def test_the_tuned_weight_is_the_best_of_the_preview_on_validation_images(outcome: DemoResult) -> None:
-    found = json.loads((outcome.folder / "preview" / "preview.json").read_text())
-    rows = [row for row in found["settings"] if row["method"] == "task-arithmetic"]
-    assert len(rows) == 3 and all(row["metrics"][task]["examples"] == 40 for row in rows for task in row["metrics"])
-
-    def mean(row: dict[str, dict[str, dict[str, float]]]) -> float:
-        return float(np.mean([numbers["accuracy"] for numbers in row["metrics"].values()]))
-
-    chosen = [row for row in rows if row["weights"]["tilted"] == outcome.results["tuned_weight"]]
-    assert mean(chosen[0]) == max(map(mean, rows))
-    shown = outcome.results["preview"]["task-arithmetic"]
-    assert shown["mean_accuracy"] == pytest.approx(mean(chosen[0]))
-    errors = [one["metrics"][task]["standard_errors"]["accuracy"] for one in chosen for task in one["metrics"]]
-    assert shown["standard_error"] == pytest.approx(np.sqrt(np.sum(np.square(errors))) / len(errors))
-    assert shown["tied"][0] <= shown["weight"] <= shown["tied"][1]
+def test_the_tuned_weight_is_the_best_on_validation_images(result: DemoResult) -> None:
+    rows = json.loads((result.folder / "preview" / "preview.json").read_text())["settings"]
+    scores = {
+        row["weights"]["tilted"]: np.mean([numbers["accuracy"] for numbers in row["metrics"].values()])
+        for row in rows
+        if row["method"] == "task-arithmetic"
+    }
+    weight = result.results["tuned_weight"]
+    assert len(scores) == 3 and scores[weight] == max(scores.values())
+    recipe = yaml.safe_load((result.folder / "recipes/task-arithmetic-tuned.yml").read_text())
+    assert all(model["weight"] == weight for model in recipe["models"])
 
 
-def test_results_and_reports_are_written(outcome: DemoResult) -> None:
-    text = (outcome.folder / "results.md").read_text()
-    for row in outcome.merging + outcome.removal:
-        assert f"| {row.name} |" in text
-    for report in ("preview", "diagnose"):
-        assert (outcome.folder / report / "report.html").stat().st_size > 10_000
-
-
-def test_training_with_the_same_seed_gives_the_same_weights(outcome: DemoResult, tmp_path: Path) -> None:
-    for name, seed in (("same", 0), ("other", 1)):
-        data = outcome.folder / "data" / "upright.npz"
+def test_commands_give_the_same_results(result: DemoResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(result.folder)
+    script = Path("commands.sh").read_text()
+    commands = [words for several in result.commands.values() for words in several]
+    assert all(f"\n{shlex.join(words)}\n" in script for words in commands)
+    last = {words[1]: words for words in reversed(commands)}  # one of each kind
+    assert last.keys() == {"curvature", "merge", "preview", "calibrate", "distill", "diagnose", "remove", "evaluate"}
+    for words in last.values():
+        out = Path(words[words.index("-o") + 1]) if "-o" in words else Path()
+        before = {path: load_file(path) for path in out.glob("*.safetensors")}
         with one_thread_each():
-            train(None, data, tmp_path / name, tiny(seed), stream=0)
-    want = (outcome.folder / "models/base/model.safetensors").read_bytes()
-    assert (tmp_path / "same/model.safetensors").read_bytes() == want
-    assert (tmp_path / "other/model.safetensors").read_bytes() != want
+            invoked = CliRunner().invoke(app, words[1:])
+        assert invoked.exit_code == 0, invoked.output
+        for path, want in before.items():
+            for name, got in load_file(path).items():
+                torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
 
 
-def test_every_command_is_one_that_the_command_line_understands(outcome: DemoResult) -> None:
-    group = typer.main.get_command(app)
-    script = (outcome.folder / "commands.sh").read_text()
-    for command in (c for several in outcome.commands.values() for c in several):
-        assert f"\n{shlex.join(command)}\n" in script
-        words, found = list(command[1:]), group
-        while hasattr(found, "commands"):
-            found = found.commands[words.pop(0)]
-        found.make_context(shlex.join(command), words)
-
-
-def test_commands_of_every_kind_succeed_as_printed_and_give_the_same_models(
-    outcome: DemoResult, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(outcome.folder)
-    paths = ["curvature/base/curvature.safetensors", "merged/gradient-matching/model.safetensors"]
-    before = [load_file(path) for path in paths]
-    removed = Path("removed/removal/model.safetensors").read_bytes()
-    shown = highlights(outcome.commands)
-    kinds = {"curvature", "preview", "merge", "calibrate", "distill", "evaluate", "diagnose", "remove"}
-    assert {command[1] for command in shown} == kinds
-    for command in shown:
-        with one_thread_each():  # for the time it takes
-            result = CliRunner().invoke(app, command[1:])
-        assert result.exit_code == 0, result.output
-    for path, want in zip(paths, before, strict=True):
-        for name, got in load_file(path).items():
-            torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
-    assert Path("removed/removal/model.safetensors").read_bytes() == removed
-
-
-def test_a_shell_that_does_not_know_gradmerge_runs_them(outcome: DemoResult) -> None:
-    lines = (outcome.folder / "commands.sh").read_text().splitlines()
-    wanted = [line for line in lines if line.startswith("gradmerge merge recipes/ties.yml")]
-    assert len(wanted) == 1
-    head = [line for line in lines if line.startswith(("set", "cd", "export"))]
-    (outcome.folder / "some.sh").write_text("\n".join([*head, *wanted]) + "\n")
-    bare = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+def test_the_script_finds_gradmerge(result: DemoResult) -> None:
+    lines = (result.folder / "commands.sh").read_text().splitlines()
+    script = [line for line in lines if line.startswith(("set", "cd", "export", "gradmerge merge recipes/ties.yml"))]
+    assert len(script) == 4
+    (result.folder / "some.sh").write_text("\n".join(script) + "\n")
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        ["sh", outcome.folder / "some.sh"], env=bare, capture_output=True, text=True, check=False, timeout=240
+        ["sh", result.folder / "some.sh"], env=environment, capture_output=True, text=True, check=False, timeout=240
     )
-    (outcome.folder / "some.sh").unlink()
+    (result.folder / "some.sh").unlink()
     assert done.returncode == 0, done.stderr
-    assert "tensors merged" in done.stdout

@@ -1,4 +1,4 @@
-"""The main job in one command: train, estimate curvature, merge, remove and compare, on scikit-learn's digits."""
+"""The demonstration: train, estimate curvature, merge, improve, remove and evaluate, on scikit-learn's digits."""
 
 from .demo_settings import Settings
 from .run import DemoResult, run_demo

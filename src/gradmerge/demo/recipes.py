@@ -1,4 +1,4 @@
-"""The recipes: nine methods for a base and three tuned models, those with curvature among them, and the removals."""
+"""The recipes of the demonstration: nine methods for a base and three fine-tuned models, and removals."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ REMOVAL, NEGATION, INFLUENCE = "removal", "negation", "influence"
 
 
 def _models(measured: str | None = None) -> list[dict[str, str]]:
-    """The tuned models, each with its curvature or Gram matrices from the folder ``measured``."""
+    """Return the fine-tuned models, each with its curvature or Gram matrices from the folder ``measured``."""
     models = {task: {"model": f"../models/{task}"} for task in TASKS}
     return [model | ({"curvature": f"../{measured}/{task}"} if measured else {}) for task, model in models.items()]
 
 
 def merges(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Name → recipe, as it stands in `recipes/`; options that are not named have their defaults."""
+    """Return the recipes by their names in `recipes/`."""
     base = {"model": "../models/base"}
     measured = base | {"curvature": "../curvature/base"}
     return {
@@ -39,13 +39,13 @@ def merges(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def task_arithmetic(weight: float) -> dict[str, Any]:
-    """The same weight for every task."""
+    """Return task arithmetic with the same weight for every task."""
     models = [model | {"weight": weight} for model in _models()]
     return {"method": "task-arithmetic", "base": {"model": "../models/base"}, "models": models}
 
 
 def negation() -> dict[str, Any]:
-    """Removal by task arithmetic: the whole of what tuning on the removed task changed, subtracted."""
+    """Return a removal by task arithmetic: subtract what fine-tuning on the removed task changed."""
     return {
         "method": "task-arithmetic",
         "base": {"model": "../models/joint"},
@@ -54,7 +54,7 @@ def negation() -> dict[str, Any]:
 
 
 def removal() -> dict[str, Any]:
-    """Removal with curvature: of the joint model on the data that stays, and of the tuned one on what goes."""
+    """Return a removal with curvature of the joint model on the retain set and of the tuned model on the forget set."""
     return {
         "method": "removal",
         "base": {"model": "../models/joint", "curvature": "../curvature/joint-rest"},
@@ -62,8 +62,9 @@ def removal() -> dict[str, Any]:
     }
 
 
-def write_recipe(path: Path, recipe: dict[str, Any], out: str) -> None:
-    """A recipe file that opens with the command that runs it."""
+def write_recipe(name: str, recipe: dict[str, Any], out: str) -> None:
+    """Write a recipe file that begins with the command that runs it."""
+    path = Path("recipes", f"{name}.yml")
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"# gradmerge merge {path.as_posix()} -o {out} --force\n{text}", "utf-8")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import shlex
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..api.calibrate import calibrate
 from ..api.diagnose import diagnose
@@ -24,15 +24,57 @@ from ..engine.thread_pool import one_thread_each
 from ..io.atomic_dir import AtomicDir
 from ..progress import NoProgress, Progress
 from ..text import to_json
-from . import commands, recipes, tables
-from .commands import Command, EstimateRun, data_of
+from . import recipes, tables
 from .demo_settings import BASE, REMOVED, TASKS, Settings
 from .digits import load_digits, write_data
 from .recipes import CALIBRATED, DISTILLED, INFLUENCE, MATCHING, NEGATION, REMOVAL, TUNED
 from .training import distances, measured_rows, train
 
-Steps = dict[str, Callable[[], object]]
-"""Name of the file or folder → the call that writes it."""
+#: Model, the model that its training starts from, data, and number of the random stream.
+TRAININGS = [
+    ("base", None, BASE, 0),
+    *((task, "models/base", task, stream) for stream, task in enumerate(TASKS, 1)),
+    ("joint", "models/base", "all", 11),
+    (f"joint-{REMOVED}", "models/joint", REMOVED, 12),
+    (f"without-{REMOVED}", "models/base", "rest", 13),
+]
+#: Arguments that are positional on the command line.
+_POSITIONAL = ("model", "recipe", "merged")
+
+
+class Step(NamedTuple):
+    """A call of the API, and the same as a command."""
+
+    title: str
+    command: str
+    function: Callable[..., object]
+    arguments: Mapping[str, Any]
+    """By name; ``out`` is the folder that the call writes."""
+
+    @property
+    def words(self) -> list[str]:
+        """Return the command that repeats the step."""
+        words = ["gradmerge", *self.command.split()]
+        for name, value in self.arguments.items():
+            flag = f"--{name.replace('_', '-')}"
+            if name in _POSITIONAL:
+                words.append(str(value))
+            elif isinstance(value, Mapping):
+                words += [w for key, item in value.items() for w in (flag.removesuffix("s"), f"{key}={item}")]
+            elif name != "out":
+                words += [flag, str(value)]
+        return [*words, "-o", self.arguments["out"], "--force"]
+
+    def run(self) -> None:
+        options: dict[str, Any] = {"progress": False}
+        if self.function is not merge:
+            options["device"] = "cpu"
+        if self.function in (preview, diagnose, calibrate, distill):
+            options["command"] = shlex.join(self.words)
+        arguments = dict(self.arguments)
+        if self.function is estimate_curvature:
+            arguments["batches"] = arguments.pop("data")
+        self.function(**arguments, **options)
 
 
 @dataclass(frozen=True)
@@ -42,15 +84,10 @@ class DemoResult:
     folder: Path
     results: dict[str, Any]
     """The contents of `results.json`."""
-    commands: dict[str, list[Command]]
-
-    @property
-    def merging(self) -> list[tables.TableRow]:
-        return tables.rows_of(self.results["merging"])
-
-    @property
-    def removal(self) -> list[tables.TableRow]:
-        return tables.rows_of(self.results["removal"])
+    merging: list[tables.TableRow]
+    removal: list[tables.TableRow]
+    commands: dict[str, list[list[str]]]
+    """Title → the commands that repeat the steps, to be run in the folder."""
 
 
 def run_demo(
@@ -77,169 +114,124 @@ def run_demo(
     digits = load_digits()
     with AtomicDir(Path(out), "demonstration", force=force) as staging:
         with contextlib.chdir(staging.folder), one_thread_each():
-            steps = _steps(settings, digits)
-            progress.begin("demo", len(steps))
-            for name, call in steps.items():
+            steps = steps_of(settings)
+            progress.begin("demo", 1 + len(TRAININGS) + len(steps))
+
+            def run(name: str, call: Callable[[], object]) -> None:
                 begun = time.perf_counter()
                 call()
                 say(f"{name}: {time.perf_counter() - begun:.1f} s")
                 progress.advance(1)
-            results = _score(settings)
-            every = commands.all_commands(_merged(settings), settings)
-            Path("results.json").write_text(to_json(results) + "\n", "utf-8")
-            Path("results.md").write_text(tables.page(results), "utf-8")
-            Path("commands.sh").write_text(commands.script(every), "utf-8")
-    return DemoResult(Path(out), results, every)
+
+            run("data", partial(write_data, Path("data"), *digits, settings))
+            for name, start, source, stream in TRAININGS:
+                data = Path("data", f"{source}.npz")
+                run(f"models/{name}", partial(train, start, data, Path("models", name), settings, stream=stream))
+            for name, recipe in recipes.merges(settings).items():
+                recipes.write_recipe(name, recipe, f"merged/{name}")
+            recipes.write_recipe(NEGATION, recipes.negation(), f"removed/{NEGATION}")
+            recipes.write_recipe(REMOVAL, recipes.removal(), f"removed/{REMOVAL}")
+            for step in steps:
+                if step.arguments["out"] == f"merged/{TUNED}":
+                    recipes.write_recipe(TUNED, recipes.task_arithmetic(_best_weight()), f"merged/{TUNED}")
+                run(step.arguments["out"], step.run)
+            result = _score(Path(out), settings, steps)
+            Path("results.json").write_text(to_json(result.results) + "\n", "utf-8")
+            Path("results.md").write_text(tables.page(result.results, result.merging, result.removal), "utf-8")
+            Path("commands.sh").write_text(_script(result.commands), "utf-8")
+    return result
 
 
-def _steps(settings: Settings, digits: tuple[Any, Any]) -> Steps:
-    """All calls in order, except those that write the results. Paths are relative to the new folder."""
-    steps: Steps = {"data": partial(write_data, Path("data"), *digits, settings)}
-    trainings = [
-        ("base", None, BASE, 0),
-        *((task, "base", task, stream) for stream, task in enumerate(TASKS, 1)),
-        ("joint", "base", "all", 11),
-        (f"joint-{REMOVED}", "joint", REMOVED, 12),
-        (f"without-{REMOVED}", "base", "rest", 13),
+def steps_of(settings: Settings) -> list[Step]:
+    """Return all steps after the training, in order. Paths are relative to the new folder."""
+
+    def estimate(out: str, model: str, data: str, **options: Any) -> Step:
+        arguments = {"model": f"models/{model}", "data": f"data/{data}.npz:train", "batch_size": 64, **options}
+        return Step("Estimate curvature", "curvature estimate", estimate_curvature, arguments | {"out": out})
+
+    def merged(name: str, folder: str = "merged", title: str = "Merge") -> Step:
+        return Step(title, "merge", merge, {"recipe": f"recipes/{name}.yml", "out": f"{folder}/{name}"})
+
+    def improve(function: Any, start: str, out: str, batch_size: int) -> Step:
+        arguments: dict[str, Any] = {"merged": start, "data": _data("train"), "teachers": {"base": "models/base"}}
+        arguments |= {"limit": settings.unlabeled, "batch_size": batch_size, "out": f"improved/{out}"}
+        return Step("Improve the merge on unlabeled images", function.__name__, function, arguments)
+
+    def report(title: str, function: Any, **options: Any) -> Step:
+        out = function.__name__
+        arguments = {"recipe": f"recipes/{MATCHING}.yml", **options, "batch_size": 64, "out": out}
+        return Step(title, out, function, arguments)
+
+    removing = f"Remove {REMOVED} from the joint model"
+    forget = {
+        "forget": f"data/{REMOVED}.npz:train",
+        "retain": "data/rest.npz:train",
+        "budget": "40%",
+        "batch_size": 128,
+    }
+    return [
+        estimate("curvature/base", "base", BASE),
+        *(estimate(f"curvature/{task}", task, task) for task in TASKS),
+        *(estimate(f"gram/{task}", task, task, kind="gram") for task in TASKS),
+        *(estimate(f"curvature-at-delta/{task}", task, task, at_delta="models/base", task="image") for task in TASKS),
+        *map(merged, recipes.merges(settings)),
+        report(
+            "Compare weights on validation images",
+            preview,
+            weights=settings.weights,
+            methods="gradient-matching,task-arithmetic",
+            data=_data("valid"),
+        ),
+        merged(TUNED),
+        improve(calibrate, f"merged/{MATCHING}", CALIBRATED, 64),
+        improve(distill, f"improved/{CALIBRATED}", DISTILLED, 16),
+        report("Diagnose the merge", diagnose, target="models/joint", data=_data("train")),
+        estimate("curvature/joint-rest", "joint", "rest"),
+        estimate(f"curvature/joint-{REMOVED}", f"joint-{REMOVED}", REMOVED),
+        merged(NEGATION, "removed", removing),
+        merged(REMOVAL, "removed", removing),
+        Step(removing, "remove", remove, {"base": "models/joint", **forget, "out": f"removed/{INFLUENCE}"}),
     ]
-    for name, start, data, stream in trainings:
-        steps[f"models/{name}"] = partial(
-            train,
-            f"models/{start}" if start else None,
-            Path("data", f"{data}.npz"),
-            Path("models", name),
-            settings,
-            stream=stream,
-        )
-    for asked in (*commands.CURVATURE, *commands.EXTRA, *commands.FOR_REMOVAL):
-        steps[asked.out] = partial(_estimate, asked)
-    for name, recipe in recipes.merges(settings).items():
-        steps[f"merged/{name}"] = partial(_merge, f"merged/{name}", recipe)
-    steps["preview"] = partial(_preview, settings)
-    steps[f"merged/{TUNED}"] = _merge_tuned
-    steps[f"improved/{CALIBRATED}"] = partial(_calibrate, settings)
-    steps[f"improved/{DISTILLED}"] = partial(_distill, settings)
-    steps[f"removed/{NEGATION}"] = partial(_merge, f"removed/{NEGATION}", recipes.negation())
-    steps[f"removed/{REMOVAL}"] = partial(_merge, f"removed/{REMOVAL}", recipes.removal())
-    steps[f"removed/{INFLUENCE}"] = _influence
-    steps["diagnose"] = _diagnose
-    return steps
 
 
-def _merged(settings: Settings) -> list[str]:
-    """The merges in the order of the table: the tuned weight stands below the fixed one."""
+def _data(split: str) -> dict[str, str]:
+    """Return the data of the base and of every task."""
+    return {"base": f"data/{BASE}.npz:{split}"} | {task: f"data/{task}.npz:{split}" for task in TASKS}
+
+
+def _score(out: Path, settings: Settings, steps: list[Step]) -> DemoResult:
+    """Evaluate all models on the test images."""
     names = list(recipes.merges(settings))
     names.insert(names.index("task-arithmetic") + 1, TUNED)
-    return names
-
-
-def _estimate(asked: EstimateRun) -> None:
-    options = {"batch_size": 64, "device": "cpu", "progress": False, **asked.options}
-    estimate_curvature(f"models/{asked.model}", f"data/{asked.data}.npz:train", out=asked.out, **options)
-
-
-def _merge(out: str, recipe: dict[str, Any]) -> None:
-    path = Path("recipes", f"{Path(out).name}.yml")
-    recipes.write_recipe(path, recipe, out)
-    merge(path, out, progress=False)
-
-
-def _merge_tuned() -> None:
-    _merge(f"merged/{TUNED}", recipes.task_arithmetic(_best_weight()))
-
-
-def _preview(settings: Settings) -> None:
-    preview(
-        f"recipes/{MATCHING}.yml",
-        "preview",
-        weights=settings.weights,
-        methods="gradient-matching,task-arithmetic",
-        data=data_of("valid"),
-        batch_size=64,
-        device="cpu",
-        progress=False,
-        command=shlex.join(commands.preview(settings)),
-    )
-
-
-def _calibrate(settings: Settings) -> None:
-    calibrate(
-        f"merged/{MATCHING}",
-        data_of("train"),
-        teachers={"base": "models/base"},
-        out=f"improved/{CALIBRATED}",
-        limit=settings.unlabeled,
-        batch_size=64,
-        device="cpu",
-        progress=False,
-        command=shlex.join(commands.calibrate(settings)),
-    )
-
-
-def _distill(settings: Settings) -> None:
-    distill(
-        f"improved/{CALIBRATED}",
-        data_of("train"),
-        teachers={"base": "models/base"},
-        out=f"improved/{DISTILLED}",
-        limit=settings.unlabeled,
-        batch_size=16,
-        device="cpu",
-        progress=False,
-        command=shlex.join(commands.distill(settings)),
-    )
-
-
-def _influence() -> None:
-    remove(
-        "models/joint",
-        f"removed/{INFLUENCE}",
-        forget=f"data/{REMOVED}.npz:train",
-        retain="data/rest.npz:train",
-        budget="40%",
-        batch_size=128,
-        device="cpu",
-        progress=False,
-    )
-
-
-def _diagnose() -> None:
-    diagnose(
-        f"recipes/{MATCHING}.yml",
-        "diagnose",
-        target="models/joint",
-        data=data_of("train"),
-        device="cpu",
-        batch_size=64,
-        progress=False,
-        command=shlex.join(commands.diagnose()),
-    )
-
-
-def _score(settings: Settings) -> dict[str, Any]:
-    """Evaluate all models on the test images: the contents of `results.json`."""
-    merged, target = _merged(settings), f"models/without-{REMOVED}"
+    target = f"models/without-{REMOVED}"
     removed = [f"removed/{name}" for name in (NEGATION, REMOVAL, INFLUENCE)]
     models = [f"models/{name}" for name in ("base", *TASKS, "joint")]
     improved = [f"improved/{name}" for name in (CALIBRATED, DISTILLED)]
-    found = measured_rows([*models, *(f"merged/{name}" for name in merged), *improved, *removed, target], tables.EVERY)
+    rows = measured_rows([*models, *(f"merged/{name}" for name in names), *improved, *removed, target], tables.EVERY)
     weight = _best_weight()
-    removals = tables.removal_rows(found, distances(["models/joint", *removed, target], target, REMOVED))
-    return {
+    merging = tables.merge_rows(rows, names, weight, settings.unlabeled)
+    removal = tables.removal_rows(rows, distances(["models/joint", *removed, target], target, REMOVED))
+    results = {
         "seed": settings.seed,
         "images": {"train": settings.train, "valid": settings.valid, "test": settings.test},
         "unlabeled": settings.unlabeled,
         "tuned_weight": weight,
         "preview": _previewed(),
-        "unit": "scores: share of test images whose most likely class is right; losses: mean −ln p of the right "
-        f"class; kl: mean KL(target ‖ model) on test images of {REMOVED}; errors: standard errors over images",
-        "merging": [dataclasses.asdict(row) for row in tables.merge_rows(found, merged, weight, settings.unlabeled)],
-        "removal": [dataclasses.asdict(row) for row in removals],
+        "merging": [asdict(row) for row in merging],
+        "removal": [asdict(row) for row in removal],
     }
+    commands: dict[str, list[list[str]]] = {}
+    for step in steps:
+        commands.setdefault(step.title, []).append(step.words)
+    commands["Evaluate on test images"] = [
+        f"gradmerge evaluate merged/{MATCHING} --data data/{task}.npz:test --batch-size 64".split()
+        for task in tables.EVERY
+    ]
+    return DemoResult(out, results, merging, removal, commands)
 
 
 def _previewed() -> dict[str, dict[str, Any]]:
-    """Method of the preview → the weight to take by its mean accuracy on validation images, and which are tied."""
+    """Return for each method of the preview the best weight on validation images, and the weights tied with it."""
     found = json.loads(Path("preview", "preview.json").read_text("utf-8"))["best"]
     return {
         method: {
@@ -253,6 +245,14 @@ def _previewed() -> dict[str, dict[str, Any]]:
 
 
 def _best_weight() -> float:
-    """The weight at which task arithmetic has the best mean accuracy on validation images."""
     weight: float = _previewed()["task-arithmetic"]["weight"]
     return weight
+
+
+def _script(commands: Mapping[str, list[list[str]]]) -> str:
+    """Return a shell script that repeats all steps, also in a shell whose PATH lacks `gradmerge`."""
+    lines = ["#!/bin/sh", "# Repeats the steps of `gradmerge demo` on its trained models.", "set -eu"]
+    lines += ['cd "$(dirname "$0")"', f'export PATH="$PATH":{shlex.quote(str(Path(sys.executable).parent))}']
+    for title, several in commands.items():
+        lines += ["", f"# {title}", *map(shlex.join, several)]
+    return "\n".join(lines) + "\n"
