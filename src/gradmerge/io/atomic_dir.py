@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import size
 from ..urls import UrlPath, output_path
-from .small_files import read_json, read_start
+from .small_files import read_json
 
 if TYPE_CHECKING:
     from .upload import Upload
@@ -38,7 +38,6 @@ RESULT_FILES = (
     {"commands.sh", "results.json", "results.md"},
 )
 CURVATURE_FILES = ("curvature*.safetensors", "curvature.safetensors.index.json", "online.safetensors")
-CURVATURE_CARD = b"---\ntags:\n- gradmerge\n- curvature\n"
 
 
 class AtomicDir:
@@ -149,7 +148,7 @@ class AtomicDir:
 
     def _check_replaceable(self, resume: bool) -> None:
         if self.upload is not None:
-            self.upload.check_replaceable(self.folder, self.force, resume, _are_ours)
+            self.upload.check_replaceable(self.folder, self.force, resume)
         elif self.out.exists() or self.out.is_symlink():
             if not self.force:
                 raise InputError(
@@ -191,7 +190,7 @@ class AtomicDir:
                     "choose another output, or remove the folder to give it up."
                 )
             return
-        if any(self.folder.iterdir()) and not _written_by_us(self.folder):  # ours if killed just before the rename
+        if not is_ours(self.folder):  # a process killed just before the rename leaves a result without the mark
             raise InputError(f"{self.folder}: was not written by gradmerge, which needs this name. Move it away.")
         mark.write_text(json.dumps({"kind": self.kind}))
 
@@ -278,24 +277,23 @@ def _contains(folder: Path, path: Path) -> bool:
 
 
 def _check_ours(folder: Path) -> None:
-    if any(folder.iterdir()) and not _written_by_us(folder):
+    if not is_ours(folder):
         raise InputError(
             f"{folder}: was not written by gradmerge, so force=True does not replace it. Choose another output, or "
             "remove the folder yourself."
         )
 
 
-def _written_by_us(folder: Path) -> bool:
+def is_ours(folder: Path) -> bool:
+    """Return whether gradmerge wrote a folder, or the folder is empty."""
     names = {path.name for path in folder.iterdir()}
-    if "README.md" in names and CURVATURE_CARD in read_start(folder / "README.md"):
-        names.remove("README.md")
-    return _are_ours(names)
+    return not names or are_ours(names)
 
 
-def _are_ours(names: set[str]) -> bool:
-    if any(marks <= names for marks in RESULT_FILES):
-        return True
-    return bool(names) and all(any(fnmatchcase(name, pattern) for pattern in CURVATURE_FILES) for name in names)
+def are_ours(names: set[str]) -> bool:
+    """Return whether gradmerge wrote a result with these files."""
+    curvature = {name for name in names if any(fnmatchcase(name, pattern) for pattern in CURVATURE_FILES)}
+    return any(marks <= names for marks in RESULT_FILES) or bool(curvature and names <= {*curvature, "README.md"})
 
 
 def _cannot_write(path: Path, error: OSError) -> InputError | MachineError:

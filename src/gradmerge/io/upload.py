@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..errors import InputError
 from ..urls import UrlPath, as_url, url_of
-from .atomic_dir import MARK
+from .atomic_dir import MARK, are_ours
 from .remote import cache_folder, file_system, protocol_of, retry
 
 UNFINISHED = "gradmerge.unfinished"
@@ -57,11 +57,11 @@ class Upload:
             if read is not None and (within or f"{read}/".startswith(f"{self.url}/")):
                 raise InputError(f"{self.url}: overlaps the input {read}. Choose another output.")
 
-    def check_replaceable(self, folder: Path, force: bool, resume: bool, is_ours: Callable[[set[str]], bool]) -> None:
+    def check_replaceable(self, folder: Path, force: bool, resume: bool) -> None:
         """Raise if the URL holds files that may not be replaced. ``folder`` is where the result is staged."""
         self._folder = folder
         names = set(self._sizes())
-        ours = is_ours({name.partition("/")[0] for name in names})
+        ours = are_ours({name.partition("/")[0] for name in names})
         unfinished = UNFINISHED in names
         if unfinished and not force and not (resume and folder.exists()):
             raise InputError(
