@@ -174,12 +174,16 @@ def test_all_differences_are_in_one_message_and_each_can_be_allowed(tmp_path: Pa
 NAMES = {"0": "negative", "1": "neutral", "2": "positive"}
 
 
-def test_labels_in_another_order_are_refused_where_their_head_is_merged(tmp_path: Path) -> None:
-    reversed_names = {"0": "POSITIVE", "1": "NEUTRAL", "2": "NEGATIVE"}
-    recipe = write_pair(tmp_path, {"id2label": NAMES}, {"id2label": reversed_names})
-    assert "id2label" in refusal(tmp_path, recipe)
-    gm.merge(recipe, tmp_path / "allowed", allow_config=["id2label"])
-    gm.merge(recipe | {"exclude": ["classifier.*"]}, tmp_path / "excluded")
+def test_labels_in_another_order_are_refused_where_their_head_is_merged() -> None:
+    theirs = {"0": "POSITIVE", "1": "NEUTRAL", "2": "NEGATIVE"}
+    base, tuned = (
+        Checkpoint(label, memory=random_state(0), config={"id2label": names})
+        for label, names in (("base", NAMES), ("tuned", theirs))
+    )
+    (problem,) = compare(base, [tuned]).problems
+    assert "id2label" in problem
+    for accepted in ({"allow_config": ["id2label"]}, {"exclude": ["classifier.*"]}):
+        assert not compare(base, [tuned], **accepted).problems
 
 
 @pytest.mark.parametrize("theirs", [NAMES, {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}, [1]])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradmerge.checkpoints.checkpoint import Buffers, Checkpoint
+from gradmerge.checkpoints.checkpoint import Checkpoint
 from gradmerge.checkpoints.layers import (
     StackedCheckpoint,
     compare_parts,
@@ -20,7 +20,6 @@ from gradmerge.checkpoints.layers import (
     layer_stack,
     layer_stacks,
 )
-from gradmerge.errors import InputError
 
 #: Tensors outside the layers, as mergekit 0.1.5 divides them in its architectures. Tensors after the layers of a vision
 #: tower are left out, because they come before the layers of the language model.
@@ -122,29 +121,9 @@ def model(
     return Checkpoint(label, memory=memory, config={"num_hidden_layers": layers, **(config or {})})
 
 
-def whole(checkpoint: Checkpoint, name: str) -> Tensor:
-    info = checkpoint.tensors[name]
-    return checkpoint.read(name, 0, info.numel, Buffers()).reshape(info.shape)
-
-
 def stack(*ranges: tuple[Checkpoint, int, int]) -> StackedCheckpoint:
     layers = [(part, number) for part, first, stop in ranges for number in range(first, stop)]
     return StackedCheckpoint(layers, ranges[0][0])
-
-
-def test_every_tensor_is_read_from_the_model_of_its_layer() -> None:
-    a, b = model("A", 3, 1), model("B", 5, 2)
-    stacked = stack((a, 0, 2), (b, 3, 5), (a, 1, 3))
-    expected = [(a, 0), (a, 1), (b, 3), (b, 4), (a, 1), (a, 2)]
-    for number, (source, own) in enumerate(expected):
-        for rest in ("mlp.experts.1.weight", "norm.weight"):
-            got = whole(stacked, f"model.layers.{number}.{rest}")
-            torch.testing.assert_close(got, whole(source, f"model.layers.{own}.{rest}"), rtol=0, atol=0)
-    assert len(stacked.tensors) == 2 * 6 + 3
-    assert stacked.config["num_hidden_layers"] == 6
-    assert (stacked.label, stacked.parts) == ("A, B", [a, b])
-    part = stacked.read("model.layers.2.mlp.experts.1.weight", 3, 7, Buffers())
-    torch.testing.assert_close(part, whole(b, "model.layers.3.mlp.experts.1.weight").reshape(-1)[3:7])
 
 
 def tied(label: str, seed: int) -> Checkpoint:
@@ -202,19 +181,6 @@ def test_slices_cut_the_language_model() -> None:
     assert (stack.prefix, stack.layers) == ("model.language_model.layers.", [["fc.weight"]] * 2)
     made = config_of_layers(checkpoint, [(checkpoint, 0)] * 3)
     assert made == {"text_config": {"num_hidden_layers": 3}, "vision_config": {"num_hidden_layers": 2}}
-
-
-@pytest.mark.parametrize(
-    ("names", "config"),
-    [
-        (["a.weight", "b.weight"], {}),
-        ([f"{s}.block.{n}.fc.weight" for s in ("encoder", "decoder") for n in (0, 1)], {}),
-        ([f"model.layers.{n}.fc.weight" for n in range(3)], {"num_hidden_layers": 2}),
-    ],
-)
-def test_models_without_one_stack_of_layers_are_refused(names: list[str], config: dict[str, Any]) -> None:
-    with pytest.raises(InputError):
-        layer_stack(Checkpoint("M", memory={name: torch.ones(2) for name in names}, config=config))
 
 
 def problems(*ranges: tuple[Checkpoint, int, int]) -> str:

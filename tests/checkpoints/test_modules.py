@@ -114,17 +114,3 @@ def test_a_list_of_modules_that_makes_no_sense_is_refused(tmp_path: Path, text: 
     (models[0] / "modules.json").write_text(text)
     with pytest.raises(gm.InputError):
         gm.merge({"method": "average", "models": [str(m) for m in models]}, tmp_path / "out")
-
-
-def test_a_module_that_is_a_link_out_of_the_model_or_a_pickle_is_refused(tmp_path: Path) -> None:
-    models = write_three(tmp_path)
-    recipe = {"method": "average", "models": [str(m) for m in models]}
-    weights = models[1] / "2_Dense" / "model.safetensors"
-    torch.save(load_file(weights), models[1] / "2_Dense" / "pytorch_model.bin")
-    weights.rename(tmp_path / "elsewhere.safetensors")
-    with pytest.raises(gm.InputError, match="pickle"):
-        gm.merge(recipe, tmp_path / "out")
-    (models[0] / "2_Dense").rename(tmp_path / "dense")
-    (models[0] / "2_Dense").symlink_to(tmp_path / "dense")
-    with pytest.raises(gm.InputError, match="2_Dense"):
-        gm.merge(recipe, tmp_path / "out", allow_pickle=True)

@@ -75,14 +75,6 @@ def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> No
         open_checkpoint(str(folder))
 
 
-@pytest.mark.parametrize("reference", ["nothing-here", "/not/here", "empty", "text.txt"])
-def test_a_path_without_a_model_is_named(reference: str, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "text.txt").write_text("hello")
-    with pytest.raises(InputError, match=reference.removeprefix("./")):
-        open_checkpoint(reference, relative_to=tmp_path)
-
-
 # Pickles
 
 

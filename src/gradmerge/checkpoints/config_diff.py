@@ -135,7 +135,7 @@ def poolings(section: Mapping[str, Any]) -> tuple[str, ...]:
 def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the config as transformers' class for it reads it, defaults filled in; None if there is no such class."""
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or _is_too_deep(config):
+    if not isinstance(model_type, str) or claims_too_many(config):
         return None
     from transformers import CONFIG_MAPPING
 
@@ -149,10 +149,10 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return full if isinstance(full, dict) else None
 
 
-def _is_too_deep(config: Mapping[str, Any]) -> bool:
-    """Return whether a config claims so many layers that its class would make lists of a size to fill the memory."""
+def claims_too_many(config: Mapping[str, Any]) -> bool:
+    """Return whether a config claims more layers or experts than any model has, which would fill the memory."""
     return any(
-        isinstance(value, int) and value > MOST_LAYERS and re.search("(layer|block|depth|stage)s?$", key)
+        isinstance(value, int) and value > MOST_LAYERS and re.search("(layer|block|depth|stage|expert)s?$", key)
         for _, section in parts(config)
         for key, value in section.items()
     )

@@ -14,18 +14,15 @@ from torch import Tensor, nn
 
 from ..quiet import quiet_transformers
 from .checkpoint import Checkpoint
-from .config_diff import MOST_LAYERS, parts
+from .config_diff import claims_too_many
 
 
 def empty_model(checkpoint: Checkpoint) -> Any:
     """Return the model that the config describes, on the meta device; None if transformers cannot build it."""
     config = checkpoint.config
     architectures = config.get("architectures")
-    counts = (v for _, part in parts(config) for k, v in part.items() if "layer" in k or "expert" in k)
-    if not isinstance(architectures, list) or not architectures:
+    if not isinstance(architectures, list) or not architectures or claims_too_many(config):
         return None
-    if any(isinstance(n, int) and n > MOST_LAYERS for n in counts):
-        return None  # so many layers would fill the memory, and no real model has them
     import transformers
 
     try:
