@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature.batches import is_out_of_memory
 from gradmerge.curvature.estimate import estimate_curvature
 
 from ..checkpoints.families import randomise
@@ -53,14 +51,6 @@ class Einsum(Body):
 
     def inner(self, x: Tensor) -> Tensor:
         return torch.einsum("btd,de->bte", x, self.matrix)
-
-
-class Power(Body):
-    def build(self) -> None:
-        self.matrix = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-
-    def inner(self, x: Tensor) -> Tensor:
-        return torch.einsum("btd,de->bte", x, torch.matrix_power(self.matrix, 3))
 
 
 class Outside(Body):
@@ -121,67 +111,14 @@ class Unused(Body):
         return self.layer(x)
 
 
-class OnlyIdleIsFast(Body):
-    def build(self) -> None:
-        self.head.requires_grad_(False)
-        self.idle, self.matrix = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH, WIDTH))
-
-    def inner(self, x: Tensor) -> Tensor:
-        return torch.einsum("btd,de->bte", x, self.matrix)
-
-
 class ByKeyword(Body):
     def inner(self, x: Tensor) -> Tensor:
         return self.layer(input=x)
 
 
-class PairOf(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), None
-
-
-class Pair(Body):
-    def build(self) -> None:
-        self.layer = PairOf(WIDTH, WIDTH)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
-
-
-class PoolingLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).cumsum(1)[:, -2:]
-
-
-class Pooling(Body):
-    def build(self) -> None:
-        self.layer = PoolingLinear(WIDTH, WIDTH)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
 class WeightNorm(Body):
     def build(self) -> None:
         self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-    def inner(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-class OldWeightNorm(WeightNorm):
-    def build(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.layer = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-
-class Hooked(Body):
-    """A hook of the user's own changes what the layer gives."""
-
-    def build(self) -> None:
-        super().build()
-        self.layer.register_forward_hook(lambda _, __, output: output.sin())
 
     def inner(self, x: Tensor) -> Tensor:
         return self.layer(x)
@@ -300,7 +237,6 @@ class InPlace(Body):
 #: A model, and the parameters of it that are measured the slow way.
 UNKNOWN: dict[type[Body], set[str] | None] = {
     Einsum: {"matrix"},
-    Power: {"matrix"},
     Outside: {"layer.weight", "layer.bias"},
     OutsideOnly: {"layer.weight", "layer.bias"},
     NoBatch: {"layer.weight", "layer.bias"},
@@ -309,13 +245,8 @@ UNKNOWN: dict[type[Body], set[str] | None] = {
     Shared: set(),
     Twice: set(),
     Unused: set(),
-    OnlyIdleIsFast: {"matrix"},
     ByKeyword: set(),
-    Pair: set(),
-    Pooling: set(),
     WeightNorm: {f"layer.parametrizations.weight.original{n}" for n in (0, 1)},
-    OldWeightNorm: {"layer.bias", "layer.weight_g", "layer.weight_v"},
-    Hooked: set(),
     Attention: {f"layer.self_attn.{n}" for n in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")},
     Recurrent: {f"layer.{n}_l0" for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
     Experts: {f"experts.{k}.{n}" for k in range(3) for n in ("weight", "bias")},
@@ -429,9 +360,3 @@ def test_out_of_memory_is_a_machine_error(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("gradmerge.curvature.accumulate.add_squares", full)
     with pytest.raises(gm.MachineError, match="batch_size"):
         estimate_curvature(model, [batch_of(examples)])
-
-
-def test_a_processor_without_memory_counts_as_out_of_memory() -> None:
-    assert is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp:117] … not enough memory: you tried …"))
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not is_out_of_memory(RuntimeError("shapes differ"))

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradmerge as gm
 from gradmerge.curvature import losses
-from gradmerge.curvature.batches import IndexedBatches
 from gradmerge.curvature.estimate import estimate_curvature
 
 from . import slow
 from .families import EXACT, FAMILIES, FAST, ROUNDED, Net, batch_of, batches_of
 from .slow import Example, assert_same
 
+SOME = ["bert", "gpt2", "llama, tied", "t5", "vit", "mixtral", "gpt-oss"]
 CLASSIFIERS = [name for name, family in FAMILIES.items() if family.output == "classes"]
 
 
@@ -53,15 +50,7 @@ def test_every_parameter_has_the_sum_of_the_squares_of_single_examples(name: str
         assert_same(got, want, family.tolerance)
 
 
-@pytest.mark.parametrize("name", ["opt", "qwen3", "llama, tied"])
-def test_padding_on_the_left_changes_nothing(name: str) -> None:
-    model, examples = made(name)
-    got = estimate_curvature(model, [batch_of(examples, left=True, longer=1)])
-    # Rotary positions are differences of places, but their sines are rounded to float32.
-    assert_same(got, wanted(name), FAMILIES[name].tolerance)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SOME)
 def test_float32_is_the_same_to_its_rounding(name: str) -> None:
     family = FAMILIES[name]
     model = family.model(torch.float32)
@@ -70,7 +59,7 @@ def test_float32_is_the_same_to_its_rounding(name: str) -> None:
     assert_same(got, wanted(name), 1e-4)
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
+@pytest.mark.parametrize("name", CLASSIFIERS[:4])
 def test_exact_is_the_expectation_over_all_classes(name: str) -> None:
     model, examples = made(name)
     got = estimate_curvature(model, batches_of(examples, (3, 2)), "exact")
@@ -95,7 +84,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SOME)
 def test_sampled_takes_the_labels_that_are_drawn(name: str, drawn: list[Tensor]) -> None:
     model, examples = made(name)
     family = FAMILIES[name]
@@ -123,14 +112,6 @@ def test_sampled_labels_do_not_depend_on_batches_or_padding_but_on_the_seed() ->
     assert max(float((other[n] / v - 1).abs().nan_to_num(0).max()) for n, v in whole.items()) > 0.1
 
 
-def test_sampled_labels_belong_to_the_place_of_an_example_in_the_data() -> None:
-    model, examples = made("bert")
-    whole = estimate_curvature(model, [batch_of(examples)], "sampled")
-    first = estimate_curvature(model, [batch_of(examples[:2])], "sampled")
-    rest = IndexedBatches(lambda: [(2, batch_of(examples[2:]))])
-    assert_same(first + estimate_curvature(model, rest, "sampled"), whole, EXACT)
-
-
 @pytest.mark.parametrize("name", FAST)
 def test_nothing_is_measured_the_slow_way(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model, examples = made(name)
@@ -139,46 +120,6 @@ def test_nothing_is_measured_the_slow_way(name: str, caplog: pytest.LogCaptureFi
         estimate_curvature(kind, [batch_of(FAMILIES[name].examples(dtype))])
     assert not caplog.records
     assert len(examples) == 5
-
-
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(FAST)))
-def test_what_is_measured_the_slow_way_is_named_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    model, examples = made(name)
-    estimate_curvature(model, batches_of(examples, (2, 3)))
-    (record,) = caplog.records
-    message = record.getMessage()
-    assert record.levelno == logging.WARNING
-    assert "one example at a time" in message
-    slow_ones = [n for n, _ in model.named_parameters() if any(part in n for part in FAMILIES[name].slow)]
-    assert message.count("\n") == len(slow_ones) > 0
-    assert all(f"\n  {n}" in message for n in slow_ones)
-
-
-# What goes on from what.
-
-
-def test_two_halves_are_the_whole() -> None:
-    model, examples = made("gpt2")
-    whole = estimate_curvature(model, [batch_of(examples)])
-    first = estimate_curvature(model, [batch_of(examples[:2])])
-    both = first + estimate_curvature(model, [batch_of(examples[2:])])
-    assert both.examples == 5
-    assert_same(both, whole, EXACT)
-
-
-def test_what_is_measured_so_far_is_told_after_every_batch() -> None:
-    model, examples = made("bert")
-    seen: list[gm.Curvature] = []
-
-    def copied(so_far: Callable[[], gm.Curvature]) -> None:
-        seen.append(so_far().scale(1.0))  # the tensors change with the next batch
-
-    whole = estimate_curvature(model, batches_of(examples, (2, 2, 1)), each_batch=copied)
-    assert [one.examples for one in seen] == [2, 4, 5]
-    for one in seen:
-        want = slow.empirical(model, examples[: one.examples], "classes")
-        assert_same(one, want, EXACT)
-    assert_same(seen[-1], whole, EXACT)
 
 
 # What is wrong with the data.
@@ -208,25 +149,6 @@ def test_a_loss_that_is_no_number_names_the_example(likelihood: str, sizes: tupl
         estimate_curvature(model, batches, likelihood)
 
 
-@pytest.mark.parametrize(
-    ("name", "place", "label", "named"),
-    [
-        ("bert", (3,), 3, "row 1: label 3"),
-        ("vit", (2,), -1, "row 0: label -1"),
-        ("gpt2", (3, 1), 23, "row 1: label 23"),
-        ("gpt2", (2, 2), -1, "row 0: label -1"),
-    ],
-)
-def test_a_label_out_of_range_is_named(name: str, place: tuple[int, ...], label: int, named: str) -> None:
-    model, examples = made(name)
-    first, second = batches_of(examples, (2, 3))
-    second["labels"] = second["labels"].clone()
-    second["labels"][(place[0] - 2, *place[1:])] = label
-    with pytest.raises(gm.InputError, match="example 2") as caught:
-        estimate_curvature(model, [first, second])
-    assert named in str(caught.value)
-
-
 def test_batches_that_do_not_fit_the_model_are_refused() -> None:
     model, examples = made("bert")
     batch = batch_of(examples)
@@ -237,13 +159,6 @@ def test_batches_that_do_not_fit_the_model_are_refused() -> None:
     for words in ({"likelihood": "emprical"}, {"output": "class"}):
         with pytest.raises(gm.InputError, match="did you mean"):
             estimate_curvature(model, [batch], **words)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5", "bert, masked"])
-def test_exact_is_refused_for_sequences_and_sampled_offered(name: str) -> None:
-    model, examples = made(name)
-    with pytest.raises(gm.InputError, match="sampled"):
-        estimate_curvature(model, [batch_of(examples)], "exact")
 
 
 # What is left of it in the model.
@@ -406,27 +321,13 @@ def test_gradient_checkpointing_gives_the_same_and_computes_layers_again(
     assert_same(got, {n: 2 * v for n, v in wanted(name, likelihood).items()}, family.tolerance)
 
 
-# What is saved.
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama, tied", "mixtral"])
-def test_an_estimate_is_saved_under_the_names_of_the_checkpoint(name: str, tmp_path: Path) -> None:
-    model, examples = made(name)
-    got = estimate_curvature(model, [batch_of(examples)])
-    got.save(tmp_path / "c")
-    model.save_pretrained(tmp_path / "m")
-    stored = load_file(tmp_path / "m" / "model.safetensors")
-    loaded = gm.Curvature.load(tmp_path / "c")
-    assert {n: v.shape for n, v in loaded.items()} == {n: v.shape for n, v in stored.items()}
-    assert (loaded.examples, loaded.likelihood) == (5, "empirical")
-    for parameter, value in model.named_parameters():
-        for file_name, weights in stored.items():
-            if weights.shape == value.shape and torch.equal(weights, value):
-                assert torch.allclose(loaded[file_name], got[parameter].float(), rtol=1e-6, atol=0)
-                break
-        else:
-            assert name == "mixtral" and "experts" in parameter, "fused otherwise in the file"
-    total = sum(float(v.sum()) for v in got.values())
-    assert sum(group.total for group in got.summary()) == pytest.approx(total)
-    assert sum(group.total for group in loaded.summary()) == pytest.approx(total)
-    assert sum(group.entries for group in got.summary()) == sum(p.numel() for p in model.parameters())
+def test_experts_without_tokens_have_no_curvature_and_are_counted() -> None:
+    family = FAMILIES["mixtral"]
+    model, batch = family.model(), batch_of(family.examples())
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data[:] = torch.randn(model.config.hidden_size)  # equal scores: the first two of three
+    for kind in ("diagonal", "kronecker"):
+        got = gm.estimate_curvature(model, [batch], kind=kind)
+        assert not bool(got["model.layers.0.mlp.experts.down_proj"][2].any())
+        assert "2 of 6" in got.notes[0]
+        assert len(got.notes) == (2 if kind == "kronecker" else 1)

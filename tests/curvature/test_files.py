@@ -13,7 +13,6 @@ import gradmerge as gm
 from gradmerge.curvature import summary
 from gradmerge.curvature.curvature import KroneckerFactors
 from gradmerge.curvature.format import decode_log8, encode_log8, log8_table, open_curvature
-from gradmerge.curvature.summary import group_of, pieces, summarize
 from gradmerge.text import size
 
 from ..making import random_curvature, random_state
@@ -70,28 +69,10 @@ def test_log8_codes_are_equally_spaced_in_the_logarithm() -> None:
         assert values[code] == pytest.approx(want, rel=1e-5)
 
 
-def test_log8_of_values_it_can_hold_is_exact() -> None:
-    ends = torch.tensor([2e-9, 5.0])
-    values = log8_table(ends)
-    codes, got = encode_log8(values)
-    assert torch.equal(codes, torch.arange(256, dtype=torch.uint8))
-    assert torch.allclose(got, ends)
-
-
 @pytest.mark.parametrize("values", [torch.zeros(3), torch.tensor([0.0, 2.0, 2.0]), torch.zeros(0), torch.tensor(4.0)])
 def test_log8_holds_constants_zeros_and_nothing(values: torch.Tensor) -> None:
     codes, ends = encode_log8(values)
     assert torch.allclose(decode_log8(codes, log8_table(ends)), values)
-
-
-def test_blocks_of_a_file_are_pieces_of_the_whole(tmp_path: Path) -> None:
-    curvature = random_curvature(0, random_state(0))
-    for precision in ("float32", "bfloat16", "log8"):
-        curvature.save(tmp_path / precision, precision=precision)
-        whole = gm.Curvature.load(tmp_path / precision)["embed.weight"].reshape(-1)
-        with open_curvature(str(tmp_path / precision)) as file:
-            part = file.read("embed.weight", 13, 101, lambda n: torch.empty(n, dtype=torch.uint8))
-        assert torch.equal(part, whole[13:101])
 
 
 def test_parts_of_a_data_set_add_up() -> None:
@@ -135,36 +116,6 @@ def test_a_wrong_log8_scale_is_refused(tmp_path: Path, ends: list[float]) -> Non
     save_file(tensors, tmp_path / "c.safetensors", metadata=HEADER | {"precision": "log8"})
     with pytest.raises(gm.InputError, match=r"w\.log8"):
         gm.Curvature.load(tmp_path / "c.safetensors")
-
-
-def test_what_is_no_curvature_is_not_saved(tmp_path: Path) -> None:
-    for value in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(gm.InputError, match="of w"):
-            gm.Curvature({"w": torch.tensor([1.0, value])}, 3).save(tmp_path / "c")
-    with pytest.raises(ValueError):
-        gm.Curvature({"w": torch.ones(2)}, 2.5)
-    assert not list(tmp_path.iterdir())
-
-
-def test_groups_are_layers_in_their_natural_order(tmp_path: Path) -> None:
-    shapes = {f"encoder.layer.{i}.dense.weight": (2, 2) for i in range(12)} | {
-        "embeddings.word.weight": (3, 2),
-        "scale": (),
-    }
-    state = random_state(0, shapes)
-    curvature = random_curvature(1, state)
-    curvature["embeddings.word.weight"][0] = 0
-    curvature.save(tmp_path / "c")
-    with open_curvature(str(tmp_path / "c")) as file:
-        groups = {g.name: g for g in summarize(pieces(file))}
-    layers = [name for name in groups if name.startswith("encoder")]
-    assert layers == [f"encoder.layer.{i}" for i in range(12)]
-    words = groups["embeddings.word"]
-    values = curvature["embeddings.word.weight"].double()
-    assert (words.entries, words.zeros) == (6, 2)
-    assert words.total == pytest.approx(float(values.sum()))
-    assert words.largest == pytest.approx(float(values.max()))
-    assert group_of("scale") == "scale"
 
 
 def kronecker(path: Path, tokens: str | None, **shapes: tuple[int, ...]) -> Path:
@@ -217,11 +168,11 @@ def test_a_spectrum_is_that_of_all_eigenvalues(scale: float, most: int, monkeypa
     got = summary.spectrum((matrix * (scale / 100)).float())
     assert got.size == 6
     assert math.isclose(got.trace, float(values.sum()) * scale / 100, rel_tol=1e-5)
-    assert math.isclose(got.largest, float(values[-1]) * scale / 100, rel_tol=1e-5)
     assert math.isclose(got.effective_rank, float(values.sum() ** 2 / values.square().sum()), rel_tol=1e-5)
     if most == 3:
-        assert got.median is None
+        assert got.largest is None and got.median is None
     else:
+        assert got.largest is not None and math.isclose(got.largest, float(values[-1]) * scale / 100, rel_tol=1e-5)
         assert got.median is not None and math.isclose(got.median, float(values[2]) * scale / 100, rel_tol=1e-3)
     assert summary.spectrum(torch.zeros(2, 2)) == summary.Spectrum(2, 0.0, 0.0, 0.0, 0.0)
 
@@ -238,16 +189,3 @@ def test_a_folder_has_a_card_that_says_what_its_sums_are_of(tmp_path: Path) -> N
     assert f"| stored as | bfloat16, 2 tensors, 15 entries, {size(nbytes)} |" in card.text
     gram = (tmp_path / "gram" / "README.md").read_text()
     assert "XᵀX" in gram and "method: regmean" in gram and "not named" in gram and "likelihood" not in gram
-
-
-def test_a_card_of_ones_own_keeps_a_folder_from_being_replaced(tmp_path: Path) -> None:
-    curvature = gm.Curvature({"w": torch.ones(2)}, 3)
-    curvature.save(tmp_path / "c")
-    curvature.save(tmp_path / "c", force=True)
-    (tmp_path / "c" / "README.md").write_text("# What I know of these data\n")
-    with pytest.raises(gm.InputError, match=str(tmp_path / "c")):
-        curvature.save(tmp_path / "c", force=True)
-    (tmp_path / "c" / "curvature.safetensors").unlink()
-    (tmp_path / "c" / "README.md").write_text("---\ntags:\n- gradmerge\n- curvature\n---\n")
-    with pytest.raises(gm.InputError, match=str(tmp_path / "c")):
-        curvature.save(tmp_path / "c", force=True)

@@ -26,8 +26,6 @@ from gradmerge.curvature.kernels import (
     unique_rows,
 )
 
-from .slow import outer_squares
-
 SIZES = st.integers(1, 5)
 few = settings(max_examples=60, deadline=None)
 
@@ -96,42 +94,6 @@ def test_uses_of_a_parameter_add_up_before_they_are_squared(
 
 
 @few
-@given(SIZES, SIZES, SIZES, SIZES, st.sampled_from([1, 4, 10, 1 << 20]), st.integers(0, 1000))
-def test_a_linear_layers_squares_do_not_depend_on_how_many_entries_are_held(
-    examples: int, tokens: int, out: int, width: int, held: int, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    y, x = numbers(generator, examples, tokens, out), numbers(generator, examples, tokens, width)
-    total = torch.zeros(out, width, dtype=torch.float64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "HELD_CPU", held)
-        add_outer(total, OuterGradient(y, x))
-    assert torch.allclose(total, outer_squares(y, x), atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_narrow_numbers_are_multiplied_and_summed_in_float32(dtype: torch.dtype, tokens: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    y, x = (numbers(generator, 3, tokens, width).to(dtype) for width in (4, 5))
-    total = torch.zeros(4, 5)
-    add_squares(total, [OuterGradient(y, x)])
-    assert torch.allclose(total.double(), outer_squares(y, x), rtol=1e-5)
-
-
-def test_a_weight_may_have_more_axes_than_two() -> None:
-    generator = torch.Generator().manual_seed(0)
-    y, x = numbers(generator, 3, 6, 4), numbers(generator, 3, 6, 10)
-    total = torch.zeros(4, 5, 2, dtype=torch.float64)
-    add_squares(total, [OuterGradient(y, x)])
-    assert torch.allclose(total.view(4, 10), outer_squares(y, x))
-    direct = numbers(generator, 3, 4, 5, 2)
-    add_squares(total.zero_(), [OuterGradient(y, x), DirectGradient(direct)])
-    want = sum((y[i].T @ x[i]).view(4, 5, 2).add(direct[i]) ** 2 for i in range(3))
-    assert torch.allclose(total, want)
-
-
-@few
 @given(st.lists(st.tuples(SIZES, st.integers(1, 3)), min_size=1, max_size=5), SIZES, st.integers(0, 1000))
 def test_small_parameters_are_added_together_as_one_by_one(
     sizes: list[tuple[int, int]], examples: int, seed: int
@@ -145,23 +107,6 @@ def test_small_parameters_are_added_together_as_one_by_one(
     ]
     add_many_direct(totals, terms)
     assert all(torch.allclose(got, expected) for got, expected in zip(totals, want, strict=True))
-
-
-@few
-@given(SIZES, st.integers(1, 8), st.integers(1, 6), st.integers(0, 1000))
-def test_different_rows_are_told_once_in_order_and_nothing_is_left_over_but_zeros(
-    examples: int, tokens: int, rows: int, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, rows, (examples, tokens), generator=generator)
-    got = unique_rows(ids)
-    merged = merge_rows([RowGradient(ids, torch.ones(examples, tokens, 2))], torch.float64)
-    assert torch.equal(merged.ids, got)
-    for example in range(examples):
-        different = sorted(set(ids[example].tolist()))
-        assert got[example].tolist() == different + [0] * (tokens - len(different))
-        counts = [ids[example].tolist().count(one) for one in different]
-        assert merged.y[example, :, 0].tolist() == counts + [0] * (tokens - len(different))
 
 
 @few

@@ -18,7 +18,6 @@ import gradmerge as gm
 from gradmerge.curvature import kfac as factors
 from gradmerge.curvature.curvature import Curvature
 from gradmerge.curvature.estimate import estimate_curvature
-from gradmerge.curvature.losses import LOSSES
 
 from . import slow
 from .families import EXACT, FAMILIES, batch_of, batches_of
@@ -148,46 +147,6 @@ def test_exact_is_the_expectation_over_all_classes(name: str) -> None:
     assert_factors(got, wanted_factors(name, exact=True), max(EXACT, FAMILIES[name].tolerance))
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "resnet"])
-def test_float32_is_the_same_to_its_rounding(name: str) -> None:
-    family = FAMILIES[name]
-    got = estimated(family.model(torch.float32), [batch_of(family.examples(torch.float32))])
-    assert {value.dtype for value in got.values()} == {torch.float32}
-    assert_factors(got, wanted_factors(name), 1e-4)
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2, classes", "llama", "t5"])
-def test_neither_batches_nor_padding_change_anything(name: str) -> None:
-    model, examples = made(name)
-    for batches in (batches_of(examples, [1] * 5), [batch_of(examples, longer=3)], batches_of(examples, (3, 2))):
-        assert_factors(estimated(model, batches), wanted_factors(name), max(EXACT, FAMILIES[name].tolerance))
-    if name == "llama":  # whose positions do not begin with the padding
-        left = estimated(model, batches_of(examples, (4, 1), left=True, longer=1))
-        assert_factors(left, wanted_factors(name), FAMILIES[name].tolerance)
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
-def test_sampled_takes_the_labels_that_are_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, examples = made(name)
-    drawn: list[Tensor] = []
-    for kind in {type(loss) for loss in LOSSES.values()}:
-        monkeypatch.setattr(kind, "draw", noting(kind.draw, drawn))
-    got = estimated(model, [batch_of(examples)], "sampled", seed=3)
-    answers = [row[: len(e["labels"])] if e["labels"].dim() else row for row, e in zip(drawn[0], examples, strict=True)]
-    others = [{**example, "labels": answer} for example, answer in zip(examples, answers, strict=True)]
-    assert_factors(got, loop(model, others, FAMILIES[name].output), max(EXACT, FAMILIES[name].tolerance))
-    again = estimated(model, batches_of(examples, (2, 3)), "sampled", seed=3)
-    assert_factors(again, loop(model, others, FAMILIES[name].output), max(EXACT, FAMILIES[name].tolerance))
-
-
-def noting(draw: Any, drawn: list[Tensor]) -> Any:
-    def noted(*arguments: Any) -> Tensor:
-        drawn.append(draw(*arguments))
-        return drawn[-1]
-
-    return noted
-
-
 @pytest.mark.parametrize("name", ["bert", "gpt2, classes"])
 def test_of_a_model_with_adapters_the_factors_are_those_of_the_adapters_alone(name: str) -> None:
     targets = {"bert": ["query", "value", "dense"], "gpt2, classes": ["c_attn", "c_fc"]}[name]
@@ -252,16 +211,6 @@ def test_wide_layers_have_a_diagonal_and_are_named() -> None:
     assert got.layers.keys() == all_of_them.layers.keys() - wide
     assert not all_of_them.notes
     assert {name.replace("weight", "bias") for name in wide} <= got.diagonal.keys()
-
-
-def test_a_product_is_the_same_in_stripes() -> None:
-    torch.manual_seed(0)
-    for width in (1, 47, 48, 49, 200, 513):
-        rows = torch.randn(7, width, dtype=torch.float64)
-        total = torch.randn(width, width, dtype=torch.float64)
-        got = total.clone()
-        factors._add_square(got, rows)
-        torch.testing.assert_close(got.tril(), (total + rows.T @ rows).tril())
 
 
 class Halting(nn.Module):
@@ -350,10 +299,3 @@ def test_a_file_has_the_names_of_the_checkpoint_and_comes_back(name: str, tmp_pa
     assert all(torch.equal(back[key], found[key]) for key in found)
     if name == "gpt2":
         assert back.transposed == {key for key in tokens if "lm_head" not in key}
-
-
-def test_factors_are_saved_in_float32(tmp_path: Path) -> None:
-    model, examples = made("bert")
-    got = estimated(model, [batch_of(examples)])
-    with pytest.raises(gm.InputError):
-        got.save(tmp_path / "k", precision="log8")

@@ -106,7 +106,7 @@ class SavedSums:
             ranges = [range(first, end) for first, end in json.loads(header["rows"])]
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"{path}: cannot be read ({error}). Run without --resume to start over.") from error
-        if all(0 <= one.start < one.stop <= total for one in ranges):
+        if all(0 <= part.start < part.stop <= total for part in ranges):
             rows = np.concatenate([np.arange(0), *map(np.array, ranges)])
             if len(np.unique(rows)) == len(rows) == examples:
                 return rows

@@ -98,5 +98,5 @@ def show(
 
 
 def _cells(factor: Spectrum) -> list[str]:
-    median = "–" if factor.median is None else f"{factor.median:.3g}"
-    return [str(factor.size), f"{factor.trace:.3g}", f"{factor.largest:.3g}", median, f"{factor.effective_rank:.1f}"]
+    largest, median = ("–" if value is None else f"{value:.3g}" for value in (factor.largest, factor.median))
+    return [str(factor.size), f"{factor.trace:.3g}", largest, median, f"{factor.effective_rank:.1f}"]

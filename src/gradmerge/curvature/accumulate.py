@@ -29,7 +29,7 @@ from ..errors import InputError
 from ..text import listed
 from .batches import enough_memory, masks_of, sees_decoder
 from .checkpoint_names import for_files, stored_sources, stored_unchanged
-from .curvature import Curvature, Entries, Entry, KroneckerFactors
+from .curvature import Curvature, Entries, KroneckerFactors
 from .hooks import Recorder
 from .kernels import DirectGradient, OuterGradient, Term, add_many_direct, add_outer, add_squares, sum_type
 from .kfac import BatchInputs, KroneckerSums
@@ -60,8 +60,8 @@ class Accumulator(Recorder):
     ) -> None:
         """``max_kronecker_dim`` is the largest layer with Kronecker factors; None for diagonals only."""
         super().__init__(model, {p: ParameterSum(p, storage) for p in formulas.parameters})
-        for parameter, one in self.sums.items():
-            one.slow = parameter in formulas.slow
+        for parameter, entry in self.sums.items():
+            entry.slow = parameter in formulas.slow
         self._model, self._objectives, self._formulas, self._storage = model, objectives, formulas, storage
         self._parameters = parameters
         self._names = {parameter: name for name, parameter in parameters.items()}
@@ -82,12 +82,12 @@ class Accumulator(Recorder):
         holders = [p for module in self._model.modules() for p in module._parameters.values()]
         for parameter, (name, module) in layers.items():
             if not self.sums[parameter].slow and kinds.get(parameter) == [OuterGradient]:
-                bias, one = module._parameters.get("bias"), self.sums[parameter]
+                bias, entry = module._parameters.get("bias"), self.sums[parameter]
                 if bias is not None and bias in self.sums and sum(other is bias for other in holders) == 1:
-                    self.sums[bias].weight = one
+                    self.sums[bias].weight = entry
                 else:
                     bias = None
-                one.factors = KroneckerSums(name, parameter, bias, is_conv1d(module), self._storage)
+                entry.factors = KroneckerSums(name, parameter, bias, is_conv1d(module), self._storage)
         self._unused = [name for p, (name, _) in layers.items() if p not in kinds and not self.sums[p].slow]
         if wide:
             self._notes.append(
@@ -96,8 +96,8 @@ class Accumulator(Recorder):
         convert = self._to_files
 
         def to_files(entries: Entries) -> Entries:
-            factors = {stored[name]: one for name, one in entries.items() if isinstance(one, KroneckerFactors)}
-            diagonal = {name: one for name, one in entries.items() if isinstance(one, Tensor)}
+            factors = {stored[name]: entry for name, entry in entries.items() if isinstance(entry, KroneckerFactors)}
+            diagonal = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
             return {**factors, **(convert(diagonal) if convert is not None else diagonal)}
 
         self._to_files = to_files
@@ -105,8 +105,9 @@ class Accumulator(Recorder):
     def curvature(self, examples: int, likelihood: str) -> Curvature:
         """Return the sums so far. Their tensors change with the next batch."""
         sums = {name: self.sums[p] for name, p in self._parameters.items()}
-        entries: dict[str, Entry] = {n: one.factors.result() for n, one in sums.items() if one.factors is not None}
-        entries |= {n: one.total for n, one in sums.items() if one.factors is None and one.weight is None}
+        layers = {name: entry.factors.result() for name, entry in sums.items() if entry.factors is not None}
+        diagonal = {n: entry.total for n, entry in sums.items() if n not in layers and entry.weight is None}
+        entries: Entries = {**layers, **diagonal}
         name = str(getattr(getattr(self._model, "config", None), "_name_or_path", "") or type(self._model).__name__)
         return Curvature(entries, examples, likelihood, name, kind=self._kind, stored=self._to_files, notes=self._notes)
 
@@ -121,85 +122,81 @@ class Accumulator(Recorder):
     def add(self, batch: Any, first: int) -> None:
         """Add the squares of every example of a batch; ``first`` is the index of its first example."""
         with enough_memory():
-            if not all(one.slow for one in self.sums.values()):
+            if not all(entry.slow for entry in self.sums.values()):
                 self._add_by_formulas(batch, first)
-            if slow := [one for one in self.sums.values() if one.slow]:
+            if slow := [entry for entry in self.sums.values() if entry.slow]:
                 objectives = lambda example, row: self._objectives(example, first + row)  # noqa: E731
                 for_each_example(batch, objectives, slow, _add_gradient)
 
     def _add_by_formulas(self, batch: Any, first: int) -> None:
         """Run the model, and each backward pass; the hooks call :meth:`take`."""
-        fast = [one.parameter for one in self.sums.values() if not one.slow]
-        has_factors = any(one.factors is not None for one in self.sums.values())
+        fast = [entry.parameter for entry in self.sums.values() if not entry.slow]
+        has_factors = any(entry.factors is not None for entry in self.sums.values())
         self._inputs = BatchInputs(masks_of(self._model, batch) if has_factors else {})
-        with (
-            self.recording(batch),
-            without_gradients(fast),
-            differentiable(fast),
-            contextlib.closing(self._inputs),
-        ):
+        with self.recording(batch), without_gradients(fast), differentiable(fast):
             objectives = self._objectives(batch, first)
             for number, make_objective in enumerate(objectives):
                 objective, self._first_pass = make_objective(), number == 0
                 if self._first_pass:
                     reached = _reached(objective)
-                    unfit = [one for formula in self.check_shapes() for one in formula.sums.values()]
+                    unfit = [entry for formula in self.check_shapes() for entry in formula.sums.values()]
                     # Parameters with a formula are hidden in their module, so the backward pass must not reach them.
-                    self._give_up([*unfit, *(one for p, one in self.sums.items() if p in reached)])
+                    self._give_up([*unfit, *(entry for p, entry in self.sums.items() if p in reached)])
                 if objective.requires_grad:  # otherwise no parameter with a formula is used
                     objective.backward(retain_graph=number + 1 < len(objectives))
                 self._end_pass()
+        self._inputs = BatchInputs({})
 
-    def wants(self, one: ParameterSum) -> bool:
-        return one.weight is None
+    def wants(self, entry: ParameterSum) -> bool:
+        return entry.weight is None
 
-    def take(self, one: ParameterSum, term: Term) -> None:
-        if one.slow:
+    def take(self, entry: ParameterSum, term: Term) -> None:
+        if entry.slow:
             return
-        if one.factors is not None and isinstance(term, OuterGradient):
-            one.factors.add(term, self._inputs, inputs=self._first_pass)
-        elif one.parameter not in self._formulas.kinds or (len(one.uses) == 1 and _is_small(term)):
-            one.terms.append(term)
-        elif len(one.uses) == 1:
-            one.add(lambda total: add_squares(total, [term]))
-        elif isinstance(term, OuterGradient) and one.is_tied_table:
-            one.keep_head(term)
-            one.add(lambda total: add_outer(total, term))
+        if entry.factors is not None and isinstance(term, OuterGradient):
+            entry.factors.add(term, self._inputs, inputs=self._first_pass)
+        elif entry.parameter not in self._formulas.kinds or (len(entry.uses) == 1 and _is_small(term)):
+            entry.terms.append(term)
+        elif len(entry.uses) == 1:
+            entry.add(lambda total: add_squares(total, [term]))
+        elif isinstance(term, OuterGradient) and entry.is_tied_table:
+            entry.keep_head(term)
+            entry.add(lambda total: add_outer(total, term))
         else:
-            one.terms.append(term)
+            entry.terms.append(term)
 
     def _end_pass(self) -> None:
         """Add the squares of the terms that waited for the end of a backward pass."""
-        waiting = [one for one in self.sums.values() if one.terms]
-        self._give_up(one for one in waiting if one.parameter not in self._formulas.kinds)
+        waiting = [entry for entry in self.sums.values() if entry.terms]
+        self._give_up(entry for entry in waiting if entry.parameter not in self._formulas.kinds)
         small: dict[Any, list[ParameterSum]] = {}
-        for one in waiting:
-            if one.slow:
+        for entry in waiting:
+            if entry.slow:
                 continue
-            if self._storage.on_device and all(_is_small(term) for term in one.terms):
-                small.setdefault((one.dtype, one.total.device), []).append(one)
+            if self._storage.on_device and all(_is_small(term) for term in entry.terms):
+                small.setdefault((entry.dtype, entry.total.device), []).append(entry)
             else:
-                one.add_terms()
+                entry.add_terms()
         for group in small.values():
-            add_many_direct([one.total for one in group], [one.terms for one in group])  # type: ignore[misc]
-        for one in waiting:
-            one.end_pass()
+            add_many_direct([entry.total for entry in group], [entry.terms for entry in group])  # type: ignore[misc]
+        for entry in waiting:
+            entry.end_pass()
 
     def _give_up(self, sums: Iterable[ParameterSum]) -> None:
         """Make parameters slow from this batch on, which has added nothing to them yet."""
-        unfit = {one for one in sums if not one.slow}
-        for one in self.sums.values():
-            if one.factors is not None and (one in unfit or one.uses not in ([], [OuterGradient])):
+        unfit = {entry for entry in sums if not entry.slow}
+        for entry in self.sums.values():
+            if entry.factors is not None and (entry in unfit or entry.uses not in ([], [OuterGradient])):
                 raise InputError(
-                    f"{self._names[one.parameter]}: this batch does not use the layer once per example, as the first "
+                    f"{self._names[entry.parameter]}: this batch does not use the layer once per example, as the first "
                     "examples do, so it has no Kronecker factors. Freeze it (requires_grad_(False)), or estimate a "
                     "diagonal."
                 )
         if unfit:
             self._formulas.conclusive = False
-            warn_slow(self._names[one.parameter] for one in unfit)
-        for one in unfit:
-            one.slow = True
+            warn_slow(self._names[entry.parameter] for entry in unfit)
+        for entry in unfit:
+            entry.slow = True
 
 
 def kronecker_layers(
@@ -215,7 +212,7 @@ def kronecker_layers(
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 uses.setdefault(parameter, []).append((f"{path}.{name}".lstrip("."), module))
-    found, wide = {}, []
+    layers, wide = {}, []
     for parameter in parameters:
         name, module = uses[parameter][0]
         linear = isinstance(module, nn.Linear) or is_conv1d(module)
@@ -226,8 +223,8 @@ def kronecker_layers(
         if max(parameter.shape[0], parameter.shape[1:].numel()) > max_kronecker_dim:
             wide.append(name)
         else:
-            found[parameter] = name, module
-    return found, wide
+            layers[parameter] = name, module
+    return layers, wide
 
 
 def _reached(objective: Tensor) -> set[Tensor]:
@@ -243,9 +240,9 @@ def _reached(objective: Tensor) -> set[Tensor]:
     return leaves
 
 
-def _add_gradient(one: ParameterSum, gradient: Tensor) -> None:
-    wide = gradient.to(one.dtype)
-    one.add(lambda total: total.addcmul_(wide, wide))
+def _add_gradient(entry: ParameterSum, gradient: Tensor) -> None:
+    wide = gradient.to(entry.dtype)
+    entry.add(lambda total: total.addcmul_(wide, wide))
 
 
 def _is_small(term: Term) -> bool:

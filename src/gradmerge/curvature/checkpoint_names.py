@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..text import listed
-from .sum_storage import release_pages
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,15 +31,15 @@ def stored_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     if wrong := other_shapes(tensors, known, ", where the model has"):
         raise InputError(f"{type(model).__name__}: tensors that are not this model's:\n{listed(wrong)}")
-    kept = _untied(model, tensors)
-    stored = _reverted(model, kept)
+    untied = _untied(model, tensors)
+    stored = _reverted(model, untied)
     # A tensor that is fused on disk comes out too small where some of its parts are missing.
     if wrong := other_shapes(stored, stored_shapes(model), " instead of", "no such tensor"):
         raise InputError(
             f"{type(model).__name__}: a checkpoint stores several of its parameters in one tensor, and only some of "
             f"them have curvature:\n{listed(wrong)}"
         )
-    if _fingerprint(kept) != _fingerprint(stored):
+    if _fingerprint(untied) != _fingerprint(stored):
         raise InputError(
             f"{type(model).__name__}: its weights are not only renamed and rearranged when they are saved, but "
             "computed anew. Curvature cannot follow them."
@@ -63,16 +62,16 @@ def _untied(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
             # Regular expressions for the names that transformers leaves out when a parameter has several.
             tied += _get_tied_weight_keys(child) or []
-    kept: dict[str, Tensor] = {}
+    untied: dict[str, Tensor] = {}
     for names in names_of_parameters(model).values():
-        given = [name for name in names if name in tensors]
-        for other in given[1:]:
-            if tensors[other] is not tensors[given[0]] and not torch.equal(tensors[other], tensors[given[0]]):
-                raise InputError(f"{given[0]} and {other} are one parameter of the model, but differ in what was given")
-        if given:
+        named = [name for name in names if name in tensors]
+        for other in named[1:]:
+            if tensors[other] is not tensors[named[0]] and not torch.equal(tensors[other], tensors[named[0]]):
+                raise InputError(f"{named[0]} and {other} are one parameter of the model, but differ in what was given")
+        if named:
             free = [name for name in names if not any(re.search(pattern, name) for pattern in tied)]
-            kept[free[0] if free else max(names)] = tensors[given[0]]
-    return kept
+            untied[free[0] if free else max(names)] = tensors[named[0]]
+    return untied
 
 
 def names_of_parameters(model: nn.Module) -> dict[Tensor, list[str]]:
@@ -119,11 +118,11 @@ def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def other_shapes(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], wanted: str, no: str = "nothing"
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], relation: str, no: str = "nothing"
 ) -> list[str]:
     """A line for each tensor that has another shape than its name has in ``shapes``, or no place there."""
     odd = {name: tuple(value.shape) for name, value in tensors.items() if value.shape != shapes.get(name)}
-    return [f"{name}: {shape}{wanted} {tuple(shapes[name]) if name in shapes else no}" for name, shape in odd.items()]
+    return [f"{name}: {shape}{relation} {tuple(shapes[name]) if name in shapes else no}" for name, shape in odd.items()]
 
 
 def _fingerprint(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -134,7 +133,6 @@ def _fingerprint(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         if value.device.type != "meta" and value.numel():
             pattern = value.detach().contiguous().view(_BITS[value.element_size()])
             bits += int(pattern.sum(dtype=torch.int64))
-            release_pages(value)
     return entries, bits % 2**64
 
 

@@ -35,7 +35,6 @@ from .format import (
     metadata,
     open_curvature,
 )
-from .sum_storage import release_pages
 from .summary import GroupSummary, summarize
 
 SHARD_SIZE = 5_000_000_000
@@ -120,16 +119,9 @@ class Curvature(Displayed, Mapping[str, Tensor]):
         return [*what, f"{self.examples} examples", *([self.likelihood] if self.kind != "gram" else [])]
 
     def _view(self) -> View:
-        if self.kind == "gram":
-            rows: list[list[Any]] = [[name, len(v), float(v.diagonal().mean())] for name, v in self.items()]
-            return ["weight", "inputs", "mean of the diagonal (sum over examples)"], rows, self.notes
-        if self.kind == "kronecker":
-            columns = ["layer", "tokens", "inputs", "trace of A/T", "outputs", "trace of G (sum over examples)"]
-            rows = [
-                [name, tokens, len(a), float(a.trace()) / tokens, len(g), float(g.trace())]
-                for name, (a, g, tokens, _) in self.layers.items()
-            ]
-            return columns, rows, self.notes
+        if self.kind != "diagonal":
+            matrices = [[name, len(value), float(value.trace())] for name, value in self.items() if value.dim() == 2]
+            return ["matrix", "size", "trace (sum over examples)"], matrices, self.notes
         columns = ["layers", "entries", "mean per entry (sum over examples)", "share of zeros", "largest"]
         rows = [[g.name, g.entries, g.per_entry, g.share_of_zeros, g.largest] for g in self.summary()]
         return columns, rows, self.notes
@@ -161,7 +153,7 @@ class Curvature(Displayed, Mapping[str, Tensor]):
             odd = sorted(self.keys() ^ other.keys())
             raise ValueError(f"the parameters differ: only one has {odd[0]!r}")
         if (self.kind, self.likelihood) != (other.kind, other.likelihood):
-            kinds = [f"{one.kind} with {one.likelihood} labels" for one in (self, other)]
+            kinds = [f"{each.kind} with {each.likelihood} labels" for each in (self, other)]
             raise ValueError(f"the two were estimated differently: {kinds[0]} and {kinds[1]}")
         sums: dict[str, Entry] = {name: value + other[name] for name, value in self.diagonal.items()}
         for name, (a, g, tokens, transposed) in self.layers.items():
@@ -187,7 +179,6 @@ class Curvature(Displayed, Mapping[str, Tensor]):
             raise InputError(f"{file.label}: the names or shapes of its tensors are those of another model")
         for name, value in self.items():
             value += file.read_whole(name).to(value)
-            release_pages(value)
         self._add_counts(file.examples, file.tokens)
 
     def all_reduce(self, processes: Processes, examples: int) -> None:
@@ -279,7 +270,6 @@ def require_finite(curvature: Curvature) -> None:
         if not bool(torch.isfinite(value).all()) or (not signed and bool((value < 0).any())):
             wrong = "not finite" if signed else "negative or not finite"
             raise InputError(f"the curvature of {name} has values that are {wrong}; it is not saved")
-        release_pages(value)
 
 
 def write_sums(
@@ -300,8 +290,6 @@ def write_sums(
     with writer:
         for name, part in parts.items():
             writer.write(name, 0, bytes_of(part().contiguous()))
-            if name in sums:
-                release_pages(sums[name])
         writer.finish()
     if stem == STEM and header["likelihood"] != PENALTY:
         write_curvature_card(folder)

@@ -45,7 +45,7 @@ def expert_notes(model: nn.Module, curvature: Curvature) -> list[str]:
         if sums and has_fused_experts(module):
             weights += names
             experts += len(sums[0])
-            idle += int((torch.stack([value.flatten(1).amax(1) for value in sums]).amax(0) == 0).sum())
+            idle += int((torch.stack([value.reshape(len(value), -1).amax(1) for value in sums]).amax(0) == 0).sum())
     notes = [f"{idle} of {experts} experts received no token and have zero curvature"] if idle else []
     if weights and curvature.kind == "kronecker":
         notes.append(f"fused weights of experts have a diagonal, not Kronecker factors:\n{listed(weights)}")
@@ -59,9 +59,9 @@ class ExpertsFormula(InsideFormula):
         if not self.recorder.listening:
             return None
         call = _Call(self)
-        for name, one in self.sums.items():
-            self.recorder.note_use(one, ExpertGradient)
-            module.__dict__[name] = FollowedTensor.of(getattr(module, name).detach(), call, weight=_Weight(one))
+        for name, entry in self.sums.items():
+            self.recorder.note_use(entry, ExpertGradient)
+            module.__dict__[name] = FollowedTensor.of(getattr(module, name).detach(), call, weight=_Weight(entry))
         values = (*args, *kwargs.values())
         hidden = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
         if hidden is None:
@@ -86,8 +86,8 @@ class ExpertsFormula(InsideFormula):
 class _Weight:
     """What a followed tensor is: a parameter, or its slices for some experts."""
 
-    def __init__(self, one: ParameterSum, experts: Tensor | None = None, transposed: bool = False) -> None:
-        self.sum, self.experts, self.transposed = one, experts, transposed
+    def __init__(self, entry: ParameterSum, experts: Tensor | None = None, transposed: bool = False) -> None:
+        self.sum, self.experts, self.transposed = entry, experts, transposed
         """``experts``: the expert of each slice, or of all rows; None for the whole parameter."""
 
 
@@ -179,19 +179,19 @@ class _Call:
         return self._formula._tap(result, use, weight.experts.expand(len(result)), self._examples)
 
     def _add_term(
-        self, one: ParameterSum, y_first: bool, y: Tensor, experts: Tensor, examples: Tensor, x: Tensor | None = None
+        self, entry: ParameterSum, y_first: bool, y: Tensor, experts: Tensor, examples: Tensor, x: Tensor | None = None
     ) -> None:
         y = y.flatten(0, -2)
         if x is not None:
             x = x.flatten(0, -2)
             y, x = (y, x) if y_first else (x, y)
-        self._terms.setdefault(one, []).append(ExpertGradient(experts, examples, y, x))
+        self._terms.setdefault(entry, []).append(ExpertGradient(experts, examples, y, x))
 
     def take(self) -> None:
         """Pass a term of each parameter to the recorder, when the backward pass has gone through the module."""
         terms, self._terms = self._terms, {}
-        for one, parts in terms.items():
-            self._formula.recorder.take(one, join_experts(parts))
+        for entry, parts in terms.items():
+            self._formula.recorder.take(entry, join_experts(parts))
 
 
 def _is_index(value: Any) -> bool:

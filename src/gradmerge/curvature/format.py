@@ -57,10 +57,12 @@ class CurvatureFile:
         self._tables: dict[str, Tensor] = {}
 
     def _check_format(self) -> None:
-        found = self.metadata.get("format")
-        if found != FORMAT:
-            says = f"its header says format {found if found is None else found[:40]!r}, not {FORMAT!r}. Is it a model?"
-            raise InputError(f"{self.label}: not a curvature file: {says}")
+        name = self.metadata.get("format")
+        if name != FORMAT:
+            known = "none" if name is None else repr(name[:40])
+            raise InputError(
+                f"{self.label}: not a curvature file. Its format is {known}, not {FORMAT!r}. Is it a model?"
+            )
         if self.kind not in KINDS:
             known = ", ".join(KINDS)
             raise InputError(f"{self.label}: curvature of an unknown kind, {self.kind[:40]!r}; known are {known}")
@@ -101,7 +103,7 @@ class CurvatureFile:
         """Call the parameters by other names; ``new`` changes beginnings of names alone."""
         before = self._new
         self._new = lambda name: new(before(name))
-        self._places = {new(name): place for name, place in self._places.items()}
+        self._places = {new(name): location for name, location in self._places.items()}
         self.shapes = {new(name): shape for name, shape in self.shapes.items()}
         self.tokens = {new(name): count for name, count in self.tokens.items()}
 
@@ -111,19 +113,21 @@ class CurvatureFile:
         return KINDS[self.kind]
 
     def _tokens(self) -> dict[str, int]:
-        found: Any = None
+        tokens: Any = None
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(self.metadata.get("tokens", ""))
-        if not isinstance(found, dict) or not all(type(count) is int and 0 < count < 2**63 for count in found.values()):
+            tokens = json.loads(self.metadata.get("tokens", ""))
+        if not isinstance(tokens, dict) or not all(
+            type(count) is int and 0 < count < 2**63 for count in tokens.values()
+        ):
             raise InputError(f"{self.label}: the header's tokens are not a number above 0 for each layer")
         wrong = []
-        for part in (name + suffix for name in found for suffix in (INPUTS, OUTPUTS)):
+        for part in (name + suffix for name in tokens for suffix in (INPUTS, OUTPUTS)):
             shape = self.shapes.get(part)
             if shape is None or len(shape) != 2 or shape[0] != shape[1]:
                 wrong.append(f"{part}: {'missing' if shape is None else f'of shape {list(shape)}'}")
         if wrong:
             raise InputError(f"{self.label}: layers without two square factors:\n{listed(wrong)}")
-        return found
+        return tokens
 
     def read(self, name: str, start: int, stop: int, take: Any) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened sum, in float32; ``take(nbytes)`` lends a uint8 buffer."""

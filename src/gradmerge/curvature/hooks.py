@@ -61,11 +61,11 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
 
-    def wants(self, one: ParameterSum) -> bool:
+    def wants(self, entry: ParameterSum) -> bool:
         """Whether terms of a bias are needed."""
         return True
 
-    def take(self, one: ParameterSum, term: Term) -> None:
+    def take(self, entry: ParameterSum, term: Term) -> None:
         """Handle a term of the gradients of this batch's examples, for one parameter."""
         raise NotImplementedError
 
@@ -96,19 +96,19 @@ class Recorder:
             yield
         finally:
             self._active = False
-            for one in self.sums.values():
-                one.forget()
+            for entry in self.sums.values():
+                entry.forget()
 
     def expect(self, formula: LayerFormula, shape: torch.Size, keep: int) -> None:
         """Note a shape that must be (examples, everything between, *``keep`` axes of one token)."""
         if self._forward:
             self._shapes.append((formula, shape, keep))
 
-    def note_use(self, one: ParameterSum, kind: type[Term], ids: Tensor | None = None) -> None:
+    def note_use(self, entry: ParameterSum, kind: type[Term], ids: Tensor | None = None) -> None:
         """Note that the forward pass uses a parameter, which kind of term this gives, and which rows of a table."""
         if self._forward:
-            one.uses.append(kind)
-            one.ids += [] if ids is None else [ids]
+            entry.uses.append(kind)
+            entry.ids += [] if ids is None else [ids]
 
     def check_shapes(self) -> set[LayerFormula]:
         """Return the formulas that do not fit this batch. Called after its forward pass."""
@@ -131,7 +131,7 @@ class LayerFormula:
         self.recorder = recorder
         self.module = module
         named = [(name, recorder.sums.get(p)) for name, p in module._parameters.items() if p is not None]
-        self.sums = {name: one for name, one in named if one is not None and not one.slow}
+        self.sums = {name: entry for name, entry in named if entry is not None and not entry.slow}
 
     def expect(self, output: Tensor, x: Tensor) -> None:
         """Note what a call of the module must fit, and which kind of term each parameter gets."""
@@ -187,8 +187,8 @@ class LayerFormula:
 
     def _expect(self, kind: type[Term]) -> None:
         """Note a use of the weight, which gives a term of this kind, and of the bias."""
-        for name, one in self.sums.items():
-            self.recorder.note_use(one, kind if name == "weight" else DirectGradient)
+        for name, entry in self.sums.items():
+            self.recorder.note_use(entry, kind if name == "weight" else DirectGradient)
 
     def _see(self, value: Tensor) -> None:
         """Note how many rows and tokens there are, so that `fits` recognizes whole examples."""

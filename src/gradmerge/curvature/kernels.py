@@ -71,10 +71,10 @@ def add_squares(total: Tensor, terms: Sequence[Term]) -> None:
     rows = [term for term in terms if isinstance(term, RowGradient)]
     experts = [term for term in terms if isinstance(term, ExpertGradient)]
     if len(outer) == len(terms):
-        one = outer[0]
+        joined = outer[0]
         if len(outer) > 1:
-            one = OuterGradient(torch.cat([t.y for t in outer], 1), torch.cat([t.x for t in outer], 1))
-        add_outer(total, one)
+            joined = OuterGradient(torch.cat([t.y for t in outer], 1), torch.cat([t.x for t in outer], 1))
+        add_outer(total, joined)
     elif len(direct) == len(terms):
         total += _sum_of(direct, total.dtype).square().sum(0).view_as(total)
     elif len(rows) == len(terms):
@@ -123,8 +123,8 @@ def add_outer(total: Tensor, term: OuterGradient) -> None:
             left = y[first : first + some, :, top : top + rows].transpose(1, 2)
             gradient = buffer[: left.shape[0], : left.shape[1]]
             torch.bmm(left, x[first : first + some], out=gradient)
-            for one in gradient:
-                part.addcmul_(one, one)
+            for example in gradient:
+                part.addcmul_(example, example)
 
 
 def join_experts(terms: Sequence[ExpertGradient]) -> ExpertGradient:
@@ -189,9 +189,9 @@ def unique_rows(ids: Tensor) -> Tensor:
 
 def _places(ordered: Tensor) -> Tensor:
     """Where each of an example's sorted ids goes if equal ones share a place, counted through the batch."""
-    place = torch.zeros_like(ordered)
-    place[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
-    return (place + torch.arange(len(ordered), device=ordered.device)[:, None] * ordered.shape[1]).flatten()
+    position = torch.zeros_like(ordered)
+    position[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
+    return (position + torch.arange(len(ordered), device=ordered.device)[:, None] * ordered.shape[1]).flatten()
 
 
 def _at_places(ordered: Tensor, places: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .batches import sees_decoder
 from .curvature import KroneckerFactors
 from .kernels import OuterGradient, sum_type
-from .sum_storage import StoredSum, SumStorage, release_pages
+from .sum_storage import SumStorage
 
 #: Layers with more inputs or outputs get a diagonal: their factors would be of a gigabyte or more each.
 MAX_KRONECKER_DIM = 16384
@@ -37,7 +37,7 @@ class BatchInputs:
             if mask is not None and (_waits(mask) or not bool(mask.all())):
                 self._masks[side] = mask != 0
                 self._counts[side] = self._masks[side].sum() if _waits(mask) else int(self._masks[side].sum())
-        self._last: tuple[KroneckerSums, Tensor, Tensor] | None = None
+        self._last: tuple[bool, Tensor, Tensor] | None = None
 
     def tokens(self, value: Tensor, side: bool) -> int | Tensor:
         """Return how many tokens of (examples, tokens, width) are not padding."""
@@ -60,28 +60,16 @@ class BatchInputs:
     def add_inputs(self, sums: KroneckerSums, total: Tensor, x: Tensor) -> None:
         """Add Σ x̃x̃ᵀ except its last entry, T. Queries, keys and values share an input, which is multiplied once."""
         if self._last is not None:
-            first, seen, product = self._last
+            decoder, seen, product = self._last
             # The input is kept alive here, so no other tensor can have its address.
             alike = seen.data_ptr() == x.data_ptr() and seen.shape == x.shape and seen.stride() == x.stride()
-            if alike and product.shape == total.shape and first.decoder == sums.decoder:
-                first.shares = sums.shares = True
+            if alike and product.shape == total.shape and decoder == sums.decoder:
                 total += product
                 return
-            self.close()
-        rows = self.rows(x, sums.decoder, total.dtype)
-        if sums.shares is False:
-            _add_inputs(total, rows)
-            return
         product = torch.zeros_like(total)
-        _add_inputs(product, rows)
+        _add_inputs(product, self.rows(x, sums.decoder, total.dtype))
         total += product
-        self._last = sums, x, product
-
-    def close(self) -> None:
-        """Release the last input. A layer whose input no other layer used does not keep it again."""
-        if self._last is not None:
-            self._last[0].shares = bool(self._last[0].shares)
-            self._last = None
+        self._last = sums.decoder, x, product
 
 
 class KroneckerSums:
@@ -95,14 +83,11 @@ class KroneckerSums:
         self.bias = bias
         """The parameter that the last row and column of A represent."""
         self.decoder = sees_decoder(name)
-        self.shares: bool | None = None
-        """Whether another layer has the same input; None until that is known."""
         outputs, inputs = weight.shape[0], weight.shape[1:].numel()
         if transposed:
             outputs, inputs = inputs, outputs
         width = inputs + (bias is not None)
         storage, dtype = storage or SumStorage(), sum_type(weight)
-        self._in_place = not storage.on_device  # the device may have no room for a second matrix
         self._inputs = storage.new_sum((width, width), dtype, weight.device)
         self._outputs = storage.new_sum((outputs, outputs), dtype, weight.device)
         self._tokens: int | Tensor = 0
@@ -118,13 +103,12 @@ class KroneckerSums:
 
     def result(self) -> KroneckerFactors:
         """Return A, G and T."""
-        inputs, outputs, tokens = self._mirrored(self._inputs), self._mirrored(self._outputs), int(self._tokens)
+        inputs, outputs, tokens = self._inputs.value, self._outputs.value, int(self._tokens)
+        _mirror(inputs)
+        _mirror(outputs)
         if self.bias is not None:
             inputs[-1, -1] = tokens
         return KroneckerFactors(inputs, outputs, tokens, self.transposed)
-
-    def _mirrored(self, total: StoredSum) -> Tensor:
-        return _mirrored_in_place(total.value) if self._in_place else _mirrored(total.value)
 
 
 def _add_inputs(total: Tensor, x: Tensor) -> None:
@@ -167,14 +151,10 @@ def _waits(value: Tensor) -> bool:
     return value.device.type != "cpu"
 
 
-def _mirrored(lower: Tensor) -> Tensor:
-    return lower.tril() + lower.tril(-1).T
-
-
-def _mirrored_in_place(lower: Tensor, step: int = 1024) -> Tensor:
+def _mirror(lower: Tensor, step: int = 1024) -> None:
+    """Copy what is left of the diagonal to the right of it, in place: the device may have no room for a copy."""
     for top in range(0, len(lower), step):
         bottom = top + step
-        lower[top:bottom, top:bottom] = _mirrored(lower[top:bottom, top:bottom])
+        square = lower[top:bottom, top:bottom]
+        square.copy_(square.tril() + square.tril(-1).T)
         lower[top:bottom, bottom:] = lower[bottom:, top:bottom].T
-    release_pages(lower)
-    return lower

@@ -158,11 +158,11 @@ class TokenLoss(ExampleLoss):
         return flat.view(labels.shape).sum(-1)
 
     def draw(self, logits: Tensor, labels: Tensor, uniform: Uniform) -> Tensor:
-        aligned, wanted = self.aligned(logits, labels)
-        counts = (wanted != MASKED).sum(-1).tolist()
+        aligned, targets = self.aligned(logits, labels)
+        counts = (targets != MASKED).sum(-1).tolist()
         # The n-th number of an example belongs to its n-th token that counts, wherever padding has put it.
         numbers = torch.cat([uniform(row, count) for row, count in enumerate(counts)]).to(logits.device)
-        drawn, places = wanted.clone(), wanted != MASKED
+        drawn, places = targets.clone(), targets != MASKED
         drawn[places] = _draw(aligned[places], numbers)
         return torch.cat([labels[:, :1], drawn], 1) if self.shift else drawn
 
@@ -196,19 +196,19 @@ def loss_of(model: nn.Module, labels: Tensor) -> ExampleLoss:
     name, config = type(inner).__name__, getattr(inner, "config", None)
     numbers, rows = labels.is_floating_point(), labels.dim() > 1
     known = {"regression": "squared", "single_label_classification": "classes", "multi_label_classification": "labels"}
-    found = "squared" if numbers else "tokens" if rows else "classes"
+    loss = "squared" if numbers else "tokens" if rows else "classes"
     if config is not None:
         if name.endswith(("ForCausalLM", "LMHeadModel")):
-            found = "next-token"
+            loss = "next-token"
         elif name.endswith(("ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification", "ForSeq2SeqLM")):
-            found = "tokens"
+            loss = "tokens"
         elif getattr(config, "problem_type", None) in known:
-            found = known[config.problem_type]
+            loss = known[config.problem_type]
         elif "Classification" in name and getattr(config, "num_labels", 2) == 1:
-            found = "squared"
+            loss = "squared"
         elif "Classification" in name:
-            found = "labels" if numbers or labels.dim() == 2 else "classes"
-    return LOSSES[found]
+            loss = "labels" if numbers or labels.dim() == 2 else "classes"
+    return LOSSES[loss]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -221,8 +221,8 @@ def decoder_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tens
     """What an encoder-decoder model makes of the labels for its decoder, if the batch does not say it."""
     inner = unwrapped(model)
     prepare = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
-    wanted = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
-    if not wanted or prepare is None or "decoder_input_ids" in batch or "labels" not in batch:
+    has_decoder = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+    if not has_decoder or prepare is None or "decoder_input_ids" in batch or "labels" not in batch:
         return {}
     return {"decoder_input_ids": prepare(labels=batch["labels"])}
 
@@ -289,6 +289,8 @@ def check_classes(labels: Tensor, classes: int, masked: bool) -> None:
     if masked:
         wrong &= labels != MASKED
     if bool(wrong.any()):
-        place = wrong.nonzero()[0].tolist()
-        found = f"row {place[0]}: label {int(labels[tuple(place)])}"
-        raise InputError(f"{found} is not one of the model's {classes} classes (0 to {classes - 1})")
+        index = wrong.nonzero()[0].tolist()
+        label = int(labels[tuple(index)])
+        raise InputError(
+            f"row {index[0]}: label {label} is not one of the model's {classes} classes (0 to {classes - 1})"
+        )

@@ -10,27 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def reaching(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose first argument is a model: all parameters can be reached while it runs."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with reachable(args[0]):  # type: ignore[arg-type]
-            return function(*args, **kwargs)
-
-    return run
 
 
 def spread_device(model: nn.Module) -> torch.device | None:
@@ -52,18 +38,18 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     children = ((name, model.get_submodule(name).named_children()) for name in outer)
-    return {f"{name}.{place}": block for name, blocks in children for place, block in blocks}
+    return {f"{name}.{index}": block for name, blocks in children for index, block in blocks}
 
 
 def elsewhere(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
     """Modules whose weights accelerate fetches when they run: name, module, and the hook that does."""
-    found = []
+    result = []
     for path, module in model.named_modules():
         hook = getattr(module, "_hf_hook", None)
         for one in getattr(hook, "hooks", (hook,)):
             if getattr(one, "offload", False) and any(p is not None for p in module._parameters.values()):
-                found.append((path, module, one))
-    return found
+                result.append((path, module, one))
+    return result
 
 
 @contextlib.contextmanager
@@ -77,7 +63,7 @@ def reachable(model: nn.Module) -> Iterator[None]:
     stand_ins: dict[Any, nn.Parameter] = {}
     with contextlib.ExitStack() as stack:
         for path, module, hook in away:
-            place = torch.device(hook.execution_device)
+            device = torch.device(hook.execution_device)
             fetched: dict[str, nn.Parameter] = {}
             for name, empty in list(module._parameters.items()):
                 if empty is None:
@@ -88,11 +74,11 @@ def reachable(model: nn.Module) -> Iterator[None]:
                 key = tied.get(full, full)
                 if key not in stand_ins:
                     # One number for all entries: whoever reads it outside its module gets NaN, not a wrong result.
-                    number = torch.full((), torch.nan, dtype=empty.dtype, device=place)
+                    number = torch.full((), torch.nan, dtype=empty.dtype, device=device)
                     stand_ins[key] = nn.Parameter(number.expand(empty.shape), requires_grad=empty.requires_grad)
                 fetched[name] = module._parameters[name] = stand_ins[key]
                 stack.callback(module._parameters.__setitem__, name, empty)
-            fetch = functools.partial(_fetch, hook.weights_map, place, fetched)
+            fetch = functools.partial(_fetch, hook.weights_map, device, fetched)
             hook.offload = False
             stack.callback(setattr, hook, "offload", True)
             stack.callback(module.register_forward_pre_hook(fetch, prepend=True).remove)
@@ -103,26 +89,26 @@ def reachable(model: nn.Module) -> Iterator[None]:
 def _tied_names(model: nn.Module) -> dict[str, str]:
     """Another name → the name of the same parameter, as accelerate's empty ones and transformers tell it."""
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found[name] = first.setdefault(id(parameter), name)
+        result[name] = first.setdefault(id(parameter), name)
     for path, module in model.named_modules():
         keys = getattr(module, "all_tied_weights_keys", None)
         for target, source in keys.items() if isinstance(keys, Mapping) else ():
-            one = f"{path}.{source}".lstrip(".")
-            found[f"{path}.{target}".lstrip(".")] = found.get(one, one)
-    return found
+            name = f"{path}.{source}".lstrip(".")
+            result[f"{path}.{target}".lstrip(".")] = result.get(name, name)
+    return result
 
 
 def _fetch(
     weights: Mapping[str, Tensor],
-    place: torch.device,
+    device: torch.device,
     parameters: Mapping[str, nn.Parameter],
     module: nn.Module,
     *_: Any,
 ) -> None:
     for name, parameter in parameters.items():
-        value = weights[name].to(place, parameter.dtype)
+        value = weights[name].to(device, parameter.dtype)
         wanted = parameter.requires_grad and torch.is_grad_enabled()
         module.__dict__[name] = _Fetched.apply(parameter, value) if wanted else value  # type: ignore[no-untyped-call]
 

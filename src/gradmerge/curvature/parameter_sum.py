@@ -101,7 +101,7 @@ def for_each_example(
     This is right for every model, and takes a forward and backward pass per example. ``objectives(example, row)``
     returns a function for each backward pass over one example, as a batch of one.
     """
-    with gradient_handlers({one.parameter: functools.partial(use, one) for one in sums}):
+    with gradient_handlers({entry.parameter: functools.partial(use, entry) for entry in sums}):
         for row in range(examples_in(batch)):
             passes = objectives(batch_rows(batch, slice(row, row + 1)), row)
             for number, objective in enumerate(passes):

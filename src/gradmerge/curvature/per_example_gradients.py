@@ -46,8 +46,8 @@ class FunctionFormula(InsideFormula):
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.recorder.listening:
-            for name, one in self.sums.items():
-                module.__dict__[name] = FollowedTensor.of(getattr(module, name).detach(), self, sum_of=one)
+            for name, entry in self.sums.items():
+                module.__dict__[name] = FollowedTensor.of(getattr(module, name).detach(), self, sum_of=entry)
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a function that has one of the parameters as an argument.
@@ -83,7 +83,7 @@ class FunctionFormula(InsideFormula):
             return self._tap(result, functools.partial(self._use_expanded, sums[0], plain[0].shape))
         return result
 
-    def _embedding(self, one: ParameterSum, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    def _embedding(self, entry: ParameterSum, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
         padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
         ids: Tensor = args[0]
         if self.shared and (ids.dim() == 1 or ids.shape[0] == 1):
@@ -98,24 +98,24 @@ class FunctionFormula(InsideFormula):
             self.unfit()
             return F.embedding(*args, **kwargs)
         self.recorder.expect(self, shape, 1)
-        self.recorder.note_use(one, RowGradient, self._per_example(ids[..., None], 1)[..., 0])
+        self.recorder.note_use(entry, RowGradient, self._per_example(ids[..., None], 1)[..., 0])
         rows = F.embedding(ids, *args[1:], **kwargs)
-        return self._tap(rows, functools.partial(self._use_rows, one, padding), ids)
+        return self._tap(rows, functools.partial(self._use_rows, entry, padding), ids)
 
-    def _use_matrix(self, one: ParameterSum, y: Tensor, x: Tensor) -> None:
-        self.recorder.take(one, OuterGradient(self._per_example(y, 1), self._per_example(x, 1)))
+    def _use_matrix(self, entry: ParameterSum, y: Tensor, x: Tensor) -> None:
+        self.recorder.take(entry, OuterGradient(self._per_example(y, 1), self._per_example(x, 1)))
 
-    def _use_bias(self, one: ParameterSum, y: Tensor) -> None:
-        if self.recorder.wants(one):
-            self.recorder.take(one, DirectGradient(self._per_example(y, 1).sum(1, dtype=sum_type(y))))
+    def _use_bias(self, entry: ParameterSum, y: Tensor) -> None:
+        if self.recorder.wants(entry):
+            self.recorder.take(entry, DirectGradient(self._per_example(y, 1).sum(1, dtype=sum_type(y))))
 
-    def _use_expanded(self, one: ParameterSum, shape: torch.Size, y: Tensor) -> None:
+    def _use_expanded(self, entry: ParameterSum, shape: torch.Size, y: Tensor) -> None:
         y = y.sum_to_size(len(y), *shape[1:])
-        self.recorder.take(one, DirectGradient(y.reshape(len(y), *one.parameter.shape)))
+        self.recorder.take(entry, DirectGradient(y.reshape(len(y), *entry.parameter.shape)))
 
-    def _use_rows(self, one: ParameterSum, padding: int | None, y: Tensor, ids: Tensor) -> None:
+    def _use_rows(self, entry: ParameterSum, padding: int | None, y: Tensor, ids: Tensor) -> None:
         rows, y = self._per_example(ids[..., None], 1)[..., 0], self._per_example(y, 1)
-        self.recorder.take(one, RowGradient(rows, y if padding is None else y * (rows != padding)[..., None]))
+        self.recorder.take(entry, RowGradient(rows, y if padding is None else y * (rows != padding)[..., None]))
 
 
 class NormFormula(LayerFormula):
@@ -224,15 +224,15 @@ class RepeatedFormula(InsideFormula):
         if like is not None:
             self._see(like)
         self.recorder.changed = self
-        for name, one in self.sums.items():
+        for name, entry in self.sums.items():
             value = getattr(module, name).detach()
             shape = self._repeated_shape(value, like)
             if shape is None:
                 self.unfit()
                 module.__dict__[name] = value
             else:
-                self.recorder.note_use(one, DirectGradient)
-                module.__dict__[name] = self._tap(value.expand(shape), functools.partial(self._use, one))
+                self.recorder.note_use(entry, DirectGradient)
+                module.__dict__[name] = self._tap(value.expand(shape), functools.partial(self._use, entry))
 
     def _repeated_shape(self, value: Tensor, like: Tensor | None) -> tuple[int, ...] | None:
         """Return the shape with the axis of examples, or None if it does not fit."""
@@ -243,8 +243,8 @@ class RepeatedFormula(InsideFormula):
         ones = {"input": between, "front": 0, "spaced": 1}[self.shape]
         return (examples, *[1] * ones, *shape) if ones >= 0 else None
 
-    def _use(self, one: ParameterSum, y: Tensor) -> None:
-        self.recorder.take(one, DirectGradient(y.reshape(len(y), *one.parameter.shape)))
+    def _use(self, entry: ParameterSum, y: Tensor) -> None:
+        self.recorder.take(entry, DirectGradient(y.reshape(len(y), *entry.parameter.shape)))
 
 
 def formulas_for(module: nn.Module, owner: nn.Module | None) -> list[Callable[[Recorder], LayerFormula]]:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -69,7 +67,6 @@ class StoredSum:
             on_device = self.value.to(self._device)
             add_to(on_device)
             self.value.copy_(on_device)
-        release_pages(self.value)
 
 
 def return_freed_memory() -> None:
@@ -82,40 +79,16 @@ def return_freed_memory() -> None:
 def zeros_on_disk(shape: Sequence[int], dtype: torch.dtype, folder: Path | None) -> Tensor:
     """Return zeros in an unnamed file. Its disk space is reserved, so a full disk is an error here, not a crash."""
     directory = Path(folder) if folder is not None else Path(tempfile.gettempdir())
-    nbytes = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
+    numel = torch.Size(shape).numel()
+    nbytes = numel * dtype.itemsize
     try:
-        handle, path = tempfile.mkstemp(prefix=".sums-", dir=directory)
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(handle, 0, nbytes)
-            else:  # macOS
-                for first in range(0, nbytes, _BLOCK):
-                    os.write(handle, bytes(min(_BLOCK, nbytes - first)))
-            pages = _Pages(handle, nbytes)
-        finally:
-            os.close(handle)
-            Path(path).unlink()
+        with tempfile.NamedTemporaryFile(prefix=".sums-", dir=directory) as file:
+            if hasattr(os, "posix_fallocate"):  # not on macOS
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            return torch.from_file(file.name, shared=True, size=numel, dtype=dtype).view(tuple(shape))
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise MachineError(
             f"accumulate_on disk: {directory} has no room for a sum of {size(nbytes)} ({reason}). The sums need 4 "
             "bytes per parameter, besides the result."
         ) from error
-    flat = torch.frombuffer(pages, dtype=dtype)
-    _PAGES[flat.data_ptr()] = pages
-    return flat.view(tuple(shape))
-
-
-class _Pages(mmap.mmap):
-    """A memory-mapped file that lasts as long as its tensors."""
-
-
-_PAGES: WeakValueDictionary[int, _Pages] = WeakValueDictionary()
-"""By the address of the first byte."""
-
-
-def release_pages(value: Tensor) -> None:
-    """Release the memory of a tensor on disk until it is read again. Other tensors do not change."""
-    pages = _PAGES.get(value.untyped_storage().data_ptr()) if _PAGES and value.device.type == "cpu" else None
-    if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
-        pages.madvise(mmap.MADV_DONTNEED)

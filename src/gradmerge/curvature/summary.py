@@ -42,9 +42,9 @@ class GroupSummary:
 def group_of(name: str) -> str:
     """The layer that a parameter belongs to: its path up to the first number, or else without the last word."""
     parts = name.split(".")
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part.isdigit():
-            return ".".join(parts[: place + 1])
+            return ".".join(parts[: index + 1])
     return ".".join(parts[:-1][:2]) or name
 
 
@@ -86,7 +86,7 @@ def _read(file: CurvatureFile, name: str) -> Iterator[Tensor]:
         yield file.read(name, start, min(start + _CHUNK, numel), lambda n: torch.empty(n, dtype=torch.uint8))
 
 
-#: Of wider matrices only the largest eigenvalue is found: all of them would take minutes.
+#: Eigenvalues of wider matrices would take minutes.
 WIDEST_SPECTRUM = 4096
 
 
@@ -96,9 +96,9 @@ class Spectrum:
 
     size: int
     trace: float
-    largest: float
+    largest: float | None
     median: float | None
-    """None where the matrix is too wide."""
+    """``largest`` and ``median`` are None for a wide matrix."""
     effective_rank: float
     """(Σ λ)² / Σ λ²: how many eigenvalues there would be if all were equal."""
 
@@ -133,20 +133,11 @@ def spectrum(matrix: Tensor) -> Spectrum:
     scale = max(float(matrix.abs().max()), 1e-30)
     matrix = matrix / scale  # so that no square is out of range
     trace, squares = float(matrix.diagonal().double().sum()), float(matrix.double().square().sum())
-    median = None
+    largest = median = None
     if len(matrix) <= WIDEST_SPECTRUM:
         values = torch.linalg.eigvalsh(matrix)
-        largest, median = float(values[-1]), max(0.0, float(values.median())) * scale
-    else:
-        largest = _largest(matrix)
-    return Spectrum(len(matrix), trace * scale, largest * scale, median, trace**2 / squares if squares else 0.0)
-
-
-def _largest(matrix: Tensor, steps: int = 64) -> float:
-    vector = matrix.diagonal().clone()
-    for _ in range(steps):
-        vector = matrix @ (vector / vector.norm().clamp(min=1e-30))
-    return float(vector.norm())
+        largest, median = float(values[-1]) * scale, max(0.0, float(values.median())) * scale
+    return Spectrum(len(matrix), trace * scale, largest, median, trace**2 / squares if squares else 0.0)
 
 
 def _read_matrix(file: CurvatureFile, name: str) -> Tensor:

@@ -92,7 +92,7 @@ class _Verifier(Recorder):
             for module in (module for module, left in candidates.items() if not left):
                 for parameter in _own(module, self.sums):
                     self.sums[parameter].slow = True
-            slow = {parameter for parameter, one in self.sums.items() if one.slow}
+            slow = {parameter for parameter, entry in self.sums.items() if entry.slow}
             chosen = {module: left[0] for module, left in candidates.items() if left}
             formulas = Formulas(chosen, list(self.sums), slow, {}, conclusive=True)
             if len(slow) == len(self.sums):
@@ -105,9 +105,9 @@ class _Verifier(Recorder):
             for module in wrong:
                 candidates[module] = candidates[module][1:]
 
-    def take(self, one: ParameterSum, term: Term) -> None:
-        if not one.slow:
-            one.terms.append(term)
+    def take(self, entry: ParameterSum, term: Term) -> None:
+        if not entry.slow:
+            entry.terms.append(term)
 
     def _wrong_modules(self, formulas: Formulas, batch: Any) -> set[nn.Module]:
         """Return the modules whose formula fails, or differs from autograd."""
@@ -120,7 +120,7 @@ class _Verifier(Recorder):
                 if objective.requires_grad:
                     objective.backward()
                 wrong = self._differing(batch)
-                self._kinds = {p: [type(term) for term in one.terms] for p, one in self.sums.items() if one.terms}
+                self._kinds = {p: [type(term) for term in entry.terms] for p, entry in self.sums.items() if entry.terms}
                 return {module for module in formulas.chosen if wrong & {*_own(module, self.sums)}}
         except Exception as error:
             # The model runs without formulas, so one of them caused the error.
@@ -133,7 +133,7 @@ class _Verifier(Recorder):
 
     def _differing(self, batch: Any) -> set[nn.Parameter]:
         """Compare the terms' squares with those of autograd's gradients, one example and one parameter at a time."""
-        fast, row = [one for one in self.sums.values() if not one.slow], 0
+        fast, row = [entry for entry in self.sums.values() if not entry.slow], 0
         squares, errors = dict.fromkeys(fast, 0.0), dict.fromkeys(fast, 0.0)
         compared = dict.fromkeys(fast, 0)
         self._active = False  # autograd runs the model without formulas
@@ -143,27 +143,27 @@ class _Verifier(Recorder):
             row = number
             return [lambda: _mixed(self._outputs(example), number)]
 
-        def compare(one: ParameterSum, gradient: Tensor) -> None:
-            square = gradient.to(one.dtype).square()
+        def compare(entry: ParameterSum, gradient: Tensor) -> None:
+            square = gradient.to(entry.dtype).square()
             by_formula = torch.zeros_like(square, memory_format=torch.contiguous_format)
-            if one.terms:
-                add_squares(by_formula, [_of_row(term, row) for term in one.terms])
-            compared[one] += 1
-            squares[one] += float(square.mean())
-            errors[one] += float(by_formula.sub_(square).abs_().mean())
+            if entry.terms:
+                add_squares(by_formula, [_of_row(term, row) for term in entry.terms])
+            compared[entry] += 1
+            squares[entry] += float(square.mean())
+            errors[entry] += float(by_formula.sub_(square).abs_().mean())
 
         for_each_example(batch, objectives, fast, compare)
-        self._all_nonzero = all(squares[one] > 0 for one in fast if compared[one])
+        self._all_nonzero = all(squares[entry] > 0 for entry in fast if compared[entry])
         largest = max(squares.values(), default=0.0)
 
-        def differs(one: ParameterSum) -> bool:
+        def differs(entry: ParameterSum) -> bool:
             # A gradient that is 0 but for rounding is compared with the largest.
-            dtype = one.parameter.dtype
+            dtype = entry.parameter.dtype
             noise = (4 * torch.finfo(dtype).eps) ** 2 * largest
-            unused = bool(one.terms) and compared[one] < examples_in(batch)
-            return unused or not errors[one] <= _ROUNDING.get(dtype, _ROUNDING_16_BIT) * squares[one] + noise
+            unused = bool(entry.terms) and compared[entry] < examples_in(batch)
+            return unused or not errors[entry] <= _ROUNDING.get(dtype, _ROUNDING_16_BIT) * squares[entry] + noise
 
-        return {one.parameter for one in fast if differs(one)}
+        return {entry.parameter for entry in fast if differs(entry)}
 
 
 @contextlib.contextmanager
@@ -179,14 +179,14 @@ def _exact_products() -> Iterator[None]:
         name, exact, settings = "allow_tf32", False, [backends.cuda.matmul, backends.cudnn]
     # A value inherited from the common setting must stay inherited.
     common = getattr(backends, name, None)
-    before = ["none" if value == common else value for value in (getattr(one, name) for one in settings)]
+    before = ["none" if value == common else value for value in (getattr(entry, name) for entry in settings)]
     try:
-        for one in settings:
-            setattr(one, name, exact)
+        for entry in settings:
+            setattr(entry, name, exact)
         yield
     finally:
-        for one, value in zip(settings, before, strict=True):
-            setattr(one, name, value)
+        for entry, value in zip(settings, before, strict=True):
+            setattr(entry, name, value)
 
 
 def _of_row(term: Term, row: int) -> Term:
