@@ -111,12 +111,11 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], want[name]), name
 
 
-IMPLEMENTATIONS = [{}, {"foreach": False}, {"foreach": True}, {"fused": True}]
+IMPLEMENTATIONS = [{}, {"foreach": False}, {"fused": True}]
 SETTINGS = [
     {"lr": 0.1, "strength": 3.0},
-    {"lr": 0.1, "strength": 0.5, "weight_decay": 0.2, "betas": (0.5, 0.7), "eps": 1e-3},
+    {"lr": 0.1, "strength": 0.5, "weight_decay": 0.2, "betas": (0.5, 0.7), "eps": 1e-3, "maximize": True},
     {"lr": 0.02, "strength": 20.0, "amsgrad": True},
-    {"lr": 0.1, "maximize": True, "weight_decay": 0.0},
 ]
 
 
@@ -202,17 +201,6 @@ def test_arithmetic_on_bfloat16_is_float32_and_rounds_once(coupling: str, kept: 
         d = v.sqrt() + 1e-8 if coupling == "adam" else torch.ones_like(v)
         want = (d * value.double() + 0.2 * h * base) / (d + 0.2 * h)
         assert torch.equal(got[name], want.to(torch.bfloat16)), name
-
-
-def test_kept_in_bfloat16_float32_parameters_move_in_float32() -> None:
-    rounded = {n: v.to(torch.bfloat16) for n, v in CURVATURE.items()}
-    base = {n: v.to(torch.bfloat16).float() for n, v in BASE.items()}
-    params, others = parameters(torch.float32), parameters(torch.float32)
-    optimizer = gm.PriorAdamW(list(params.items()), prior=CURVATURE, anchor=BASE, lr=0.1, keep_dtype=torch.bfloat16)
-    other = gm.PriorAdamW(list(others.items()), prior=rounded, anchor=base, lr=0.1)
-    assert_equal(take_steps(optimizer, params), take_steps(other, others))
-    state = optimizer.state_dict()["state"]
-    assert {v.dtype for key in ("anchors", "priors") for v in state[key][0]} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("threads", [1, 4])
