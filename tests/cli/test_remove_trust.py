@@ -36,17 +36,6 @@ def remove(*arguments: str | Path, status: int = 0) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_a_step_that_is_too_long_is_refused_and_nothing_is_written(models: list[Path], tmp_path: Path) -> None:
-    before = sorted(tmp_path.iterdir())
-    printed, said = remove("--base", models[0], "--model", models[1], *UNBOUNDED, "-o", tmp_path / "out", status=2)
-    assert printed == "" and "--accept-untrusted" in said
-    assert sorted(tmp_path.iterdir()) == before
-    recipe = {"method": "removal", "base": str(models[0]), "models": [str(models[1])]}
-    with pytest.raises(gm.InputError, match="damping"):
-        gm.merge(recipe | {"damping": 1e-10, "options": {"cap": "none"}}, tmp_path / "out")
-    assert sorted(tmp_path.iterdir()) == before
-
-
 def test_a_step_that_is_too_long_is_noted_on_stderr_and_the_model_is_written_if_that_is_accepted(
     models: list[Path], tmp_path: Path
 ) -> None:
@@ -70,20 +59,9 @@ def test_the_note_is_in_json_in_the_record_and_in_a_dry_run(models: list[Path], 
     assert not list(tmp_path.glob("*partial*"))
 
 
-def test_quiet_does_not_hide_it(models: list[Path], tmp_path: Path) -> None:
-    words = ("--base", models[0], "--model", models[1], *UNBOUNDED, "-o", tmp_path / "out")
-    shown, noted = remove(*words, "--quiet", "--accept-untrusted")
-    assert shown == "" and noted
-
-
 def test_by_default_the_step_is_bounded_and_nothing_is_to_be_said(models: list[Path], tmp_path: Path) -> None:
     _, noted = remove("--base", models[0], "--model", models[1], "-o", tmp_path / "out")
     assert noted == ""
     base, tuned, out = (read_model(folder) for folder in (models[0], models[1], tmp_path / "out"))
     for name, value in base.items():
         assert bool(((out[name] - value).abs() <= 2.001 * (tuned[name] - value).abs() + 1e-6).all())
-
-
-def test_negation_is_not_judged(models: list[Path], tmp_path: Path) -> None:
-    _, noted = remove("--method", "task-arithmetic", "--base", models[0], "--model", models[1], "-o", tmp_path / "out")
-    assert noted == ""

@@ -254,7 +254,7 @@ class TaskStreams(NamedTuple):
             self.teacher.go_through(stage, capture)
 
     def products(self, stage: Stage, layers: Sequence[Layer], settings: Settings) -> tuple[InputProducts, list[Tensor]]:
-        """A_t and C_t of layers that read the same input, and W_t of each of them."""
+        """A_t and C_t of layers that read the same input, and W_t of each of them, until other weights are loaded."""
         first, model = layers[0], self.teacher.model
         teachers = [model.layers[layer.name] for layer in layers]
         with model.loaded(stage, teachers if stage.is_block else None):
@@ -262,7 +262,7 @@ class TaskStreams(NamedTuple):
             found = input_products(first, inputs[0], teachers[0], inputs[1], settings.alpha, scaled=settings.scaled)
             if not all(bool(one.isfinite().all()) for one in found):
                 raise InputError(f"{stage.name}: the inputs of {first.name} are not finite on the rows of {self.task}")
-            return found, [layer.matrix().clone() for layer in teachers]
+            return found, [layer.matrix() for layer in teachers]
 
 
 def calibrate_layers(
@@ -334,7 +334,7 @@ def _solve_group(
     terms: Iterable[tuple[InputProducts, list[Tensor]]]
     terms = (stream.products(stage, layers, settings) for stream in streams)
     if any(scaled):
-        terms = list(terms)
+        terms = [(products, [weight.clone() for weight in weights]) for products, weights in terms]
     solutions: dict[int, Solution] = {}
     for index, factors in enumerate(scaled):
         if factors is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..checkpoints import Checkpoint
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
@@ -132,11 +133,19 @@ def module_without_weights(reference: str, task: str, config: Any, attn_implemen
     return module.eval().requires_grad_(False)
 
 
+class _EmptyOnMeta(TorchFunctionMode):
+    """Puts tensors without values on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {})
+        return func(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Put every new parameter on the meta device. Buffers are computed as usual.
 
-    Layers make their weights with ``torch.empty``, whose memory is not touched before it is freed here.
+    Layers make their weights with ``torch.empty``, which allocates nothing here.
     """
     register = nn.Module.register_parameter
 
@@ -147,7 +156,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
-        yield
+        with _EmptyOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
