@@ -99,15 +99,13 @@ def tying_differences(
     """
     problems: list[str] = []
     notes: list[str] = []
+    heads: list[str] = []
     pair = (first, other)
     for name in TIED if first.config and other.config else ():
         source = next((s for s in TIED[name] if s in first.tensors and s in other.tensors), None)
         if source is None or not chosen(name) or name in first.absent | other.absent:
             continue
-        if is_head(name) and name not in first.tensors.keys() | other.tensors.keys():
-            untied = next((c for c in pair if says_untied(c) and c.config.get("architectures") and has_head(c)), None)
-            if untied is not None and says_untied(first) != says_untied(other):
-                problems.append(f"{KEY}: false in {untied.label}, which stores no {name}")
+        heads += [name] if is_head(name) else []
         if name not in first.tensors or not (name in other.tensors or tied_to(name, other)):
             continue  # compared as a missing or an additional tensor
         if not name.startswith(STACKS) and says_untied(first) and says_untied(other):
@@ -126,6 +124,11 @@ def tying_differences(
             problems.append(
                 f"{KEY}: {name} is tied to {source} in {tied.label}, and a separate tensor in {untied.label}"
             )
+    untied = first if says_untied(first) else other
+    stores_head = any(name in checkpoint.tensors for name in heads for checkpoint in pair)
+    names_class = bool(untied.config.get("architectures")) and has_head(untied)
+    if heads and not stores_head and names_class and says_untied(first) != says_untied(other):
+        problems.append(f"{KEY}: false in {untied.label}, which stores no {heads[0]}")
     return problems, notes
 
 
