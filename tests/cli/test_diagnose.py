@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.cli.app import app
-from gradmerge.report.assets import library
+from gradmerge.report.page import library
 from tests.making import read_model, write_recipe
 from tests.tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
 

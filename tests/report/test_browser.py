@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 from PIL import Image
 
-from gradmerge.report import palette
+from gradmerge.report import theme
 from gradmerge.report.figures import Series, bars, curves, heat_map, trade_off
-from gradmerge.report.notebook import frame
-from gradmerge.report.page import Figure, Page, Section, Table, write_report
+from gradmerge.report.page import Figure, Page, Section, frame, write_report
+from gradmerge.report.tables import Table
 from gradmerge.text import Measured
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def figures() -> list[Figure]:
         "Sweep": curves(lines, "λ", "loss (nats)", marks=[("base", 0.5)], stars=[("ties", 0.1, 0.0)]),
         "Loss": bars(tasks, values, "loss (nats)"),
         "Layers": heat_map([f"layer.{i}" for i in range(14)], tasks, [[1.0, 2.0, None, 0.1]] * 14, "v (nats)"),
-        "Tall": heat_map([f"layer.{i}" for i in range(60)], tasks, [[1.0, 2.0, None, 0.1]] * 60, "v", centre=1.5),
+        "Tall": heat_map([f"layer.{i}" for i in range(60)], tasks, [[1.0, 2.0, None, 0.1]] * 60, "v", center=1.5),
         "Front": trade_off(
             lines,
             "loss (nats)",
@@ -151,7 +151,7 @@ def test_a_figure_can_be_saved_from_a_report_that_lies_alone(tab: Tab, report: P
     root = ET.fromstring(drawn)
     words = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert name == "sweep.svg" and {"Sweep", "λ", "loss (nats)", *METHODS} <= set(words)
-    assert palette.colour_of("ties").encode() in drawn and b"var(" not in drawn, "on paper, also from the dark"
+    assert theme.color_of("ties").encode() in drawn and b"var(" not in drawn, "on paper, also from the dark"
     name, drawn = saved(tab, "layers", "PNG")
     image = Image.open(io.BytesIO(drawn))
     assert name == "layers.png" and image.width >= 1500 and image.getpixel((2, 2))[:3] == (255, 255, 255)
@@ -171,13 +171,13 @@ def test_what_is_saved_as_csv_is_what_lies_beside_the_report(tab: Tab, report: P
     assert table[1] == ["b", "9.5", LONG, ""] and table[3][1] == "-1e-07"
 
 
-def test_one_method_has_its_colour_in_the_light_and_in_the_dark(tab: Tab, report: Path) -> None:
+def test_one_method_has_its_color_in_the_light_and_in_the_dark(tab: Tab, report: Path) -> None:
     open_in(tab, report)
     place = "[...document.querySelectorAll('figure')[0].querySelectorAll('.mark-symbol.role-mark path')][18]"
-    for scheme, colours in (("light", palette.LIGHT), ("dark", palette.DARK)):
+    for scheme, colors in (("light", theme.LIGHT), ("dark", theme.DARK)):
         tab.emulate_media(color_scheme=scheme)
-        name = next(key for key, value in palette.LIGHT.items() if value == palette.colour_of("ties"))
-        rgb = ", ".join(str(part) for part in bytes.fromhex(colours[name][1:]))
+        name = next(key for key, value in theme.LIGHT.items() if value == theme.color_of("ties"))
+        rgb = ", ".join(str(part) for part in bytes.fromhex(colors[name][1:]))
         assert tab.evaluate(f"getComputedStyle({place}).fill") == f"rgb({rgb})"
 
 

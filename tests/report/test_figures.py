@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradmerge.report import palette
-from gradmerge.report.assets import SHOWN_ROWS
-from gradmerge.report.figures import MOST_POINTS, Series, bars, curves, heat_map, trade_off
-from gradmerge.report.layout import label_places
-from gradmerge.report.page import Figure, Table
-from gradmerge.report.tables import columns_of, number
+from gradmerge.report import theme
+from gradmerge.report.figures import MOST_POINTS, Series, bars, curves, heat_map, label_places, trade_off
+from gradmerge.report.page import SHOWN_ROWS, Figure
+from gradmerge.report.tables import Table, columns_of, number
 from gradmerge.rules import METHODS
 from gradmerge.text import Measured, printable
 
@@ -35,7 +33,7 @@ def every_kind(name: str = "ours", values: tuple[float | None, ...] = (0.5, 0.25
         "line": curves(series, name, name, marks=marks, stars=stars),
         "bar": bars(groups, {name: values, "other": values}, name),
         "heat": heat_map(groups, [name], [[v] for v in values], name),
-        "centred-heat": heat_map(groups, [name], [[v] for v in values], name, centre=0.5),
+        "centred-heat": heat_map(groups, [name], [[v] for v in values], name, center=0.5),
         "scatter": trade_off(series, name, name, front=front, present=front[0] if front else None),
     }
     return [Figure(name, slug, chart) for slug, chart in charts.items()]
@@ -50,7 +48,7 @@ def test_a_figure_holds_the_numbers_it_is_given() -> None:
     assert line.table().columns == ["series", "λ", "loss, nats", "note"]
     assert line.table().rows == [["a", 0.0, 2.0, "p"], ["a", 1.0, None, "q"]]
     marked = curves([Series("a", [0], [2.0])], "x", "y", marks=[("base", 0.5)], stars=[("a", 0, 2.0)])
-    also = [["base", None, 0.5, "reference"], ["a", 0.0, 2.0, "★ taken"]]
+    also = [["base", None, 0.5, "reference"], ["a", 0.0, 2.0, "★ best"]]
     assert Figure("t", "t", marked).table().rows == [["a", 0.0, 2.0, None], *also]
     bar = Figure("t", "t", bars(["x", "y"], {"m": [1.0, 4.0], "n": [-2.0, None]}, "loss"))
     assert bar.table().rows == [["x", "m", 1.0], ["y", "m", 4.0], ["x", "n", -2.0], ["y", "n", None]]
@@ -86,46 +84,46 @@ def test_errors_that_are_known_are_drawn_and_listed() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_has_one_colour_everywhere(method: str) -> None:
-    colour = palette.colour_of(method)
-    assert colour in palette.LIGHT.values()
+def test_a_method_has_one_color_everywhere(method: str) -> None:
+    color = theme.color_of(method)
+    assert color in theme.LIGHT.values()
     for others in ([], ["ties", "average"], ["base", "tuned", "a method of a user"]):
         names = [*(name for name in others if name != method), method]
-        assert palette.colours_of(names)[-1] == colour
+        assert theme.colors_of(names)[-1] == color
         chart = bars(["g"], {name: [1.0] for name in names}, "y").to_dict()
         scale = chart["layer"][0]["encoding"]["color"]["scale"]
-        assert dict(zip(scale["domain"], scale["range"], strict=True))[method] == colour
-    assert palette.colour_of(f"{method} now") == colour
+        assert dict(zip(scale["domain"], scale["range"], strict=True))[method] == color
+    assert theme.color_of(f"{method} now") == color
 
 
 def look(place: int) -> tuple[object, ...]:
-    return tuple(palette.dash_of(place)), palette.marker_of(place)
+    return tuple(theme.dash_of(place)), theme.marker_of(place)
 
 
 def test_every_method_has_a_place_and_no_two_look_the_same() -> None:
-    looks = {method: (palette.colour_of(method), *look(palette.place_of(method))) for method in METHODS}
-    assert all(palette.place_of(method) < len(METHODS) for method in METHODS), "add new methods to the palette"
+    looks = {method: (theme.color_of(method), *look(theme.number_of(method))) for method in METHODS}
+    assert all(theme.number_of(method) < len(METHODS) for method in METHODS), "add new methods to the palette"
     assert len(set(looks.values())) == len(looks)
-    assert len({palette.colour_of(name) for name in ("base", "tuned", "target", "gradient-matching", "ties")}) == 5
+    assert len({theme.color_of(name) for name in ("base", "tuned", "target", "gradient-matching", "ties")}) == 5
 
 
-def test_tasks_have_colours_in_order_and_series_differ_without_colour() -> None:
+def test_tasks_have_colors_in_order_and_series_differ_without_color() -> None:
     names = [f"task {i}" for i in range(10)]
-    assert palette.colours_of(names) == [palette.LIGHT[f"c{i}"] for i in range(10)]
-    assert len({look(place) for place in palette.places_of([*names, "a", "b"])}) == 12
+    assert theme.colors_of(names) == [theme.LIGHT[f"c{i}"] for i in range(10)]
+    assert len({look(place) for place in theme.numbers_of([*names, "a", "b"])}) == 12
     several = ["ties 0.1", "ties 0.2", "ties 0.3"]
-    first, *paler = palette.colours_of(several)
-    assert first == palette.colour_of("ties") and luminance(first) < luminance(paler[0])
-    assert palette.colour_of("ties, density 0.2") == first
-    assert len({look(place) for place in palette.places_of(several)}) == 3
+    first, *paler = theme.colors_of(several)
+    assert first == theme.color_of("ties") and luminance(first) < luminance(paler[0])
+    assert theme.color_of("ties, density 0.2") == first
+    assert len({look(place) for place in theme.numbers_of(several)}) == 3
 
 
 def test_a_heat_map_is_centred_where_it_is_told() -> None:
-    scale = heat_map(["r"], ["a", "b"], [[40.0, 45.0]], "%", centre=50.0, reach=50.0).to_dict()
+    scale = heat_map(["r"], ["a", "b"], [[40.0, 45.0]], "%", center=50.0, reach=50.0).to_dict()
     scale = scale["layer"][0]["encoding"]["color"]["scale"]
     assert scale["domain"][0] == 0 and scale["domain"][3] == 50 and scale["domain"][-1] == 100
-    assert scale["range"] == list(palette.CENTRED) and len(scale["domain"]) == len(scale["range"])
-    own = heat_map(["r"], ["a", "b"], [[0.4, 1.1]], "v", centre=1.0).to_dict()["layer"][0]["encoding"]["color"]["scale"]
+    assert scale["range"] == list(theme.CENTERED) and len(scale["domain"]) == len(scale["range"])
+    own = heat_map(["r"], ["a", "b"], [[0.4, 1.1]], "v", center=1.0).to_dict()["layer"][0]["encoding"]["color"]["scale"]
     assert own["domain"] == pytest.approx([0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6])
 
 
@@ -230,32 +228,32 @@ def contrast(one: str, other: str) -> float:
 COLOURS = [f"c{i}" for i in range(10)]
 
 
-@pytest.mark.parametrize("colours", [palette.LIGHT, palette.DARK], ids=["light", "dark"])
-def test_colours_can_be_seen(colours: dict[str, str]) -> None:
-    assert colours.keys() == palette.LIGHT.keys()
-    assert len(set(palette.LIGHT.values())) == len(palette.LIGHT), "a page finds the dark colour by the light one"
+@pytest.mark.parametrize("colors", [theme.LIGHT, theme.DARK], ids=["light", "dark"])
+def test_colors_can_be_seen(colors: dict[str, str]) -> None:
+    assert colors.keys() == theme.LIGHT.keys()
+    assert len(set(theme.LIGHT.values())) == len(theme.LIGHT), "a page finds the dark color by the light one"
     for name in COLOURS:
-        assert contrast(colours[name], colours["paper"]) >= 3
+        assert contrast(colors[name], colors["paper"]) >= 3
     for ground in ("page", "paper", "wash", "hole"):
-        assert contrast(colours["ink"], colours[ground]) >= 7
-        assert contrast(colours["soft"], colours[ground]) >= 4.5
-    assert contrast(colours["accent"], colours["page"]) >= 4.5
+        assert contrast(colors["ink"], colors[ground]) >= 7
+        assert contrast(colors["soft"], colors[ground]) >= 4.5
+    assert contrast(colors["accent"], colors["page"]) >= 4.5
 
 
-@pytest.mark.parametrize("colours", [palette.LIGHT, palette.DARK], ids=["light", "dark"])
-def test_colours_differ_for_the_colour_blind(colours: dict[str, str]) -> None:
+@pytest.mark.parametrize("colors", [theme.LIGHT, theme.DARK], ids=["light", "dark"])
+def test_colors_differ_for_the_color_blind(colors: dict[str, str]) -> None:
     # Machado et al. 2009, severity 1, on linear RGB.
     deutan = np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]])
     protan = np.array(
         [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
     )
     for seen in (np.eye(3), deutan, protan):
-        labs = [lab(seen @ linear(colours[name])) for name in COLOURS]
+        labs = [lab(seen @ linear(colors[name])) for name in COLOURS]
         assert min(float(np.linalg.norm(a - b)) for a, b in combinations(labs, 2)) > 12
 
 
-def linear(colour: str) -> np.ndarray:
-    share = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+def linear(color: str) -> np.ndarray:
+    share = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
 
 

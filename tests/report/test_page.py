@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from gradmerge.errors import MachineError
-from gradmerge.report.assets import digest, library
 from gradmerge.report.figures import Series, bars, curves, heat_map, trade_off
-from gradmerge.report.page import Figure, Page, Section, Table, html, rich, write_report
-from gradmerge.report.tables import columns_of
+from gradmerge.report.page import Figure, Page, Section, digest, html, library, rich, write_report
+from gradmerge.report.tables import Table, columns_of
 from gradmerge.text import Measured
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&`**"

@@ -26,8 +26,8 @@ from ..refinement.output_factors import layers_with_factors, output_factors
 from ..refinement.rows import TaskRows
 from ..refinement.streaming import WeightMemory, load_model_whole, load_whole
 from ..refinement.structure import block_lists, examine
-from ..report.calibration_page import calibration_page, calibration_verdict
 from ..report.page import Page
+from ..report.refinement import calibration_page, calibration_verdict
 from ..tasks import LoadOptions, complete
 from ..tasks.models import device_of, encoder_prefix, with_encoder_of
 from ..text import count, parse_size

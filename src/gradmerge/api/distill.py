@@ -18,8 +18,8 @@ from ..refinement.distill import MATCHES, Distillation, default_match, distill_m
 from ..refinement.inputs import MergeInputs
 from ..refinement.rows import TaskRows
 from ..refinement.streaming import load_model_whole, load_trainable
-from ..report.distillation_page import distillation_page, distillation_verdict
 from ..report.page import Page
+from ..report.refinement import distillation_page, distillation_verdict
 from ..tasks import LoadOptions, complete
 from ..tasks.models import encoder_prefix
 from .dry_run import free_memory

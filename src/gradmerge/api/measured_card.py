@@ -9,8 +9,8 @@ from typing import Any
 from ..cards.eval_results import evaluation, with_evaluations
 from ..cards.metadata import CARD, MAX_CARD, RECORD
 from ..errors import InputError
+from ..io.atomic_file import atomic_file
 from ..io.small_files import MAX_TOKENIZER, read_bounded, read_json
-from ..report.whole_file import whole_file
 from ..tasks.data.read import dataset_metadata, dataset_type
 from ..text import to_json
 from ..urls import remote_url, strip_file_scheme
@@ -43,7 +43,7 @@ class MeasuredCard:
         replaced = [one["dataset"] for one in new]
         record["evaluations"] = [one for one in record["evaluations"] if one.get("dataset") not in replaced] + new
         card = with_evaluations(card, self._folder.resolve().name, record["evaluations"], str(self._folder / CARD))
-        with whole_file(self._folder / CARD) as partial:
+        with atomic_file(self._folder / CARD) as partial:
             partial.write_text(card, "utf-8")
         write_record(self._folder, record)
 
@@ -57,5 +57,5 @@ class MeasuredCard:
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    with whole_file(folder / RECORD) as partial:
+    with atomic_file(folder / RECORD) as partial:
         partial.write_text(to_json(record) + "\n", "utf-8")

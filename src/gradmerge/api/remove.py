@@ -28,7 +28,7 @@ from ..refinement.model_io import write_folder
 from ..refinement.rows import RowBatches, as_batches, count_common_rows, count_rows, hold_out
 from ..refinement.streaming import load_trainable, open_model_files
 from ..report.page import write_report
-from ..report.removal_page import removal_card, removal_page
+from ..report.refinement import removal_card, removal_page
 from ..tasks import LoadOptions, complete, tokenizer_of, with_data
 from ..tasks.data.read import data_paths, dataset_metadata
 from ..tasks.model_args import BASIC_KEYS, ModelArgs

@@ -27,7 +27,8 @@ def show(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Also draw how the values of each layer are spread: .png, .svg or .pdf. Replaces FILE."
+            metavar="FILE",
+            help="Also write a page (.html) with the distribution of the values by layer. Replaces FILE.",
         ),
     ] = None,
     printing: Printing,
@@ -40,7 +41,7 @@ def show(
     from ..curvature.summary import layers_of, pieces, spectra, summarize
 
     if plot:
-        from ..report.curvature_plot import check_plot_path, plot_curvature
+        from ..report.curvature import check_plot_path, plot_curvature
 
         check_plot_path(plot)
     with open_curvature(path) as file, progress(printing.silent, "layers") as told:

@@ -325,7 +325,7 @@ def _without_penalty(found: Diagnosis) -> str:
     row, own = found.outcomes[found.without_penalty], found.measured.reference
     how = _comparison(found.measured, row, own)
     if are_tied(row, own, found.measured.criterion):
-        return f"; but with {none} the merge measured the same ({how}), so there is no reason to change it."
+        return f"; but with {none} the merge is tied with this one ({how}), so there is no reason to change it."
     if _better(found.measured, row, own):
         return f": set {none}, with which the merge measured better ({how})."
     return f"; but with {none} the merge measured worse ({how}): leave it as it is."

@@ -11,8 +11,7 @@ from ..compare.settings import BASE
 from ..text import Measured
 from .advice import PENALTIES, TRUST, base_name, diagnosis_verdict, task_pairs, tuned_tasks
 from .figures import Series, bars, heat_map, trade_off
-from .notebook import in_notebooks
-from .page import Figure, Page, Section
+from .page import Figure, Page, Section, in_notebooks
 from .tables import Table, Value, number, plain_words
 
 
@@ -99,7 +98,7 @@ def _interference_section(found: Diagnosis) -> Section:
             Figure(
                 "Opposed share of the overlap",
                 "interference",
-                heat_map(tuned, tuned, values, "% of the overlap", centre=50.0, reach=50.0),
+                heat_map(tuned, tuned, values, "% of the overlap", center=50.0, reach=50.0),
             )
         ],
         [

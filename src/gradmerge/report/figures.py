@@ -1,26 +1,26 @@
-"""Figures as Altair charts: from plain numbers to a chart with our colours, on paper.
+"""Figures as Altair charts.
 
-Every chart holds its numbers in one list of rows, and `usermeta` says what the columns are called: a page makes the
-table and the CSV of a figure from that. A page also turns the colours of paper into those of the dark.
+Every chart has its numbers in one list of rows, and the names of its columns in `usermeta`. From these a page makes the
+table and the CSV of the figure. A page also replaces the light colors by dark ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..text import printable
-from . import palette
-from .layout import label_places, spaced, thinned
+from . import theme
 from .tables import finite, number
 
 if TYPE_CHECKING:
     from altair import LayerChart
 
-#: More points of one figure than this are thinned out where they would cover one another.
+#: A figure with more points shows only some of those that would overlap.
 MOST_POINTS = 3000
-#: Points of a trade-off beyond which only the best of them have error bars.
+#: In a trade-off with more points, only the Pareto front has error bars.
 _CROWD = 60
 #: About the width of a letter, in pixels.
 _LETTER = 6.6
@@ -28,7 +28,6 @@ _STAR = "M0-.9L.22-.28L.86-.28L.35.11L.53.73L0 .36L-.53.73L-.35.11L-.86-.28L-.22
 _FORMAT = ",.4~r"
 #: Room for the numbers at the end of bars, in pixels.
 _BESIDE = 48
-#: Bars and lines around a value show one standard error on each side.
 ERRORS = "± standard error"
 
 Row = dict[str, Any]
@@ -42,9 +41,9 @@ class Series:
     x: Sequence[float]
     y: Sequence[float | None]
     labels: Sequence[str] = ()
-    """What the tooltip of each point says besides its numbers."""
+    """A note for the tooltip of each point."""
     errors: Sequence[float | None] = ()
-    """The standard error of each y, where the values do not have one themselves, as `Measured` ones do."""
+    """The standard error of each y; not needed if the values are `Measured`."""
     x_errors: Sequence[float | None] = ()
 
     def rows(self) -> list[Row]:
@@ -69,30 +68,30 @@ def curves(
 ) -> LayerChart:
     """Curves over x, with reference lines (name, y) and starred points (name of a series, x, y)."""
     alt = _altair()
-    rows = [row for one in series for row in thinned(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
+    rows = [row for one in series for row in _thinned(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
     xs = [row["x"] for row in rows if row["x"] is not None]
     whole = bool(xs) and all(float(value).is_integer() for value in xs)
     count = int(max(xs) - min(xs)) if whole else 0
     axis = alt.Axis(format="d", tickCount=min(count, 10)) if whole and count else _axis("width", 90)
-    # Values such as 1e-6, 1e-4, 1e-2 are told apart by their powers of ten.
+    # Values such as 1e-6, 1e-4, 1e-2 need a logarithmic scale.
     wide = bool(xs) and min(xs) > 0 and max(xs) / min(xs) >= 1000
     size = alt.Scale(type="log", nice=False, padding=12) if wide else alt.Scale(zero=False, nice=False, padding=12)
     across = alt.X("x:Q", title=x, scale=size, axis=axis)
     up = alt.Y("y:Q", title=y, scale=alt.Scale(zero=False, padding=10), axis=_axis("height", 50))
     names = [one.name for one in series]
-    base = alt.Chart().encode(across, up, color=_colour(names))
+    base = alt.Chart().encode(across, up, color=_color(names))
     known = [(name, value) for name, value in marks if finite(value)]
-    # A curve goes from point to point as they are given, not from left to right.
+    # A curve joins points in their order, not from left to right.
     line = base.mark_line(strokeWidth=2).encode(strokeDash=_dash(names), order=alt.OrderValue(0))
     layers = [*(_guides(known, rows) if known else []), line]
     layers += _whiskers(rows, names)
     crowded = max((len(one.x) for one in series), default=0) > 40
     points = base.mark_point(filled=True, opacity=1, size=14 if crowded else 50)
     layers.append(points.encode(shape=_shape(names), tooltip=_tooltips(rows, x, y)))
-    chosen = [_named(n, a, b, "★ taken") for n, a, b in stars if finite(a) and finite(b)]
+    chosen = [_named(n, a, b, "★ best") for n, a, b in stars if finite(a) and finite(b)]
     if chosen:
         best = alt.Chart(_data(chosen)).mark_point(shape=_STAR, filled=True, size=560, opacity=1, strokeWidth=1.2)
-        best = best.encode(across, up, color=_colour(names), stroke=alt.StrokeValue(palette.LIGHT["paper"]))
+        best = best.encode(across, up, color=_color(names), stroke=alt.StrokeValue(theme.LIGHT["paper"]))
         layers.append(best.encode(tooltip=_tooltips(chosen, x, y)))
     drawn = alt.layer(*layers, data=_data(rows)).resolve_legend(strokeDash="independent")
     more = [*(_named(name, None, value, "reference") for name, value in known), *chosen]
@@ -107,19 +106,16 @@ def trade_off(
     front: Sequence[tuple[float, float]] = (),
     present: tuple[float, float] | None = None,
 ) -> LayerChart:
-    """Points, with a line through those that no other beats, and a ring around the present one.
-
-    Of many points only those on the line have error bars: crosses all over would hide them.
-    """
+    """Points with their Pareto front, and a ring around the present one."""
     alt = _altair()
-    rows = [row for one in series for row in spaced(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
+    rows = [row for one in series for row in _spaced(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
     names = [one.name for one in series]
     across = alt.X("x:Q", title=x, scale=alt.Scale(zero=False, padding=12), axis=_axis("width", 90))
     up = alt.Y("y:Q", title=y, scale=alt.Scale(zero=False, padding=10), axis=_axis("height", 50))
     layers: list[Any] = []
     line = [_named("Pareto front", a, b, "") for a, b in sorted(front) if finite(a) and finite(b)]
     if len(line) > 1:
-        path = alt.Chart(_data(line)).mark_line(strokeWidth=1.5, opacity=0.7, color=palette.LIGHT["ink"])
+        path = alt.Chart(_data(line)).mark_line(strokeWidth=1.5, opacity=0.7, color=theme.LIGHT["ink"])
         layers.append(path.encode(across, up))
     whiskers = _whiskers(rows, names, 0.3)
     if len(rows) > _CROWD:
@@ -128,10 +124,10 @@ def trade_off(
             layer.data = _data([row for row in rows if (row["x"], row["y"]) in unbeaten])
     layers += whiskers
     points = alt.Chart().mark_point(filled=True, opacity=0.9, size=50 if len(rows) < 400 else 18)
-    layers.append(points.encode(across, up, color=_colour(names), shape=_shape(names), tooltip=_tooltips(rows, x, y)))
+    layers.append(points.encode(across, up, color=_color(names), shape=_shape(names), tooltip=_tooltips(rows, x, y)))
     if present is not None and all(map(finite, present)):
         ring = alt.Chart(_data([_named("now", *present, "")]))
-        ring = ring.mark_point(size=320, strokeWidth=2.5, color=palette.LIGHT["ink"], filled=False, opacity=1)
+        ring = ring.mark_point(size=320, strokeWidth=2.5, color=theme.LIGHT["ink"], filled=False, opacity=1)
         layers.append(ring.encode(across, up, tooltip=[alt.Tooltip("series:N", title=" ")]))
     return _finished(alt.layer(*layers, data=_data(rows)), rows, {"series": "series", "x": x, "y": y}, line, height=320)
 
@@ -143,7 +139,7 @@ def bars(
     *,
     errors: Mapping[str, Sequence[float | None]] | None = None,
 ) -> LayerChart:
-    """One lying bar for each group (a task) in each series (a method), with its number beside it."""
+    """A horizontal bar for each group (a task) in each series (a method), with its number beside it."""
     alt = _altair()
     rows: list[Row] = []
     for name, values in series.items():
@@ -158,13 +154,13 @@ def bars(
     lane = alt.Scale(paddingInner=0.08)
     down = alt.Y("group:N", title=None, sort=None, scale=alt.Scale(domain=_printable(groups), paddingInner=0.3))
     base = alt.Chart().encode(down, yOffset=alt.YOffset("series:N", sort=_printable(names), scale=lane))
-    layers = [base.mark_bar(cornerRadiusEnd=2).encode(across, color=_colour(names), tooltip=_tooltips(rows, label, ""))]
+    layers = [base.mark_bar(cornerRadiusEnd=2).encode(across, color=_color(names), tooltip=_tooltips(rows, label, ""))]
     if any("x error" in row for row in rows):
-        rule = base.mark_rule(color=palette.LIGHT["ink"], strokeWidth=1.5)
+        rule = base.mark_rule(color=theme.LIGHT["ink"], strokeWidth=1.5)
         layers.append(rule.encode(alt.X("x low:Q"), x2=alt.X2("x high")))
     for side, sign, way in (("left", 5, ">="), ("right", -5, "<")):
         if side == "left" or any((row["x"] or 0) < 0 for row in rows):
-            text = base.mark_text(align=side, dx=sign, fontSize=10, color=palette.LIGHT["soft"])
+            text = base.mark_text(align=side, dx=sign, fontSize=10, color=theme.LIGHT["soft"])
             layers.append(text.encode(alt.X("end:Q"), text=alt.Text("text:N")).transform_filter(f"datum.x {way} 0"))
     step = max(13, min(19, round(52 / max(1, len(names)))))
     size = {"height": alt.Step(step, **{"for": "offset"}), "padding": {"right": _BESIDE}}
@@ -177,12 +173,12 @@ def heat_map(
     values: Sequence[Sequence[float | None]],
     label: str,
     *,
-    centre: float | None = None,
+    center: float | None = None,
     reach: float = 0.0,
 ) -> LayerChart:
-    """One cell for each row (a layer) and column (a task); blue below a ``centre`` and orange above it.
+    """One cell for each row (a layer) and column (a task); blue below a ``center`` and orange above it.
 
-    Colours are full at ``reach`` from the centre, or at the value that lies furthest away.
+    Colours are full at ``reach`` from the center, or at the value that lies furthest away.
     """
     alt = _altair()
     cells: list[Row] = [
@@ -193,15 +189,15 @@ def heat_map(
     known = [cell["value"] for cell in cells if cell["value"] is not None]
     low, high = min(known, default=0.0), max(known, default=1.0)
     legend = alt.Legend(orient="top", title=label, titleLimit=700)
-    if centre is None:
-        scale = alt.Scale(domain=[low, high if high > low else low + 1], range=list(palette.RISING), interpolate="rgb")
+    if center is None:
+        scale = alt.Scale(domain=[low, high if high > low else low + 1], range=list(theme.RISING), interpolate="rgb")
         dark = f"datum.value > {low + 0.5 * (high - low)!r} ? '#10161c' : '#fff'"
     else:
-        reach = max(reach, abs(low - centre), abs(high - centre)) or 1.0
-        ends = [centre + reach * k / 3 for k in range(-3, 4)]
-        scale = alt.Scale(domain=ends, range=list(palette.CENTRED), interpolate="rgb")
-        legend.values = [ends[0], centre, ends[-1]]
-        dark = f"abs(datum.value - {centre!r}) < {0.6 * reach!r} ? '#10161c' : '#fff'"
+        reach = max(reach, abs(low - center), abs(high - center)) or 1.0
+        ends = [center + reach * k / 3 for k in range(-3, 4)]
+        scale = alt.Scale(domain=ends, range=list(theme.CENTERED), interpolate="rgb")
+        legend.values = [ends[0], center, ends[-1]]
+        dark = f"abs(datum.value - {center!r}) < {0.6 * reach!r} ? '#10161c' : '#fff'"
     turned = sum(map(len, columns)) * _LETTER + 20 * len(columns) > 420
     side = {"labelAngle": -40, "labelAlign": "left"} if turned else {"labelAngle": 0}
     top = alt.Axis(orient="top", domain=False, ticks=False, labelLimit=100, **side)
@@ -212,34 +208,34 @@ def heat_map(
     base = alt.Chart().encode(across, down)
     tips = [alt.Tooltip("row:N", title=" "), alt.Tooltip("column:N", title="  ")]
     tips.append(alt.Tooltip("value:Q", title=label, format=_FORMAT))
-    edge = {"stroke": palette.LIGHT["paper"], "strokeWidth": 1} if tall > 9 else {}
+    edge = {"stroke": theme.LIGHT["paper"], "strokeWidth": 1} if tall > 9 else {}
     layers = [base.mark_rect(**edge).encode(color=alt.Color("value:Q", scale=scale, legend=legend), tooltip=tips)]
     if tall >= 16:
-        ink = alt.ExprRef(f"isValid(datum.value) ? {dark} : '{palette.LIGHT['soft']}'")
+        ink = alt.ExprRef(f"isValid(datum.value) ? {dark} : '{theme.LIGHT['soft']}'")
         fits = alt.ExprRef(f"bandwidth('x') < {max(len(c['text']) for c in cells) * 6.2!r} ? 0 : 1") if cells else 1
         layers.append(
             base.mark_text(fontSize=10, color=ink, opacity=fits).encode(text=alt.Text("text:N"), tooltip=tips)
         )
-    # The last of slanted names leans over the edge.
+    # The last slanted name reaches over the edge.
     room = {"padding": {"right": 60}} if turned else {}
-    size = {"height": alt.Step(tall), "view": {"fill": palette.LIGHT["hole"]}, **room}
+    size = {"height": alt.Step(tall), "view": {"fill": theme.LIGHT["hole"]}, **room}
     return _finished(alt.layer(*layers, data=_data(cells)), cells, {"row": "", "column": "", "value": label}, **size)
 
 
 def _altair() -> Any:
-    """Loaded where something is drawn. Its annotations are too narrow for what its methods take."""
+    """Altair, imported when a figure is made. Its annotations are narrower than what its methods accept."""
     import altair
 
     return altair
 
 
 def _known(value: float | None) -> float | None:
-    """A number that JSON has a word for."""
+    """A number that JSON can represent."""
     return float(value) if finite(value) else None
 
 
 def _spread(axis: str, value: float | None, error: float | None) -> Row:
-    """One standard error on each side of a value, where it is known."""
+    """One standard error on each side of a value, if it is known."""
     error = getattr(value, "error", None) if error is None else error
     if not finite(value) or not finite(error):
         return {}
@@ -263,31 +259,31 @@ def _legend(names: Sequence[str]) -> Any:
     return alt.Legend(orient="top", title=None, symbolStrokeWidth=2, symbolSize=80, symbolOpacity=1, labelLimit=240)
 
 
-def _colour(names: Sequence[str]) -> Any:
+def _color(names: Sequence[str]) -> Any:
     alt = _altair()
-    scale = alt.Scale(domain=_printable(names), range=palette.colours_of(names))
+    scale = alt.Scale(domain=_printable(names), range=theme.colors_of(names))
     return alt.Color("series:N", scale=scale, legend=_legend(names))
 
 
 def _dash(names: Sequence[str]) -> Any:
     alt = _altair()
-    scale = alt.Scale(domain=_printable(names), range=[palette.dash_of(p) or [1, 0] for p in palette.places_of(names)])
+    scale = alt.Scale(domain=_printable(names), range=[theme.dash_of(p) or [1, 0] for p in theme.numbers_of(names)])
     return alt.StrokeDash("series:N", scale=scale, legend=None)
 
 
 def _shape(names: Sequence[str]) -> Any:
     alt = _altair()
-    scale = alt.Scale(domain=_printable(names), range=[palette.marker_of(p) for p in palette.places_of(names)])
+    scale = alt.Scale(domain=_printable(names), range=[theme.marker_of(p) for p in theme.numbers_of(names)])
     return alt.Shape("series:N", scale=scale, legend=_legend(names))
 
 
 def _whiskers(rows: Sequence[Row], names: Sequence[str], opacity: float = 0.55) -> list[Any]:
-    """One standard error on each side of points, where errors are known."""
+    """Error bars of points."""
     alt = _altair()
     found = []
     for axis, other in (("y", "x"), ("x", "y")):
         if any(f"{axis} error" in row for row in rows):
-            rule = alt.Chart().mark_rule(strokeWidth=1.2, opacity=opacity).encode(color=_colour(names))
+            rule = alt.Chart().mark_rule(strokeWidth=1.2, opacity=opacity).encode(color=_color(names))
             kinds = {"x": (alt.X, alt.X2), "y": (alt.Y, alt.Y2)}
             from_, to = kinds[axis]
             ends = {axis: from_(f"{axis} low:Q"), f"{axis}2": to(f"{axis} high"), other: kinds[other][0](f"{other}:Q")}
@@ -296,30 +292,30 @@ def _whiskers(rows: Sequence[Row], names: Sequence[str], opacity: float = 0.55) 
 
 
 def _guides(marks: Sequence[tuple[str, float]], rows: Sequence[Row]) -> list[Any]:
-    """Reference lines with their names, where these are furthest from the curves."""
+    """Reference lines, with their names where these are furthest from the curves."""
     alt = _altair()
     places = label_places([value for _, value in marks], [(row["x"], row["y"]) for row in rows])
     lines = [
         {"name": printable(name), "y": value, "place": f"{side} {way}"}
         for (name, value), (side, way) in zip(marks, places, strict=True)
     ]
-    shades = [palette.colour_of(name) if palette.is_known(name) else palette.LIGHT["soft"] for name, _ in marks]
-    colour = alt.Stroke("name:N", legend=None, scale=alt.Scale(domain=_printable([n for n, _ in marks]), range=shades))
+    shades = [theme.color_of(name) if theme.is_known(name) else theme.LIGHT["soft"] for name, _ in marks]
+    color = alt.Stroke("name:N", legend=None, scale=alt.Scale(domain=_printable([n for n, _ in marks]), range=shades))
     base = alt.Chart(_data(lines)).encode(alt.Y("y:Q"))
     tips = [alt.Tooltip("name:N", title=" "), alt.Tooltip("y:Q", format=_FORMAT)]
-    found = [base.mark_rule(strokeDash=[5, 4], strokeWidth=1.5).encode(stroke=colour, tooltip=tips)]
+    found = [base.mark_rule(strokeDash=[5, 4], strokeWidth=1.5).encode(stroke=color, tooltip=tips)]
     for side, way in dict.fromkeys(places):
         edge = alt.XValue("width" if side == "right" else 0)
         words = base.transform_filter(f"datum.place == '{side} {way}'").encode(x=edge, text=alt.Text("name:N"))
         look = {"align": side, "dx": -4 if side == "right" else 4, "dy": -7 if way == "above" else 8, "fontSize": 11}
-        # A ground of paper keeps the words apart from the grid.
-        ground = words.mark_text(**look, stroke=palette.LIGHT["paper"], strokeWidth=3)
-        found += [ground, words.mark_text(**look, color=palette.LIGHT["soft"])]
+        # An outline separates the words from the grid.
+        outline = words.mark_text(**look, stroke=theme.LIGHT["paper"], strokeWidth=3)
+        found += [outline, words.mark_text(**look, color=theme.LIGHT["soft"])]
     return found
 
 
 def _axis(extent: str, pixels: int, **more: Any) -> Any:
-    """A tick for about every so many pixels."""
+    """An axis with a tick about every ``pixels`` pixels."""
     alt = _altair()
     return alt.Axis(tickCount=alt.ExprRef(f"ceil({extent} / {pixels})"), **more)
 
@@ -345,9 +341,9 @@ def _named(series: str, x: float | None, y: float, note: str) -> Row:
 def _finished(
     chart: LayerChart, rows: Sequence[Row], columns: Mapping[str, str], more: Sequence[Row] = (), **size: Any
 ) -> LayerChart:
-    """With the theme, the names of its columns, and the width of whatever it stands in.
+    """The chart with the theme and the names of its columns, as wide as its container.
 
-    ``more`` is what the figure shows beside its points, for its table.
+    ``more`` are rows of the table beside the points.
     """
     fields = set().union(*rows) if rows else set()
     named = {field: title or field for field, title in columns.items()}
@@ -356,9 +352,65 @@ def _finished(
             named[f"{axis} error"] = f"{ERRORS} of {named[axis]}"
     if "note" in fields or more:
         named["note"] = "note"
-    # A page sets the columns of the legend by its own width.
+    # A page sets the columns of the legend from its width.
     entry = round(min(260.0, max((len(row["series"]) for row in rows if "series" in row), default=0) * _LETTER + 44))
-    look = palette.theme()
+    look = theme.chart_config()
     look["legend"]["columns"] = max(1, 700 // entry)
     facts = {"columns": named, "entry": entry, "more": list(more)}
     return chart.properties(width="container", usermeta=facts, config=look, **size)
+
+
+def _thinned(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """The points of a curve; of a long one, the lowest and highest of every range of points."""
+    if len(rows) <= most:
+        return rows
+    per = math.ceil(2 * len(rows) / most)
+    kept: list[dict[str, Any]] = []
+    for start in range(0, len(rows), per):
+        part = [row for row in rows[start : start + per] if row["y"] is not None]
+        ends = {id(f(part, key=lambda row: row["y"])) for f in (min, max)} if part else set()
+        kept += [row for row in part if id(row) in ends]
+    return kept
+
+
+def _spaced(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Points of a cloud; of a dense one, the first of every small square."""
+    known = [row for row in rows if row["x"] is not None and row["y"] is not None]
+    if len(known) <= most:
+        return known
+    (left, wide), (low, tall) = (
+        (min(values), max(values) - min(values) or 1.0) for values in ([row[k] for row in known] for k in ("x", "y"))
+    )
+    side = math.sqrt(most) - 1
+    squares: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in known:
+        squares.setdefault((int((row["x"] - left) / wide * side), int((row["y"] - low) / tall * side)), row)
+    return list(squares.values())
+
+
+def label_places(values: Sequence[float], points: Sequence[tuple[float | None, float | None]]) -> list[tuple[str, str]]:
+    """Where the name of each reference line is furthest from points, lines and other names.
+
+    `right` or `left` at its end, `above` or `below` it.
+    """
+    known = [(x, y) for x, y in points if x is not None and y is not None]
+    heights = [*values, *(y for _, y in known)]
+    letter = 0.03 * (max(heights, default=0.0) - min(heights, default=0.0))
+    first, last = (min(x for x, _ in known), max(x for x, _ in known)) if known else (0.0, 0.0)
+    reach = 0.2 * (last - first)
+    taken = {
+        "right": [y for x, y in known if x >= last - reach],
+        "left": [y for x, y in known if x <= first + reach],
+    }
+    found = []
+    for i, value in enumerate(values):
+        others = [*values[:i], *values[i + 1 :]]
+
+        def room(place: tuple[str, str], value: float = value, others: Sequence[float] = others) -> float:
+            middle = value + (letter if place[1] == "above" else -letter)
+            return min((abs(middle - other) for other in (*taken[place[0]], *others)), default=math.inf)
+
+        best = max((("right", "above"), ("left", "above"), ("right", "below"), ("left", "below")), key=room)
+        taken[best[0]].append(value + (letter if best[1] == "above" else -letter))
+        found.append(best)
+    return found

@@ -3,7 +3,7 @@
   const all = (root, selector) => [...root.querySelectorAll(selector)];
   const read = (element) => JSON.parse(element.textContent);
   const theme = read(document.getElementById("theme"));
-  const colours = new Map(Object.entries(read(document.getElementById("colours"))));
+  const colors = new Map(Object.entries(read(document.getElementById("colors"))));
   const tip = document.getElementById("tip");
   const SAVED_WIDTH = 760;
 
@@ -40,7 +40,7 @@
     figure.width = width;
     figure.view?.finalize();
     // Colours are variables of the page's style: the dark and paper change them without drawing again.
-    const spec = walked(sized(figure.spec, width), (text) => colours.get(text) ?? text);
+    const spec = walked(sized(figure.spec, width), (text) => colors.get(text) ?? text);
     spec.background = null;
     figure.view = viewOf(spec, { renderer: "svg", container: figure.box, tooltip: show }).run();
   }

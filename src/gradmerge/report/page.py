@@ -1,39 +1,123 @@
-"""A report in one HTML file that needs nothing else, with the numbers of its figures and tables as files beside it."""
+"""Reports in one HTML file that needs nothing else, and figures in notebooks."""
 
 from __future__ import annotations
 
+import base64
 import datetime
+import gzip
+import hashlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
+from ..display import FIGURES
 from ..errors import MachineError
-from ..text import printable
-from . import palette
-from .assets import Figure, colours, digest, in_script, library, page_script
+from ..io.atomic_file import atomic_file
+from ..text import printable, to_json
+from . import theme
 from .tables import Column, Table, Value, columns_of
-from .whole_file import whole_file
 
 if TYPE_CHECKING:
+    import altair as alt
     from jinja2 import Template
     from markupsafe import Markup
 
-__all__ = ["Figure", "Page", "Section", "Table", "Value", "html", "made", "rich", "write_report"]
-
-#: Before anything is shown: a figure's numbers stay hidden until it is drawn, or cannot be.
+#: Rows of a figure's table in a page; its CSV has all.
+SHOWN_ROWS = 500
+#: Figures of a result in a notebook; a report has all.
+NOTEBOOK_FIGURES = 4
+#: Runs first: tables of figures stay hidden until the figure is drawn, or cannot be.
 _STARTED = 'document.documentElement.className = "js";'
-#: Points across a printed page, and of a letter and the room around a column at the usual size of print.
+#: The width of a printed page in points, of a letter, of the space around a column, and the usual font size.
 _PAPER, _LETTER, _ROOM, _PRINT = 470, 5.0, 9, 8.5
 
 
 @dataclass(frozen=True)
+class Figure:
+    """A chart with its title and the stem of its file names."""
+
+    title: str
+    slug: str
+    chart: alt.LayerChart
+
+    def table(self) -> Table:
+        """The numbers of the chart."""
+        chart: Any = self.chart
+        named: Mapping[str, str] = chart.usermeta["columns"]
+        rows: Sequence[dict[str, Value]] = [*chart.data.values, *chart.usermeta["more"]]
+        return Table(self.title, self.slug, [*named.values()], [[row.get(field) for field in named] for row in rows])
+
+    def csv(self) -> str:
+        return self.table().csv()
+
+    def shown(self) -> Table:
+        """The table for readers without JavaScript, or with a screen reader."""
+        table = self.table()
+        cut = f"The first {SHOWN_ROWS} of {len(table.rows)} rows." if len(table.rows) > SHOWN_ROWS else ""
+        return Table(self.title, self.slug, table.columns, table.rows[:SHOWN_ROWS], cut)
+
+    def json(self) -> str:
+        """The chart as JSON for a script element; no text in it can end the element."""
+        spec: dict[str, Any] = self.chart.to_dict(validate=False)
+        for name in ("$schema", "width", "config"):
+            spec.pop(name, None)
+        spec["datasets"] = {name: _by_column(rows) for name, rows in spec.get("datasets", {}).items()}
+        return in_script(spec)
+
+
+def _by_column(rows: Sequence[Mapping[str, Value]]) -> dict[str, Any]:
+    """Rows without repeating the names of their fields."""
+    fields = list(dict.fromkeys(field for row in rows for field in row))
+    return {"fields": fields, "rows": [[row.get(field) for field in fields] for row in rows]}
+
+
+def in_script(value: Any) -> str:
+    return to_json(value, indent=None).replace("<", "\\u003c")
+
+
+@cache
+def library() -> str:
+    """Vega, Vega-Lite and the interpreter that replaces eval, with their licenses."""
+    licenses = theme.resource("vendor/LICENSES.txt").replace("*/", "* /")
+    interpreter = theme.resource("vendor/vega-interpreter.js")
+    interpreter = re.sub(r"^import (\{.*?\}) from 'vega-util';", r"const \1 = vega;", interpreter)
+    interpreter = re.sub(r"export \{ expression as expressionInterpreter \};", "return expression;", interpreter)
+    parts = [theme.resource("vendor/vega.min.js"), theme.resource("vendor/vega-lite.min.js")]
+    parts += [f"const vegaInterpreter = (() => {{{interpreter}\n}})();"]
+    return re.sub(r"\n//# sourceMappingURL=\S+", "", f"/*\n{licenses}*/\n" + "\n".join(parts))
+
+
+@cache
+def drawing() -> str:
+    """The script that draws figures."""
+    return theme.resource("charts.js")
+
+
+@cache
+def page_script() -> str:
+    """The script of a report."""
+    return f"{drawing()}\n{theme.resource('page.js')}"
+
+
+@cache
+def colors() -> str:
+    """Light color → its CSS variable."""
+    return in_script({colour: f"var(--{name})" for name, colour in theme.LIGHT.items()})
+
+
+def digest(script: str) -> str:
+    """The hash of a script for the content security policy."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+@dataclass(frozen=True)
 class Section:
-    """Paragraphs, where **bold** and `code` are understood, then figures and tables."""
+    """Paragraphs with **bold** and `code`, then figures and tables."""
 
     title: str
     text: str = ""
@@ -43,7 +127,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a report says. The verdict comes first; the recipe is YAML, the commands repeat the run."""
+    """The content of a report. The verdict comes first; the recipe is YAML, the commands repeat the run."""
 
     title: str
     subtitle: str
@@ -55,28 +139,25 @@ class Page:
 
 
 def made() -> dict[str, str]:
-    """What made a report, and when: the beginning of its provenance."""
+    """The version and time for the provenance of a report."""
     now = datetime.datetime.now(datetime.UTC)
     return {"made by": f"gradmerge {__version__}", "made at": now.strftime("%Y-%m-%d %H:%M UTC")}
 
 
 def write_report(folder: Path, page: Page) -> list[Path]:
-    """Write report.html, and the numbers of each figure and table beside it; each file appears whole or not at all.
-
-    The report comes last, and first in the list that is returned.
-    """
+    """Write report.html, and the numbers of each figure and table beside it. Returns the paths, the report first."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise MachineError(f"{folder}: cannot be made: {error.strerror or error}") from error
+        raise MachineError(f"{folder}: cannot be created: {error.strerror or error}") from error
     items: list[Figure | Table] = []
     for section in _with_file_names(page.sections):
         items += [*section.figures, *section.tables]
     beside = {folder / f"{item.slug}.csv": item.csv() for item in items}
     report = folder / "report.html"
     for path, content in (*beside.items(), (report, html(page))):
-        with whole_file(path) as partial:
-            # A name that is not Unicode must not lose a report.
+        with atomic_file(path) as partial:
+            # Names that are not Unicode are replaced.
             partial.write_bytes(content.encode("utf-8", "replace"))
     return [report, *beside]
 
@@ -91,18 +172,18 @@ def html(page: Page) -> str:
         page=page,
         sections=_with_file_names(page.sections),
         version=__version__,
-        style=Markup(palette.variables() + palette.resource("page.css")),
+        style=Markup(theme.variables() + theme.resource("page.css")),
         scripts=[Markup(script) for script in scripts],
         started=Markup(_STARTED),
         policy=Markup(" ".join(f"'{digest(script)}'" for script in (_STARTED, *scripts))),
-        theme=Markup(in_script(palette.theme())),
-        colours=Markup(colours()),
+        theme=Markup(in_script(theme.chart_config())),
+        colors=Markup(colors()),
     )
 
 
 @cache
 def template(name: str) -> Template:
-    """The layout. Jinja escapes everything but Markup, which only this room makes."""
+    """A template. Jinja escapes everything except Markup, which only this module makes."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -117,12 +198,12 @@ def template(name: str) -> Template:
 
 
 def visible(text: str) -> str:
-    """Text in characters that HTML can hold and that do nothing but show."""
+    """Text without characters that HTML cannot contain or that have an effect."""
     return re.sub("[\ufffe\uffff]", "\ufffd", printable(text))
 
 
 def rich(words: str) -> Markup:
-    """One paragraph: **bold** and `code` are understood, all else is text."""
+    """One paragraph with **bold** and `code`."""
     from markupsafe import Markup, escape
 
     parts = re.split(r"`([^`\n]+)`", str(escape(visible(words.replace(" ± ", "\u00a0±\u00a0")))))
@@ -136,13 +217,13 @@ def _paragraphs(words: str) -> list[str]:
 
 
 def _print_size(columns: Sequence[Column]) -> str:
-    """The size of letters, in points, at which no word of a table has to break on paper."""
+    """The font size, in points, at which no word of a table has to break on paper."""
     across = sum(column.width * _LETTER + _ROOM for column in columns)
     return f"{max(4.0, min(_PRINT, _PRINT * _PAPER / max(1.0, across))):.1f}pt"
 
 
 def _with_file_names(sections: Sequence[Section]) -> list[Section]:
-    """The same sections, where each slug is the name of a file, safe and not taken."""
+    """The sections with unique slugs that are safe file names."""
     taken = {"report"}
 
     def free(slug: str) -> str:
@@ -156,3 +237,50 @@ def _with_file_names(sections: Sequence[Section]) -> list[Section]:
         figures = [replace(figure, slug=free(figure.slug)) for figure in section.figures]
         found.append(replace(section, figures=figures, tables=[replace(t, slug=free(t.slug)) for t in section.tables]))
     return found
+
+
+def in_notebooks(kind: type, figures_of: Callable[[Any], Sequence[Figure]]) -> None:
+    """Show figures for a type of result in notebooks.
+
+    They are in a frame that contains all it needs, so they work in JupyterLab, VS Code and Colab, offline, and in the
+    notebook's HTML export. The frame cannot access the notebook.
+    """
+    FIGURES[kind] = lambda result: frame(figures_of(result)[:NOTEBOOK_FIGURES])
+
+
+def frame(figures: Sequence[Figure]) -> str:
+    """An inline frame with figures; empty without any."""
+    from markupsafe import Markup, escape
+
+    if not figures:
+        return ""
+    packed, scripts = _packed()
+    inside = template("frame.html").render(
+        figures=figures,
+        style=Markup(theme.variables() + theme.resource("page.css")),
+        packed=packed,
+        loader=Markup(theme.resource("frame.js")),
+        policy=Markup(" ".join(f"'{digest(script)}'" for script in (theme.resource("frame.js"), scripts))),
+        theme=Markup(in_script(theme.chart_config())),
+        colors=Markup(colors()),
+    )
+    height = sum(_height(figure) for figure in figures)
+    box = f"border:0;width:100%;max-width:60rem;height:{height}px"
+    return f'<iframe sandbox="allow-scripts allow-downloads" style="{box}" srcdoc="{escape(inside)}"></iframe>'
+
+
+@cache
+def _packed() -> tuple[str, str]:
+    """The scripts, compressed because a notebook saves every output, and uncompressed."""
+    scripts = f"{library()}\n{page_script()}"
+    return base64.b64encode(gzip.compress(scripts.encode(), mtime=0)).decode(), scripts
+
+
+def _height(figure: Figure) -> int:
+    """The approximate height of a figure."""
+    height: Any = figure.chart.to_dict(validate=False)["height"]
+    if isinstance(height, dict):
+        rows = figure.table().rows
+        lanes = len(rows) if height.get("for") == "offset" else len({row[0] for row in rows})
+        height = 1.25 * height["step"] * lanes
+    return int(height) + 210

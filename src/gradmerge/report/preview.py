@@ -13,8 +13,7 @@ from ..recipe import in_words
 from ..text import Measured
 from .advice import preview_verdict, ranges_text, reference_text, weights_text
 from .figures import Series, curves, heat_map, trade_off
-from .notebook import in_notebooks
-from .page import Figure, Page, Section
+from .page import Figure, Page, Section, in_notebooks
 from .tables import Table, Value, finite, plain_words
 
 WHISKERS = "Lines through points reach one standard error to each side."

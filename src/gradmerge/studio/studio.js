@@ -1,7 +1,7 @@
 "use strict";
 (() => {
   const { walked, viewOf, showIn, copied } = gradmergeCharts;
-  const colours = window.gradmergeColours;
+  const colors = window.gradmergeColors;
   const drawn = new WeakMap();
   let tip;
 
@@ -19,7 +19,7 @@
   function fitting(spec, width) {
     const named = spec.layer?.some(({ encoding }) => encoding?.y?.title);
     const sized = gradmergeCharts.sized(spec, spec.config, width, { offset: named ? 27 : 12, labels: 100 });
-    const turned = walked(sized, (text) => colours[text] ?? text);
+    const turned = walked(sized, (text) => colors[text] ?? text);
     return { ...turned, background: null, config: { ...turned.config, background: null } };
   }
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import gradio as gr
 
-from ..report import palette
-from ..report.assets import drawing, library
+from ..report import theme as report_theme
+from ..report.page import drawing, library
 
 #: Until the new numbers arrive, those on the board are of an earlier move.
 DIM_BOARD = "() => { window.gradmergeDim(); return []; }"
@@ -67,17 +67,17 @@ def theme() -> Any:
     }
     made = gr.themes.Base(font=_SANS, font_mono=_MONO, radius_size=gr.themes.sizes.radius_md)
     known = set(vars(made))
-    colours = {name: palette.LIGHT[colour] for name, colour in both.items() if name in known}
-    colours |= {f"{name}_dark": palette.DARK[colour] for name, colour in both.items() if f"{name}_dark" in known}
-    return made.set(**colours)
+    colors = {name: report_theme.LIGHT[color] for name, color in both.items() if name in known}
+    colors |= {f"{name}_dark": report_theme.DARK[color] for name, color in both.items() if f"{name}_dark" in known}
+    return made.set(**colors)
 
 
 @cache
 def style() -> str:
-    def listed(where: str, colours: dict[str, str]) -> str:
-        return where + "{" + "".join(f"--gm-{name}:{value};" for name, value in colours.items()) + "}"
+    def listed(where: str, colors: dict[str, str]) -> str:
+        return where + "{" + "".join(f"--gm-{name}:{value};" for name, value in colors.items()) + "}"
 
-    return listed(":root", palette.LIGHT) + listed("body.dark", palette.DARK) + _read("studio.css")
+    return listed(":root", report_theme.LIGHT) + listed("body.dark", report_theme.DARK) + _read("studio.css")
 
 
 def head() -> str:
@@ -87,8 +87,8 @@ def head() -> str:
 @cache
 def script() -> str:
     """Vega, Vega-Lite and what draws with them: the browser asks no other host for them."""
-    turned = {colour: f"var(--gm-{name})" for name, colour in palette.LIGHT.items()}
-    return "\n;".join([library(), drawing(), f"window.gradmergeColours = {json.dumps(turned)};", _read("studio.js")])
+    turned = {color: f"var(--gm-{name})" for name, color in report_theme.LIGHT.items()}
+    return "\n;".join([library(), drawing(), f"window.gradmergeColors = {json.dumps(turned)};", _read("studio.js")])
 
 
 def _read(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..urls import is_url
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Where to write a file; it takes its name, and the place of an older one, when the ``with`` block ends well."""
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A path to write to; when the ``with`` block ends, the file replaces ``path``."""
     if is_url(path):
-        raise InputError(f"{path}: is written to this machine only; give a file here, and copy it there")
+        raise InputError(f"{path}: can only be written to this machine; give a local file, and copy it")
     partial = path.with_name(f".{path.name}.{os.getpid()}.gradmerge-partial")
     try:
         yield partial

@@ -1,4 +1,4 @@
-"""The colours of reports, on paper and in the dark, and the marks that say the same without colour."""
+"""The colors of reports, light and dark, and the dashes and markers of series."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-#: Name → colour on paper and in the dark. Those of series differ in lightness too, and have a contrast of 3:1 or more
-#: with `paper`.
+#: Name → light and dark color. Those of series also differ in lightness, and have a contrast of 3:1 with `paper`.
 _BOTH = {
     "page": ("#f5f6f8", "#0e1216"),
     "paper": ("#ffffff", "#161c22"),
@@ -33,7 +32,7 @@ _BOTH = {
 }
 LIGHT = {name: light for name, (light, _) in _BOTH.items()}
 DARK = {name: dark for name, (_, dark) in _BOTH.items()}
-#: Every method has its place: ten colours in turn, then the same with other dashes and markers.
+#: Methods in the order of their colors: ten colors, then the same colors with other dashes and markers.
 _METHODS = (
     "gradient-matching",
     "task-arithmetic",
@@ -62,89 +61,89 @@ _METHODS = (
     "nearswap",
     "posterior-sample",
 )
-_PLACES = {method: place for place, method in enumerate(_METHODS)}
-#: Models that are no merge, each with a colour of its own.
+_NUMBERS = {method: number for number, method in enumerate(_METHODS)}
+#: Models that are not merges.
 _MODELS = {"base": "soft", "tuned": "ink", "its own model": "ink", "target": "c9", "best so far": "c4"}
-_COLOURS = 10
+_COLORS = 10
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
-#: Dark blue to yellow, even in lightness and safe for the colour-blind; the darkest would vanish in the dark.
+#: Dark blue to yellow, safe for color-blind readers.
 RISING = ("#46226b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
-#: Blue below a centre, orange above it, both safe for the colour-blind.
-CENTRED = ("#1c5c99", "#5f9bd0", "#b5d2ea", "#f4f3ef", "#f3c294", "#e0853a", "#a8480a")
+#: Blue below a center, orange above it.
+CENTERED = ("#1c5c99", "#5f9bd0", "#b5d2ea", "#f4f3ef", "#f3c294", "#e0853a", "#a8480a")
 
 
 def _method(name: str) -> str:
-    """The method that a series is of: `ties` of `ties 0.5`, and of `ties, density 0.2`."""
+    """The method of a series: `ties` for `ties 0.5` and `ties, density 0.2`."""
     return re.split("[ ,]", name, maxsplit=1)[0]
 
 
-def place_of(name: str) -> int:
-    """The place of a method, also of one that a user has added: the same on every page."""
-    known = _PLACES.get(_method(name))
+def number_of(name: str) -> int:
+    """The number of a method, also of one that a user added: the same on every page."""
+    known = _NUMBERS.get(_method(name))
     return zlib.crc32(name.encode("utf-8", "replace")) % 1000 if known is None else known
 
 
 def is_known(name: str) -> bool:
-    """Whether a series is one of ours: a method, or a model that is no merge."""
-    return name in _MODELS or _method(name) in _PLACES
+    """Whether a series is a known method or model."""
+    return name in _MODELS or _method(name) in _NUMBERS
 
 
-def colour_of(method: str) -> str:
-    """The colour on paper of a method, or of `base`, `tuned` and `target`: one colour on every page."""
-    return LIGHT[_MODELS.get(method) or f"c{place_of(method) % _COLOURS}"]
+def color_of(method: str) -> str:
+    """The light color of a method or model, the same on every page."""
+    return LIGHT[_MODELS.get(method) or f"c{number_of(method) % _COLORS}"]
 
 
-def colours_of(names: Sequence[str]) -> list[str]:
-    """Colours of series: of methods their own, of other names (tasks, rounds) one after the other."""
+def colors_of(names: Sequence[str]) -> list[str]:
+    """Colors of series: methods have their own, other names (tasks) take one after the other."""
     if not _of_methods(names):
-        return [colour_of(name) if name in _MODELS else LIGHT[f"c{i % _COLOURS}"] for i, name in enumerate(names)]
-    return [_paler(colour_of(name), again) for name, again in zip(names, _repeats(names), strict=True)]
+        return [color_of(name) if name in _MODELS else LIGHT[f"c{i % _COLORS}"] for i, name in enumerate(names)]
+    return [_paler(color_of(name), again) for name, again in zip(names, _repeats(names), strict=True)]
 
 
-def places_of(names: Sequence[str]) -> list[int]:
-    """What dash and marker a series has, by the same order."""
+def numbers_of(names: Sequence[str]) -> list[int]:
+    """Numbers of series, which determine dashes and markers."""
     if not _of_methods(names):
         return list(range(len(names)))
-    return [place_of(name) + again for name, again in zip(names, _repeats(names), strict=True)]
+    return [number_of(name) + again for name, again in zip(names, _repeats(names), strict=True)]
 
 
 def _of_methods(names: Sequence[str]) -> bool:
-    return any(_method(name) in _PLACES for name in names)
+    return any(_method(name) in _NUMBERS for name in names)
 
 
 def _repeats(names: Sequence[str]) -> list[int]:
-    """How many series of the same method come before each."""
+    """How many series of the same method come before each series."""
     methods = [name if name in _MODELS else _method(name) for name in names]
     return [methods[:i].count(method) for i, method in enumerate(methods)]
 
 
-def _paler(colour: str, times: int) -> str:
-    """The colour itself, and paler for further series of one method."""
+def _paler(color: str, times: int) -> str:
+    """The color, paler for further series of the same method."""
     share = 0.62**times
-    return "#" + bytes(round(255 - share * (255 - part)) for part in bytes.fromhex(colour[1:])).hex()
+    return "#" + bytes(round(255 - share * (255 - part)) for part in bytes.fromhex(color[1:])).hex()
 
 
-def dash_of(place: int) -> list[int]:
-    """Series that share a colour have different dashes."""
-    return list(DASHES[place % len(DASHES)])
+def dash_of(number: int) -> list[int]:
+    """The dash of a series; series with the same color have different dashes."""
+    return list(DASHES[number % len(DASHES)])
 
 
-def marker_of(place: int) -> str:
-    return MARKERS[place % len(MARKERS)]
+def marker_of(number: int) -> str:
+    return MARKERS[number % len(MARKERS)]
 
 
 def variables() -> str:
-    """The colours as CSS variables. A printed page is light."""
+    """The colors as CSS variables. A printed page is light."""
 
-    def listed(colours: dict[str, str]) -> str:
-        return ":root{" + "".join(f"--{name}:{value};" for name, value in colours.items()) + "}"
+    def listed(colors: dict[str, str]) -> str:
+        return ":root{" + "".join(f"--{name}:{value};" for name, value in colors.items()) + "}"
 
     return f"{listed(LIGHT)}\n@media screen and (prefers-color-scheme:dark){{{listed(DARK)}}}\n"
 
 
-def theme() -> dict[str, Any]:
-    """How every figure looks."""
+def chart_config() -> dict[str, Any]:
+    """The Vega config of every figure."""
     ink, soft, line = (LIGHT[name] for name in ("ink", "soft", "line"))
     axis = {
         "labelColor": soft,
@@ -168,7 +167,7 @@ def theme() -> dict[str, Any]:
             "ticks": False,
             "labelLimit": 220,
             "labelPadding": 6,
-            # The name of the axis lies above it, where a long one has room.
+            # The title of the axis is above it, where a long one has room.
             "titleAngle": 0,
             "titleAlign": "left",
             "titleBaseline": "bottom",

@@ -1,0 +1,99 @@
+"""A plot of a curvature file: how its values are distributed, layer by layer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..curvature.format import CurvatureFile
+from ..curvature.summary import group_of, pieces
+from ..errors import InputError
+from ..io.atomic_file import atomic_file
+from ..text import count, one_line
+from .figures import heat_map
+from .page import Figure, Page, Section, html, made
+from .tables import Table, Value
+
+#: Powers of ten of the smallest and largest float32 number, divided by any number of examples.
+_LOW, _HIGH = -64, 40
+#: Powers of ten below this share of all entries have no column.
+_RARE = 0.005
+
+
+def check_plot_path(path: Path) -> None:
+    """Raise InputError before any work if a plot cannot be written there."""
+    if path.suffix.lower() != ".html":
+        raise InputError(f"plot: {path} must end in .html; the page has buttons to save SVG and PNG")
+    if path.is_dir():
+        raise InputError(f"plot: {path} is a folder")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"plot: there is no folder {path.parent}")
+
+
+def plot_curvature(file: CurvatureFile, path: Path) -> None:
+    """Write a page with the distribution of a file's curvature by layer."""
+    check_plot_path(path)
+    if file.kind == "gram":
+        raise InputError(f"{file.label}: has Gram matrices; the plot needs one number for each parameter")
+    with atomic_file(path) as partial:
+        partial.write_bytes(html(curvature_page(file)).encode("utf-8", "replace"))
+
+
+def curvature_page(file: CurvatureFile) -> Page:
+    """The page of :func:`plot_curvature`."""
+    counts, totals = count_decades(file)
+    entries = {layer: int(one.sum()) for layer, one in counts.items()}
+    rows: list[list[Value]] = [
+        [layer, entries[layer], totals[layer] / max(1, entries[layer]), 100 * int(one[0]) / max(1, entries[layer])]
+        for layer, one in counts.items()
+    ]
+    every = sum(counts.values(), torch.zeros(_HIGH - _LOW + 1, dtype=torch.int64))
+    shares = every[1:].cumsum(0) / max(1, int(every[1:].sum()))
+    known = every[1:].nonzero().flatten().tolist()
+    first = int((shares >= _RARE).nonzero()[0]) if known else 0
+    decades = range(first, (known[-1] if known else first) + 1)
+    columns = ["0", *(f"1e{_LOW + decade}" for decade in decades)]
+    # The first column after zeros includes the rare smaller values.
+    cells = [
+        [100 * value / max(1, entries[layer]) for value in _columns(one, decades)] for layer, one in counts.items()
+    ]
+    chart = heat_map(list(counts), columns, cells, "% of the layer's entries")
+    facts = f"mean over {file.examples:,} examples · likelihood {one_line(file.likelihood) or 'not stated'} · "
+    facts += f"{count(sum(entries.values()))} entries · "
+    facts += "diagonal of G ⊗ A / T" if file.kind == "kronecker" else f"stored as {file.precision}"
+    text = (
+        "Each row is a layer. A cell is the share of its entries whose curvature is in this power of ten. The "
+        "curvature of a parameter is the mean over examples of the squared gradient, in (loss / parameter)²."
+    )
+    title = one_line(Path(file.label).name or file.label)
+    table = Table("Layers", "layers", ["layer", "entries", "mean", "zeros, %"], rows)
+    section = Section(
+        "Curvature by layer", text, [Figure("Distribution of the curvature", "curvature", chart)], [table]
+    )
+    return Page(f"Curvature: {title}", facts, [], [section], "", made())
+
+
+def count_decades(file: CurvatureFile) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Layer → number of zeros and of entries in each power of ten; and layer → sum of the means over examples."""
+    counts: dict[str, Tensor] = {}
+    totals: dict[str, float] = {}
+    for name, values in pieces(file):
+        layer = group_of(name)
+        means = values.flatten().double().div_(file.examples)
+        above = means[means > 0]
+        decades = above.log10().floor().long().clamp_(_LOW, _HIGH - 1) - _LOW + 1
+        found = torch.bincount(decades, minlength=_HIGH - _LOW + 1)
+        found[0] = means.numel() - above.numel()
+        counts[layer] = counts[layer] + found if layer in counts else found
+        totals[layer] = math.fsum((totals.get(layer, 0.0), float(means.sum())))
+    return counts, totals
+
+
+def _columns(counts: Tensor, decades: range) -> list[int]:
+    """The number of zeros, and of entries in each of some powers of ten; the first includes smaller ones."""
+    below = int(counts[1 : 1 + decades.start].sum())
+    values = counts[1 + decades.start : 1 + decades.stop].tolist()
+    return [int(counts[0]), values[0] + below, *values[1:]]
