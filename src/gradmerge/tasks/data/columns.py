@@ -203,5 +203,5 @@ class _Chooser:
         example = ",".join(f"{role}={'+'.join(self.fields.get(role, ['COLUMN']))}" for role in roles)
         raise InputError(
             f"{self.rows.label}: task {self.task} needs columns for {' and '.join(roles)}.\n  {self._known()} "
-            f"Name them in `columns`, such as {example}."
+            f"Name them in `columns`, such as {example[:500]}."
         )

@@ -66,7 +66,7 @@ class Rows(OneLine):
 
     def error(self, index: int, problem: str) -> InputError:
         """Return an error that names the row."""
-        return InputError(f"{self.label}: row {self.number(index)}: {problem}")
+        return InputError(f"{self.label}: row {self.number(index)}: {problem[:5000]}")  # columns may have long names
 
     def cell(self, index: int, column: str) -> Any:
         try:
