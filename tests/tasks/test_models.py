@@ -90,7 +90,11 @@ def test_types_are_as_stored_or_as_asked_for(tmp_path: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     model.half().save_pretrained(folder)
     model, info = load_model(str(folder), device="cpu")
-    assert model.dtype == torch.float32 and info.notes
+    assert model.dtype == torch.float32 and len(info.notes) == 1
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"}))
+    without_dtype, info = load_model(str(folder), device="cpu")
+    assert without_dtype.dtype == torch.float32 and len(info.notes) == 1
     model.bfloat16().save_pretrained(folder)
     assert load_model(str(folder), device="cpu")[0].dtype == torch.bfloat16
 

@@ -141,6 +141,9 @@ def load_model(
     if "device_map" in options:
         info.notes += _offload_notes(model)
         return model.eval(), info
+    if on_cpu and dtype == "auto" and any(p.dtype == torch.float16 for p in model.parameters()):
+        model = model.float()  # transformers takes the type of the files if the config has none
+        info.notes.append(FLOAT16_NOTE)
     return model.to(target).eval(), info
 
 
