@@ -6,6 +6,7 @@ They come from mappings or files, with the names of ``model.named_parameters()``
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from ..checkpoints import Buffers, open_checkpoint
 from ..curvature import Curvature, open_curvature
-from ..curvature.checkpoint_names import _reverted, _untied, adapter_names, is_adapted, names_of_parameters
+from ..curvature.checkpoint_names import adapter_names, is_adapted, names_of_parameters, stored_tensors
 from ..errors import InputError
 from ..text import listed
 
@@ -139,33 +140,27 @@ def _stored_parts(model: nn.Module, known: Collection[str]) -> dict[str, _Parts]
     """
     if is_adapted(model):
         return {name: [(stored, None)] for name, stored in adapter_names(model).items() if stored in known}
-    names_of = names_of_parameters(model)
-    numbers = {names[0]: torch.empty(parameter.shape, device="meta") for parameter, names in names_of.items()}
-    by_id = {id(numbers[names[0]]): names[0] for names in names_of.values()}
-    stored = _reverted(model, _untied(model, numbers))
-    parts: dict[str, _Parts] = {by_id[id(v)]: [(name, None)] for name, v in stored.items() if id(v) in by_id}
+    empty = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+    names = {id(value): name for name, value in empty.items()}
+    parts: dict[str, _Parts] = defaultdict(list)
+    for stored, value in stored_tensors(model, empty).items():
+        if id(value) in names:
+            parts[names[id(value)]] = [(stored, None)]
     # Only parameters that are stored in parts, or fused with others, need a number for every element.
-    first, total = dict[str, tuple[int, int]](), 0
-    for parameter, names in names_of.items():
-        if names[0] not in parts:
-            first[names[0]] = (total, parameter.numel())
-            numbers[names[0]] = torch.arange(total, total + parameter.numel()).reshape(parameter.shape)
-            total += parameter.numel()
-    if first:
-        split: dict[str, _Parts] = defaultdict(list)
-        for stored_name, elements in _reverted(model, _untied(model, numbers)).items():
-            for name, (start, count) in first.items() if not elements.is_meta else ():
-                index = elements - start
-                inside = (index >= 0) & (index < count)
-                if bool(inside.any()):
-                    split[name].append((stored_name, torch.where(inside, index, -1)))
-        parts |= split
+    split = {name: value.numel() for name, value in empty.items() if name not in parts}
+    ends = dict(zip(split, itertools.accumulate(split.values()), strict=True))
+    numbers = {n: torch.arange(ends[n] - size, ends[n]).reshape(empty[n].shape) for n, size in split.items()}
+    for stored, elements in stored_tensors(model, numbers).items():
+        for name, size in split.items():
+            index = elements - (ends[name] - size)
+            inside = (index >= 0) & (index < size)
+            if bool(inside.any()):
+                parts[name].append((stored, torch.where(inside, index, -1)))
     result: dict[str, _Parts] = {}
-    for names in names_of.values():
-        complete = names[0] in parts and all(stored_name in known for stored_name, _ in parts[names[0]])
-        other = next((name for name in names if name in known), None)
-        if complete:
-            result |= dict.fromkeys(names, parts[names[0]])
-        elif other is not None:
-            result |= {name: [(other, None)] for name in names}
+    for aliases in names_of_parameters(model).values():
+        found: _Parts = parts[aliases[0]]
+        if not found or not all(stored in known for stored, _ in found):
+            others: _Parts = [(name, None) for name in aliases if name in known]
+            found = others[:1]
+        result |= dict.fromkeys(aliases, found) if found else {}
     return result
