@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,29 +26,23 @@ COPIED = (
 )
 #: Also copied from a subfolder of a sentence-transformers model or a diffusers pipeline.
 COPIED_FROM_MODULES = f"{COPIED} *_config.json"
-#: Left out without a note: weights, files that are written anew, reports, and files of a training run.
-EXPECTED = (
-    "*.safetensors *.bin *.pt *.pth *.ckpt *.h5 *.msgpack *.onnx *.gguf *.ot *.npz *.lock *.index.json .* README.md "
-    "gradmerge.json gradmerge_penalty.json adapter_config.json trainer_state.json *_results.json curvature penalty "
-    "additional_chat_templates report.html losses.* steps.csv trade-off.*"
-)
 NEVER = "*.py *.pkl *.pickle *.sh"
 
 
 @dataclass(frozen=True)
 class Sidecars:
-    """The files of a model's folder that are copied, by relative path, and the names of those that are not."""
+    """The files of a model's folder that are copied, by relative path, and the code in it, which is not."""
 
     copied: dict[str, Path]
-    left_out: list[str]
+    code: list[str]
 
     @property
     def nbytes(self) -> int:
         return sum(path.stat().st_size for path in self.copied.values())
 
     def note(self, label: str) -> list[str]:
-        names = some(self.left_out, 8)
-        return [f"{label}: the result gets only the files that a model needs; not copied: {names}"] if names else []
+        names = some(self.code, 8)
+        return [f"{label}: code is not copied: {names}. Copy it yourself if you trust it"] if names else []
 
 
 def sidecars(checkpoint: Checkpoint) -> Sidecars:
@@ -59,31 +52,14 @@ def sidecars(checkpoint: Checkpoint) -> Sidecars:
     if folder is None:
         return Sidecars({}, [])
     copied: dict[str, Path] = {}
-    left_out: list[str] = []
-    for module, path in _candidates(folder, checkpoint.modules):
-        name = path.relative_to(folder).as_posix()
-        patterns = COPIED_FROM_MODULES if module else COPIED
-        needed = matches(path.relative_to(folder / module).as_posix(), patterns.split())
-        # Links may lead only to files of the same model.
-        safe = path.is_file() and lies_within(path, folder) and path.stat().st_size <= MAX_BYTES
-        if needed and safe and not matches(name.lower(), NEVER.split()):
-            copied[name] = path
-        elif not matches(name, EXPECTED.split()):
-            left_out.append(name + ("/" if path.is_dir() else ""))
-    return Sidecars(copied, left_out)
-
-
-def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
-    """Yield (subfolder, path) for the files of a model's folder, its chat templates and its subfolders."""
-    templates = folder / "additional_chat_templates"
-    for path in sorted(folder.iterdir()):
-        if path.name not in modules:
-            yield "", path
-    for path in sorted(templates.iterdir()) if templates.is_dir() and lies_within(templates, folder) else ():
-        yield "", path
-    for module in modules:
-        for path in sorted((folder / module).iterdir()):
-            yield module, path
+    for module in ("", *checkpoint.modules):
+        patterns = (COPIED_FROM_MODULES if module else COPIED).split()
+        for path in sorted({path for pattern in patterns for path in (folder / module).glob(pattern)}):
+            # Links may lead only to files of the same model.
+            is_safe = path.is_file() and lies_within(path, folder) and path.stat().st_size <= MAX_BYTES
+            if is_safe and not matches(path.name.lower(), NEVER.split()):
+                copied[path.relative_to(folder).as_posix()] = path
+    return Sidecars(copied, sorted(path.name for path in folder.glob("*.py")))
 
 
 def stems(checkpoint: Checkpoint) -> dict[str, str]:
