@@ -14,7 +14,7 @@ from gradmerge.checkpoints.checkpoint import Checkpoint
 from gradmerge.engine.build_plan import make_plan
 from gradmerge.engine.inputs import CurvatureInput, Inputs
 from gradmerge.engine.plan import Plan
-from gradmerge.engine.settings import LayerSettings, Stretch
+from gradmerge.engine.settings import LayerRange, LayerSettings
 from gradmerge.recipe import make_recipe
 
 from ..making import random_curvature, three_models
@@ -35,7 +35,7 @@ def memory_plan(
         template=base,
         base=base,
         tuned=tuned,
-        settings=LayerSettings.over(base.tensors, Stretch(weights, None, {})),
+        settings=LayerSettings.over(base.tensors, LayerRange(weights, None, {})),
         prior=CurvatureInput("prior", memory=curvature[0]),
         curvature=[CurvatureInput(f"curvature {i}", memory=c) for i, c in enumerate(curvature[1:])],
         penalty=[None if p is None else CurvatureInput(f"penalty {i}", memory=p) for i, p in enumerate(penalty)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -62,9 +63,9 @@ def test_the_ranks_0_and_minus_1_are_infinity_and_0() -> None:
     assert Quantile(0, torch.float32).value == math.inf and Quantile(-1, torch.float32).value == 0.0
 
 
-def test_counts_of_many_bins_are_added_up_before_they_take_much_memory() -> None:
-    total = Counts(0, np.array([1, 3]), np.array([1, 2]))
+def test_counts_can_be_added_up_and_pickled() -> None:
+    total = Counts(0, 1 << 18, np.array([1, 3]), np.array([1, 2]))
     for _ in range(10):
-        total += Counts(1, np.arange(1 << 18), np.ones(1 << 18, np.int64))
-    bins, counts = total.in_bins()
+        total += pickle.loads(pickle.dumps(Counts(1, 1 << 18, np.arange(1 << 18), np.ones(1 << 18, np.int64))))
+    bins, counts = pickle.loads(pickle.dumps(total)).in_bins()
     assert total.above == 10 and len(bins) == 1 << 18 and counts[:4].tolist() == [10, 11, 10, 12]

@@ -25,7 +25,7 @@ from .inputs import CONSTANT_DAMPING, CurvatureInput, Inputs, follow_rename, pen
 from .jobs import BlockJob, CopyJob, Job, LayerJob, rule_arguments
 from .match_curvature import Layers, layer_option_problems, match_curvature
 from .plan import Plan
-from .settings import LayerSettings, Stretch, smallest, varies
+from .settings import LayerRange, LayerSettings, smallest, varies
 from .slices import opened_once, settings_of_slices, stacked_models
 from .statistics import measure
 from .vocabularies import follow_rows, with_one_vocabulary
@@ -126,8 +126,8 @@ def _key_of(recipe: Recipe, part: Base | Model) -> str:
 def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) -> Inputs:
     """Return the inputs of a merge without curvature: models, weights, options and damping."""
     options, template = recipe.resolved_options, base or tuned[0]
-    stretch = Stretch(recipe.weights, recipe.base.weight if recipe.base else None, options)
-    settings = LayerSettings.over(template.tensors, stretch)
+    range_ = LayerRange(recipe.weights, recipe.base.weight if recipe.base else None, options)
+    settings = LayerSettings.over(template.tensors, range_)
     return Inputs(
         template=template,
         base=base,

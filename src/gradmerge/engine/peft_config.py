@@ -144,10 +144,10 @@ class ModuleTree:
         """Return the other parameters that share a tensor: PEFT would change one of them alone."""
         if in_layer(name):
             return []
-        found = self.find(name)
+        tensor = self.find(name)
         if self.base.folder is None:
             return []
-        path = f"{found.module}.{found.parameter}"
+        path = f"{tensor.module}.{tensor.parameter}"
         groups = (names for names in names_of_parameters(self._model).values() if path in names)
         others = (other.rpartition(".") for names in groups for other in names if other != path)
         return [ModuleTensor(module, parameter) for module, _, parameter in others]
@@ -165,7 +165,7 @@ class ModuleTree:
 
         PEFT saves all modules whose path ends with the path that it is given.
         """
-        ends = {found.module for name in names for found in (self.find(name), *self.tied(name))}
+        ends = {tensor.module for name in names for tensor in (self.find(name), *self.tied(name))}
         ends |= set(TASKS[task][1]) if task in TASKS else set()
         modules = {path for end in ends for path, _ in self._model.named_modules() if path.endswith(end)}
         modules |= {path for end in modules for path, _ in self._model.named_modules() if path.endswith(end)}
@@ -174,7 +174,7 @@ class ModuleTree:
     def target_modules(self, factors: Mapping[str, ModuleTensor]) -> list[str]:
         """Return names for modules with factors: the last part of the path if no other module has it, else the path."""
         others = {name.removesuffix(".weight").rpartition(".")[2] for name in self.base.tensors if name not in factors}
-        modules = {found.module for found in factors.values()}
+        modules = {tensor.module for tensor in factors.values()}
         return sorted({m if m.rpartition(".")[2] in others else m.rpartition(".")[2] for m in modules})
 
 
@@ -209,11 +209,11 @@ def lay_out(tree: ModuleTree, changes: Mapping[str, Change], adapters: Sequence[
     task = _task(tree.base, [read_adapter_config(a.folder) for a in adapters if a.folder is not None])
     factors = {name: tree.find(name) for name, change in changes.items() if change.factors}
     whole = {name: tree.find(name) for name, change in changes.items() if not change.factors}
-    factored = {found.module for found in factors.values()}
-    biases = [name for name, found in whole.items() if found.parameter == "bias" and found.module in factored]
+    factored = {tensor.module for tensor in factors.values()}
+    biases = [name for name, tensor in whole.items() if tensor.parameter == "bias" and tensor.module in factored]
     modules = tree.modules_to_save([name for name in whole if name not in biases], task)
-    saved = {name: found for module in modules for name, found in tree.tensors_in(module).items()}
-    factors = {name: found for name, found in factors.items() if name not in saved}
+    saved = {name: tensor for module in modules for name, tensor in tree.tensors_in(module).items()}
+    factors = {name: tensor for name, tensor in factors.items() if name not in saved}
     biases = [name for name in biases if name not in saved]
     if not factors:
         what = "no tensor that LoRA can represent" if whole else "nothing"
@@ -222,11 +222,11 @@ def lay_out(tree: ModuleTree, changes: Mapping[str, Change], adapters: Sequence[
             "Write a model."
         )
     tied = {other.key: (name, "whole") for name in saved for other in tree.tied(name)}
-    entries = tied | {found.key: (name, "whole") for name, found in saved.items()}
+    entries = tied | {tensor.key: (name, "whole") for name, tensor in saved.items()}
     if biases:
-        entries |= _all_biases(tree, {found.module for found in factors.values()}, modules)
-    for name, found in factors.items():
-        entries |= {found.factor_key(letter): (name, letter) for letter in "AB"}
+        entries |= _all_biases(tree, {tensor.module for tensor in factors.values()}, modules)
+    for name, tensor in factors.items():
+        entries |= {tensor.factor_key(letter): (name, letter) for letter in "AB"}
     config = _config(tree, changes, factors, task) | {"modules_to_save": modules or None}
     config |= {"bias": "all" if biases else "none"} | ({"ensure_weight_tying": True} if tied else {})
     return WrittenAdapter(config, entries, list(factors), [*saved, *biases])
@@ -235,17 +235,17 @@ def lay_out(tree: ModuleTree, changes: Mapping[str, Change], adapters: Sequence[
 def _all_biases(tree: ModuleTree, factored: set[str], modules: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return the entries of every bias under PEFT's keys: in modules that are saved whole, before and after."""
     entries = {}
-    for name, found in tree.tensors_in("").items():
-        if found.parameter != "bias":
+    for name, tensor in tree.tensors_in("").items():
+        if tensor.parameter != "bias":
             continue
-        module = next((m for m in modules if f"{found.module}.".startswith(f"{m}.")), None)
+        module = next((m for m in modules if f"{tensor.module}.".startswith(f"{m}.")), None)
         if module is not None:
-            rest = found.key.removeprefix(f"{PREFIX}{module}.")
+            rest = tensor.key.removeprefix(f"{PREFIX}{module}.")
             entries[f"{PREFIX}{module}.modules_to_save.{rest}"] = (name, "whole")
             entries[f"{PREFIX}{module}.original_module.{rest}"] = (name, "base")
         else:
-            inner = "base_layer.bias" if found.module in factored else "bias"
-            entries[f"{PREFIX}{found.module}.{inner}"] = (name, "whole")
+            inner = "base_layer.bias" if tensor.module in factored else "bias"
+            entries[f"{PREFIX}{tensor.module}.{inner}"] = (name, "whole")
     return entries
 
 
@@ -265,7 +265,7 @@ def _config(
     """Return adapter_config.json. alpha is the rank of every module, so that the scale is 1 without patterns too."""
     ranks = [changes[name].rank for name in factors]
     rank = max(ranks, key=ranks.count)
-    pattern = {found.module: r for found, r in zip(factors.values(), ranks, strict=True) if r != rank}
+    pattern = {tensor.module: r for tensor, r in zip(factors.values(), ranks, strict=True) if r != rank}
     base = tree.base
     hub_id, _, revision = (base.hub_id or "").partition("@")
     return {
@@ -278,7 +278,7 @@ def _config(
         "rank_pattern": pattern,
         "alpha_pattern": pattern,
         "target_modules": tree.target_modules(factors),
-        "fan_in_fan_out": any(found.kind == "conv1d" for found in factors.values()),
+        "fan_in_fan_out": any(tensor.kind == "conv1d" for tensor in factors.values()),
         "lora_dropout": 0.0,
         "use_rslora": False,
         "use_dora": False,

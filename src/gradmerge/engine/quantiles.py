@@ -16,8 +16,6 @@ import torch
 
 #: A window is counted in at most 2**16 bins. The window of a bracket has few values, so that it can have more bins.
 BINS, BRACKET_BINS = 16, 20
-#: Counts of bins that are kept before they are added up.
-PENDING = 1 << 20
 #: A bracket reaches this many standard errors to either side.
 WIDTH = 4.0
 
@@ -26,30 +24,36 @@ Bracket = tuple[float, float]
 
 
 class Counts:
-    """How many values lie above a window, and in its bins. ``+=`` adds the counts of other values."""
+    """How many values lie above a window, and in each of its bins. ``+=`` adds the counts of other values.
 
-    def __init__(self, above: int, bins: np.ndarray, counts: np.ndarray) -> None:
-        """``bins`` are the numbers of bins that are not empty."""
-        self.above = above
-        self._parts = [(bins, counts)]
-        self._size = len(bins)
+    The first ``+=`` makes a table of all bins. Lists of every block's counts would take more memory than the blocks:
+    between small arrays that stay, the memory of large ones that were freed is not used again.
+    """
+
+    def __init__(self, above: int, size: int, bins: np.ndarray, counts: np.ndarray) -> None:
+        """``bins`` are the numbers of bins that are not empty, of ``size``, and ``counts`` what is in them."""
+        self.above, self.size = above, size
+        self._bins, self._counts = bins, counts
+        self._table: np.ndarray | None = None
 
     def __iadd__(self, other: Counts) -> Counts:
+        if self._table is None:
+            self._table = np.zeros(self.size, np.int64)
+            self._table[self._bins] = self._counts
         self.above += other.above
-        self._parts += other._parts
-        self._size += other._size
-        if self._size > PENDING:
-            self.in_bins()
+        bins, counts = other.in_bins()
+        self._table[bins] += counts
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Counts, (self.above, self.size, *self.in_bins())
 
     def in_bins(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the bins that are not empty, ascending, and their counts."""
-        bins, counts = (np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))
-        totals = np.bincount(bins, weights=counts)  # float64 is exact up to 2**53 values
-        bins = np.flatnonzero(totals)
-        self._parts = [(bins, totals[bins].astype(np.int64))]
-        self._size = len(bins)
-        return self._parts[0]
+        if self._table is None:
+            return self._bins, self._counts
+        bins = np.flatnonzero(self._table)
+        return bins, self._table[bins]
 
 
 class Quantile:
@@ -93,15 +97,15 @@ class Quantile:
             at_most &= magnitudes >= self._first
         if self._stop - self._start == 1:
             equal = int(np.count_nonzero(at_most))
-            return Counts(above, np.zeros(min(equal, 1), np.int64), np.full(min(equal, 1), equal))
+            return Counts(above, 1, np.zeros(min(equal, 1), np.int64), np.full(min(equal, 1), equal))
         # np.compress is twice as fast as an index.
         inside = np.compress(at_most, magnitudes).view(self._integer)
-        places = (inside - self._start) >> self._shift
-        if len(places) >> 13:
-            dense = np.bincount(places)
+        numbers, size = (inside - self._start) >> self._shift, ((self._stop - self._start - 1) >> self._shift) + 1
+        if len(numbers) >> 13:
+            dense = np.bincount(numbers)
             bins = np.flatnonzero(dense)
-            return Counts(above, bins, dense[bins])
-        return Counts(above, *np.unique(places, return_counts=True))
+            return Counts(above, size, bins, dense[bins])
+        return Counts(above, size, *np.unique(numbers, return_counts=True))
 
     def narrow(self, counts: Counts) -> None:
         """End a pass: continue below the window, above it or in one of its bins, or set ``value``."""

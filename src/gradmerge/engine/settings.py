@@ -27,7 +27,7 @@ class TensorSettings:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class LayerRange:
     """The weights and options of a recipe for some consecutive layers; they may vary between these."""
 
     weights: Sequence[Varying]
@@ -49,8 +49,8 @@ class Stretch:
         """Return the names of a tensor of the result in the models, with which filters are compared."""
         if not self.stacks:
             return [name] * len(self.weights)
-        places = (stack.sources.get(name) if isinstance(stack, StackedCheckpoint) else None for stack in self.stacks)
-        return [name if place is None else place[1] for place in places]
+        sources = (stack.sources.get(name) if isinstance(stack, StackedCheckpoint) else None for stack in self.stacks)
+        return [name if source is None else source[1] for source in sources]
 
     def at(self, name: str, position: float) -> TensorSettings:
         """Return the settings of a tensor at a position from 0 (first layer) to 1 (last layer)."""
@@ -58,7 +58,7 @@ class Stretch:
 
         def resolve(value: Any) -> Any:
             if isinstance(value, list):
-                return [value_at(own, stored, position) for own, stored in zip(value, names, strict=True)]
+                return [value_at(item, stored, position) for item, stored in zip(value, names, strict=True)]
             return value_at(value, name, position)
 
         options = {
@@ -72,35 +72,35 @@ class Stretch:
 class LayerSettings:
     """The weights and options of every tensor."""
 
-    def __init__(self, stretches: Sequence[Stretch], place: Callable[[str], tuple[int, float]]) -> None:
-        self._stretches = stretches
-        self._locate = place
-        """Tensor → (number of its stretch, position in it)."""
-        self._varies = any(isinstance(value, tuple) for stretch in stretches for value in stretch.values)
+    def __init__(self, ranges: Sequence[LayerRange], locate: Callable[[str], tuple[int, float]]) -> None:
+        self._ranges = ranges
+        self._locate = locate
+        """Tensor → (number of its range, position in it)."""
+        self._varies = any(isinstance(value, tuple) for range_ in ranges for value in range_.values)
         self._known: dict[tuple[str, float] | int, TensorSettings] = {}
 
     @classmethod
-    def over(cls, names: Iterable[str], stretch: Stretch) -> LayerSettings:
-        """Return one stretch over all layers of a model with these tensors."""
+    def over(cls, names: Iterable[str], range_: LayerRange) -> LayerSettings:
+        """Return one range over all layers of a model with these tensors."""
         stacks = layer_stacks(names)
 
         def locate(name: str) -> tuple[int, float]:
             layer = find_layer(name, stacks)
             return 0, 0.0 if layer is None else layer[1] / max(1, stacks[layer[0]] - 1)
 
-        return cls([stretch], locate)
+        return cls([range_], locate)
 
     def changed(self, weights: Sequence[Varying] | None, options: Mapping[str, Any]) -> LayerSettings:
         """Return settings of the same layers with other weights (None: the same) and options."""
-        stretches = [replace(s, weights=weights or s.weights, options=options) for s in self._stretches]
-        return LayerSettings(stretches, self._locate)
+        ranges = [replace(old, weights=weights or old.weights, options=options) for old in self._ranges]
+        return LayerSettings(ranges, self._locate)
 
     def of(self, name: str) -> TensorSettings:
         """Return the weights and options of a tensor."""
-        stretch, position = self._locate(name) if self._varies or len(self._stretches) > 1 else (0, 0.0)
-        key = (name, position) if self._varies else stretch
+        range_, position = self._locate(name) if self._varies or len(self._ranges) > 1 else (0, 0.0)
+        key = (name, position) if self._varies else range_
         if key not in self._known:
-            self._known[key] = self._stretches[stretch].at(name, position)
+            self._known[key] = self._ranges[range_].at(name, position)
         return self._known[key]
 
     def distinct(self, names: Iterable[str]) -> list[TensorSettings]:
@@ -111,9 +111,9 @@ class LayerSettings:
     def notes(self, names: Sequence[str]) -> list[str]:
         """Return notes on filters that match nothing, and on tensors outside the layers."""
         notes = []
-        values = [value for stretch in self._stretches for value in stretch.values]
+        values = [value for range_ in self._ranges for value in range_.values]
         cases = [item for value in values if isinstance(value, tuple) for item in value if isinstance(item, Case)]
-        filtered = {n for stretch in self._stretches for name in names for n in (name, *stretch.names_of(name))}
+        filtered = {n for range_ in self._ranges for name in names for n in (name, *range_.names_of(name))}
         for filter_ in dict.fromkeys(case.filter for case in cases):
             if not any(Case(filter=filter_, value=0.0).fits(name) for name in filtered):
                 notes.append(f"filter: {filter_!r} matches no tensor that is merged")

@@ -10,7 +10,7 @@ from ..checkpoints.layers import Layer, StackedCheckpoint, is_before_layers, lay
 from ..errors import InputError
 from ..recipe import Base, Model, Recipe
 from ..recipe.slices import options_of_slices, slice_lengths
-from .settings import LayerSettings, Stretch
+from .settings import LayerRange, LayerSettings
 
 CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
 
@@ -97,10 +97,10 @@ def settings_of_slices(recipe: Recipe, template: Checkpoint, tuned: Sequence[Che
     """
     base_weight = None if recipe.base is None else recipe.base.weight
     per_model = frozenset(option.name for option in recipe.rule.options if option.help.per_model)
-    stretches = []
+    ranges = []
     for part, options in zip(recipe.slices, options_of_slices(recipe), strict=True):
         weights = [model.weight for model in part.models]
-        stretches.append(Stretch(weights, base_weight, options, list(tuned[: len(weights)]), per_model))
+        ranges.append(LayerRange(weights, base_weight, options, list(tuned[: len(weights)]), per_model))
     prefix = layer_stack(template).prefix
     positions = [
         (number, layer / (length - 1) if length > 1 else 1.0)
@@ -112,9 +112,9 @@ def settings_of_slices(recipe: Recipe, template: Checkpoint, tuned: Sequence[Che
         layer = layer_of(name, [prefix])
         if layer is not None:
             return positions[layer]
-        return (0 if is_before_layers(name, prefix) else len(stretches) - 1), 0.0
+        return (0 if is_before_layers(name, prefix) else len(ranges) - 1), 0.0
 
-    return LayerSettings(stretches, locate)
+    return LayerSettings(ranges, locate)
 
 
 def layer_table(recipe: Recipe) -> list[dict[str, Any]]:

@@ -161,7 +161,7 @@ class _Alignment:
         self.tokenizer = make_tokenizer(self.source, others, union=union, named=list(self.choice.tokens))
         multiple = self.choice.pad_to_multiple_of or 1
         self.rows = -(-self.tokenizer.size // multiple) * multiple
-        self.own = {model: self._own_rows(model) for model in models.all}
+        self.rows_of = {model: self._rows_of(model) for model in models.all}
         self.donors = self._donors()
 
     def _find_source(self, name: str) -> Vocabulary:
@@ -182,13 +182,13 @@ class _Alignment:
             )
         return vocabulary_of(Checkpoint(name, folder=folder))
 
-    def _own_rows(self, model: Checkpoint) -> Index:
+    def _rows_of(self, model: Checkpoint) -> Index:
         """Return the model's row for each row of the result."""
         ids, count = self.vocabularies[model].ids, self.tensors[model][0]
-        own = np.full(self.rows, PADDING, dtype=np.int64)
+        rows = np.full(self.rows, PADDING, dtype=np.int64)
         for token, row in self.tokenizer.ids.items():
-            own[row] = ids[token] if ids.get(token, count) < count else MISSING
-        return own
+            rows[row] = ids[token] if ids.get(token, count) < count else MISSING
+        return rows
 
     def _donors(self) -> list[tuple[Checkpoint, Index]]:
         """Return the rows that each model gives to models that lack a token.
@@ -197,22 +197,21 @@ class _Alignment:
         a model that the recipe names twice counts once. A base that is not merged gives its row only if no other model
         can. Rules in `tokens` replace this for single tokens.
         """
-        base, distinct = self.models.base, self.models.distinct
-        none = np.full(self.rows, MISSING, dtype=np.int64)
-        given = {
-            model: np.maximum(self.own[model], MISSING) if model in distinct else none.copy() for model in self.own
-        }
+        base = self.models.base
+        donors = {model: np.full(self.rows, MISSING, dtype=np.int64) for model in self.rows_of}
+        for model in self.models.distinct:
+            donors[model] = np.maximum(self.rows_of[model], MISSING)
         if base is not None:
-            others = [rows for model, rows in given.items() if model is not base]
-            first, later = ([given[base]], others) if self.models.base_first else (others, [given[base]])
+            others = [rows for model, rows in donors.items() if model is not base]
+            first, later = ([donors[base]], others) if self.models.base_first else (others, [donors[base]])
             taken = np.any([rows >= 0 for rows in first], axis=0)
             for rows in later:
                 rows[taken] = MISSING
         zeros = {self.tokenizer.ids[token] for token, rule in self.choice.tokens.items() if rule.source == ZERO}
         for token, rule in self.choice.tokens.items():
-            self._apply(token, rule, given)
-        has_row = np.any([rows >= 0 for rows in given.values()], axis=0)
-        has_token = self.own[self.models.template] != PADDING
+            self._apply(token, rule, donors)
+        has_row = np.any([rows >= 0 for rows in donors.values()], axis=0)
+        has_token = self.rows_of[self.models.template] != PADDING
         lost = [row for row in np.flatnonzero(has_token & ~has_row).tolist() if row not in zeros]
         if lost:
             tokens = self._tokens(lost)
@@ -221,26 +220,23 @@ class _Alignment:
                 f"sources for their rows, for example `tokenizer: {{source: {self.choice.source}, tokens: "
                 f"{{{tokens[0]}: zero}}}}`. A source is a model, zero, or {{model: MODEL, token: TOKEN}}"
             )
-        return list(given.items())
+        return list(donors.items())
 
-    def _apply(self, token: str, rule: TokenRule, given: dict[Checkpoint, Index]) -> None:
+    def _apply(self, token: str, rule: TokenRule, donors: dict[Checkpoint, Index]) -> None:
         """Apply the rule for the row of one token."""
         where, row = f"tokenizer.tokens[{token!r}]", self.tokenizer.ids[token]
         if rule.source is None:
             if rule.force:
                 raise InputError(f"{where}: force: true needs a source")
             return
-        for rows in given.values():
+        for rows in [*donors.values(), *(self.rows_of.values() if rule.force else ())]:
             rows[row] = MISSING
-        if rule.force:
-            for own in self.own.values():
-                own[row] = MISSING
-        if isinstance(rule.source, ModelToken):
-            donor = self.models.require(rule.source.model, f"{where}.source.model")
-            given[donor][row] = self._row_in(donor, rule.source, where)
-        elif rule.source != ZERO:
-            donor = self.models.require(rule.source, f"{where}.source")
-            given[donor][row] = self._row_in(donor, ModelToken(model=rule.source, token=token), where)
+        if rule.source != ZERO:
+            source = rule.source
+            if not isinstance(source, ModelToken):
+                source = ModelToken(model=source, token=token)
+            donor = self.models.require(source.model, f"{where}.source")
+            donors[donor][row] = self._row_in(donor, source, where)
 
     def _row_in(self, donor: Checkpoint, source: ModelToken, where: str) -> int:
         """Return the donor's row of a token."""
@@ -261,13 +257,13 @@ class _Alignment:
         """Return the models whose rows change, with their rows in the order of the result."""
         views: dict[Checkpoint, Checkpoint] = {}
         heads = self.tensors[self.models.template][1]
-        for model, own in self.own.items():
+        for model, rows in self.rows_of.items():
             count, names = self.tensors[model]
-            if count == self.rows and np.array_equal(own, np.arange(count)):
+            if count == self.rows and np.array_equal(rows, np.arange(count)):
                 continue
             ties = {name: tied_to(name, model) for name in sorted(heads) if name not in model.tensors}
             tied = {name: embedding for name, embedding in ties.items() if embedding in names}
-            views[model] = VocabularyCheckpoint(model, VocabularyRows(own, count, names), self.donors, tied)
+            views[model] = VocabularyCheckpoint(model, VocabularyRows(rows, count, names), self.donors, tied)
         return views
 
     def files(self) -> ResultFiles:
@@ -287,11 +283,8 @@ class _Alignment:
 
     def _notes(self) -> Iterator[str]:
         base = self.models.base
-        for model, own in self.own.items():
-            unused = self.tensors[model][0] - len(set(own[own >= 0].tolist()))
-            if unused:
-                yield f"{model.label}: {unused} of its {self.tensors[model][0]} rows are not in the result"
-            missing = self._tokens(np.flatnonzero(own == MISSING).tolist())
+        for model, rows in self.rows_of.items():
+            missing = self._tokens(np.flatnonzero(rows == MISSING).tolist())
             if missing:
                 by_base = base is not None and base is not model and self.models.base_first
                 donor = f"{base.label}, else " if base is not None and by_base else ""
@@ -300,22 +293,21 @@ class _Alignment:
                     f"{model.label}: no rows for {counted(missing, 'token')} of the result ({some(missing)}); they "
                     f"come from {donor}the mean over the models that have them{rules}"
                 )
-        padding = self.rows - len(self.tokenizer.ids)
-        if padding:
-            yield f"tokenizer: {padding} of the {self.rows} rows have no token; they are the mean of the others"
 
 
-def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, own: Templates | None, label: str) -> None:
+def _choose_template(
+    recipe: Recipe, models: _Models, files: ResultFiles, current: Templates | None, label: str
+) -> None:
     """Set the chat templates of the result, and note the models whose templates differ.
 
     Args:
         recipe: The recipe, whose `chat_template` is applied.
         models: Its models.
         files: Gets the templates, if they replace those of the tokenizer, and the notes.
-        own: The templates of the result's tokenizer.
+        current: The templates of the result's tokenizer.
         label: The model of that tokenizer.
     """
-    value, chosen = recipe.chat_template, own
+    value, chosen = recipe.chat_template, current
     if value == AUTO:
         from_template = recipe.tokenizer is None or recipe.tokenizer.source in (BASE, UNION)
         if models.donor is not models.template and from_template:
@@ -341,7 +333,7 @@ def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, own: T
     else:
         known = [AUTO, BASE, COMMON, *(text for text, _ in models.named)]
         raise InputError(f"chat_template: {value!r} is not a model of the recipe or a file{nearest(value, known)}")
-    if chosen is not None and (own is None or not alike(chosen, own)):
+    if chosen is not None and (current is None or not alike(chosen, current)):
         files.templates = chosen
     files.reads += [path for model in models.all for path in template_files(model) if path not in files.reads]
     if label != models.template.label:
