@@ -18,6 +18,8 @@ from gradmerge.refinement.structure import examine
 
 from .calibration_families import FAMILIES, make, rows, split
 
+REUSED = "run more than once or share their weight"
+
 
 def go_through(model, batches, cache):
     """The outputs of a model that runs block by block."""
@@ -92,7 +94,7 @@ def test_an_encoder_decoder_has_two_lists_of_blocks():
     model, _ = make("t5")
     structure = examine(model, rows("t5")["task0"])
     assert [len(blocks) for blocks in structure.lists] == [2, 2]
-    assert structure.reused == ["lm_head"]  # tied to the embedding
+    assert structure.skipped[REUSED] == ["lm_head"]  # tied to the embedding
     decoder = [[n.rpartition(".")[2] for n in group] for group in structure.groups["decoder.block.0"]]
     assert ["k", "v"] in decoder and ["q", "k", "v"] in decoder
 
@@ -123,7 +125,7 @@ def test_a_model_with_shared_blocks_runs_whole():
     model = t.AlbertForSequenceClassification(config).eval()
     structure = examine(model, rows("bert")["task0"])
     assert [stage.name for stage in structure.stages] == [WHOLE]
-    assert all("albert_layers" in name for name in structure.reused)
+    assert all("albert_layers" in name for name in structure.skipped[REUSED])
     solved = [name for group in structure.groups[WHOLE] for name in group]
     assert "albert.encoder.embedding_hidden_mapping_in" in solved
 

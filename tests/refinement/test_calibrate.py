@@ -112,10 +112,10 @@ def test_padding_and_the_template_of_a_prompt_are_left_out_of_output_factors():
     real = batch["attention_mask"].bool()
     counted = real & (torch.arange(7) >= 2)  # the first two tokens are a template, which has no labels
     batch["labels"] = torch.where(counted, batch["input_ids"], MASKED)
-    _, _, drawn = sampled_loss(model, batch, 0, 0)
+    _, drawn = sampled_loss(model, batch, 0, 0)
     assert torch.equal(drawn != MASKED, counted)
     del batch["labels"]
-    _, _, drawn = sampled_loss(model, batch, 0, 0)
+    _, drawn = sampled_loss(model, batch, 0, 0)
     assert torch.equal(drawn != MASKED, real)
 
 

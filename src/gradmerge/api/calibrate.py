@@ -352,12 +352,7 @@ def _two_rows(rows: Mapping[str, TaskRows]) -> Batch:
 
 def _notes_on_layers(done: Calibration) -> list[str]:
     structure, report, notes = done.model.structure, done.report, []
-    kept = {
-        "run more than once or share their weight": structure.reused,
-        "did not run": structure.unused,
-        "run between two blocks": structure.between,
-    }
-    for why, layers in kept.items():
+    for why, layers in structure.skipped.items():
         if layers:
             notes.append(f"{count(len(layers))} layers {why} and keep the merge's weights: {layers[0]}, …")
     if report.idle_experts:

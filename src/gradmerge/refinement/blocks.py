@@ -50,12 +50,8 @@ class Structure:
     """Block → placeholders for its outputs, of the right shapes and types."""
     groups: dict[str, list[list[str]]] = field(default_factory=dict)
     """Stage → groups of layers that read the same input, in the order in which they run."""
-    reused: list[str] = field(default_factory=list)
-    """Layers that run more than once, or share their weight with another layer."""
-    unused: list[str] = field(default_factory=list)
-    """Layers that did not run."""
-    between: list[str] = field(default_factory=list)
-    """Layers that run between two blocks of a list."""
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+    """Why layers are in no group → these layers."""
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,12 +48,7 @@ def layers_with_factors(
 
 
 def output_factors(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    layers: Sequence[str],
-    seed: int = 0,
-    first_row: int = 0,
-    labels: Callable[[int, Tensor], Tensor] | None = None,
+    model: nn.Module, batches: Sequence[Batch], layers: Sequence[str], seed: int = 0, first_row: int = 0
 ) -> dict[str, Tensor]:
     """Layer → Σ g gᵀ over examples and positions, with g the gradient of the layer's output.
 
@@ -64,54 +60,42 @@ def output_factors(
         layers: The layers to compute G for.
         seed: Of the sampled labels.
         first_row: Number of the first row, which decides its random numbers.
-        labels: Row number and logits → labels, instead of sampling them.
     """
     found: dict[str, Tensor] = {}
     row = first_row
     with contextlib.ExitStack() as stack, torch.enable_grad():
         for name in layers:
-            hook = _GradientSum(found, name)
+            hook = partial(_add_products, found, name)
             stack.callback(model.get_submodule(name).register_forward_hook(hook).remove)
         for batch in batches:
-            loss, logits, wanted = sampled_loss(model, batch, seed, row, labels)
+            loss, labels = sampled_loss(model, batch, seed, row)
             loss.backward()
-            row += len(wanted)
-            del logits
+            row += len(labels)
     return found
 
 
-class _GradientSum:
-    """A forward hook that adds up g gᵀ of a layer's output in the backward pass."""
+def _add_products(found: dict[str, Tensor], name: str, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """A forward hook that adds g gᵀ of a layer's output to ``found`` in the backward pass."""
 
-    def __init__(self, found: dict[str, Tensor], name: str) -> None:
-        self.found, self.name = found, name
-
-    def __call__(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-        if output.requires_grad:
-            output.register_hook(lambda gradient: self.add(layer, gradient))
-            return output
-        leaf = output.detach().requires_grad_()
-        leaf.register_hook(lambda gradient: self.add(layer, gradient))
-        return leaf.clone()  # an operation in place may follow
-
-    def add(self, layer: nn.Module, gradient: Tensor) -> None:
+    def add(gradient: Tensor) -> None:
         if isinstance(layer, CONVOLUTIONS):
             rows = gradient.movedim(1, -1).reshape(-1, layer.groups, gradient.shape[1] // layer.groups).movedim(1, 0)
         else:
             rows = gradient.reshape(1, -1, gradient.shape[-1])
         rows = rows.float() if gradient.dtype != torch.float64 else rows
         total = rows.mT @ rows
-        self.found[self.name] = self.found[self.name] + total if self.name in self.found else total
+        found[name] = found[name] + total if name in found else total
+
+    if output.requires_grad:
+        output.register_hook(add)
+        return output
+    leaf = output.detach().requires_grad_()
+    leaf.register_hook(add)
+    return leaf.clone()  # an operation in place may follow
 
 
-def sampled_loss(
-    model: nn.Module,
-    batch: Batch,
-    seed: int,
-    first_row: int,
-    labels: Callable[[int, Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss of a batch with labels drawn from the model; also the logits and the labels."""
+def sampled_loss(model: nn.Module, batch: Batch, seed: int, first_row: int) -> tuple[Tensor, Tensor]:
+    """The summed loss of a batch with labels drawn from the model; also the labels."""
     result = forward(model, batch)
     logits: Any = getattr(result, "logits", result[0] if isinstance(result, tuple) else result)
     loss, blank = loss_without_labels(model, batch, logits)
@@ -120,8 +104,8 @@ def sampled_loss(
         generator = torch.Generator().manual_seed((seed << 32) + first_row + row)
         return torch.rand(count, generator=generator, dtype=torch.float64)
 
-    wanted = loss.draw(logits.detach(), blank, uniform) if labels is None else labels(first_row, logits)
-    return loss.losses(logits, wanted).sum(), logits, wanted
+    labels = loss.draw(logits.detach(), blank, uniform)
+    return loss.losses(logits, labels).sum(), labels
 
 
 def loss_without_labels(model: nn.Module, batch: Batch, logits: Tensor) -> tuple[ExampleLoss, Tensor]:

@@ -153,14 +153,20 @@ class _Trace:
         if others := [m for m in self.module.modules() if has_fused_experts(m) and m not in self.hooked]:
             structure.notes.append(f"{len(others)} modules with experts of another form keep the merge's weights")
         times = Counter(name for *_, name, _ in self._calls)
-        structure.unused = [name for name in self.layers if not times[name] and name not in self._tied]
-        structure.reused = [name for name in self.layers if times[name] > 1 or (times[name] and name in self._tied)]
+        unused = [name for name in self.layers if not times[name] and name not in self._tied]
+        reused = [name for name in self.layers if times[name] > 1 or (times[name] and name in self._tied)]
+        between: list[str] = []
+        structure.skipped = {
+            "run more than once or share their weight": reused,
+            "did not run": unused,
+            "run between two blocks": between,
+        }
         groups: dict[Any, list[str]] = {}
         for ran, inside, name, key in self._calls:
-            if name in structure.reused:
+            if name in reused:
                 continue
             if (stage := self._stage_of(structure, ran, inside)) is None:
-                structure.between.append(name)
+                between.append(name)
                 continue
             if (ran, inside, key) not in groups:
                 structure.groups.setdefault(stage, []).append(groups.setdefault((ran, inside, key), []))
