@@ -36,10 +36,6 @@ def task_arithmetic(base: State, tuned: Sequence[State], weights: Sequence[float
     return on_models(slow.task_arithmetic, base, tuned, weights)
 
 
-def sparse(base: State, tuned: Sequence[State], weights: Sequence[float], density: float) -> dict[str, Tensor]:
-    return on_models(slow.sparse_finetuning, base, tuned, weights, density)
-
-
 def ties(base: State, tuned: Sequence[State], weights: Sequence[float], density: float) -> dict[str, Tensor]:
     return on_models(slow.ties, base, tuned, weights, density)
 
