@@ -433,6 +433,6 @@ def harness_data(
         if name in known:
             raise InputError(f"lm_eval {name}: a task of the recipe has this name too; rename its model's folder")
         harness = LMEval(name, wanted.folder, loading["limit"], loading["batch_size"])
-        no_rows = LoadedTask(model, "lm-eval", _NoRows.loss, 0, device, {}, [], _NoRows(), [])
+        no_rows = LoadedTask(model, "lm-eval", _NoRows.loss, 0, device, {}, _NoRows(), [])
         found[name] = HarnessData(no_rows, harness, tokenizer)
     return found

@@ -130,19 +130,10 @@ def opened_inputs(
         check_teachers(opened, files, shared)
         rows, notes = {}, []
         for task, source in data.items():
-            read = read_unlabeled(
-                source,
-                opened.module,
-                merged,
-                opened.info,
-                columns=options["columns"],
-                limit=LIMIT if options["limit"] is None else options["limit"],
-                batch_size=options["batch_size"],
-                max_length=options["max_length"],
-                tokenizer=args.tokenizer,
-            )
-            notes += [f"{task}: {note}" for note in read.notes]
-            batches = [moved(batch, device) for batch in read.batches]
+            limited = options if options["limit"] is not None else LoadOptions(**{**options, "limit": LIMIT})
+            batches, row_notes = read_unlabeled(source, opened.module, merged, opened.info, limited)
+            notes += [f"{task}: {note}" for note in row_notes]
+            batches = [moved(batch, device) for batch in batches]
             if tokens is not None:
                 batches = [part for batch in batches for part in cut_batch(batch, tokens)]
             rows[task] = hold_out(f"data[{task!r}]", batches) if check else TaskRows(batches, [])

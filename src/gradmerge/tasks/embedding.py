@@ -16,7 +16,6 @@ from ..checkpoints.open import modules_of
 from ..curvature.checkpoint_names import skeleton
 from ..curvature.losses import ClassLoss, ExampleLoss, SquaredLoss
 from ..errors import InputError
-from ..io.reader import open_files
 from ..io.small_files import read_json
 from .data.columns import Fields
 from .data.labels import to_float
@@ -122,10 +121,8 @@ class Dense(nn.Module):
         super().__init__()
         from safetensors.torch import load_file
 
-        state: dict[str, Tensor] = {}
-        for file in open_files(folder, "model") or []:
-            file.close()
-            state |= load_file(file.path)
+        path = folder / "model.safetensors"
+        state = load_file(path) if path.is_file() else {}
         weight, bias = state.get("linear.weight"), state.get("linear.bias")
         if weight is None or weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             raise InputError(f"{folder}: has no dense layer (linear.weight, linear.bias)")

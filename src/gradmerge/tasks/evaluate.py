@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,11 @@ from ..curvature.offload import input_device
 from ..distributed import SINGLE, Processes
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import first_line
+from .generation import Advance
 from .loading import LoadedTask
 from .metrics import METRICS, Metrics
 from .standard_errors import standard_errors
 from .text_metrics import Generation, generation_rows
-
-Advance = Callable[[int], None]
-"""Called with the number of examples of every batch that is done."""
 
 
 def evaluate(

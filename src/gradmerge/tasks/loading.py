@@ -127,8 +127,6 @@ class LoadedTask:
     device: torch.device
     columns: Fields
     """Role → the columns of the data that it is read from."""
-    missing_keys: list[str]
-    """Tensors of the model that the checkpoint does not hold; none is a parameter."""
     data: TaskData
     loading_notes: list[str]
     batch_size: int = 8
@@ -209,7 +207,7 @@ def make_task(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, o
     if info.task == "causal-lm":
         rows, dropped = drop_empty_rows(rows, fields)
         notes += dropped
-    data = _make_data(reference, model, info, rows, fields, options["max_length"], tokenizer_of(options))
+    data = _make_data(reference, model, info, rows, fields, options)
     return LoadedTask(
         model=model,
         task=info.task,
@@ -217,7 +215,6 @@ def make_task(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, o
         examples=len(rows),
         device=spread_device(model) or device_of(options["device"]),
         columns=fields,
-        missing_keys=info.missing_keys,
         data=data,
         loading_notes=notes,
         batch_size=options["batch_size"],
@@ -230,44 +227,26 @@ def _make_data(
     info: LoadingInfo,
     rows: Rows,
     fields: Fields,
-    max_length: int | None,
-    tokenizer: str | None,
+    options: LoadOptions,
     data_class: type[TokenizedData] | None = None,
 ) -> Any:
     if info.task == "image":
         return ImageData(rows, fields, model, load_image_processor(reference, info))
     data_class = data_class or _DATA_CLASSES[info.task]
-    return data_class(rows, fields, model, load_tokenizer(reference, info, tokenizer), max_length)
-
-
-@dataclass
-class UnlabeledRows:
-    """Rows as keyword arguments of a model, on the CPU."""
-
-    batches: list[dict[str, Tensor]]
-    count: int
-    notes: list[str]
+    tokenizer = load_tokenizer(reference, info, tokenizer_of(options))
+    return data_class(rows, fields, model, tokenizer, options["max_length"])
 
 
 def read_unlabeled(
-    source: str,
-    module: nn.Module,
-    reference: str,
-    info: LoadingInfo,
-    *,
-    columns: Mapping[str, str] | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    max_length: int | None = None,
-    tokenizer: str | None = None,
-) -> UnlabeledRows:
-    """Read the inputs of a model from a data source, without the columns of labels.
+    source: str, module: nn.Module, reference: str, info: LoadingInfo, options: LoadOptions
+) -> tuple[list[dict[str, Tensor]], list[str]]:
+    """Read the inputs of a model from a data source, without the columns of labels. Return batches and notes.
 
     Language models read texts, prompts with completions, or conversations. Encoder-decoders read their targets too,
     as inputs of the decoder: labels in the batches say which positions count.
     """
-    rows = read_rows(source, limit=limit)
-    fields = choose_columns(info.task, rows, columns, labeled=False)
+    rows = read_rows(source, limit=options["limit"])
+    fields = choose_columns(info.task, rows, options["columns"], labeled=False)
     data_class = None
     if info.task == "causal-lm":
         rows, _ = drop_empty_rows(rows, fields)
@@ -276,12 +255,12 @@ def read_unlabeled(
         texts = [sentence_config.prepare(rows.text(index, fields["text"])) for index in range(len(rows))]
         rows = Rows(rows.label, [{"text": text} for text in texts], ("text",), notes=rows.notes)
         fields, data_class = {"text": ("text",)}, ClassificationData
-        max_length = sentence_config.max_length if max_length is None else max_length
-    data = _make_data(reference, module, info, rows, fields, max_length, tokenizer, data_class)
+        options = {**options, "max_length": options["max_length"] or sentence_config.max_length}
+    data = _make_data(reference, module, info, rows, fields, options, data_class)
     with quiet_transformers():
-        starts = range(0, len(rows), batch_size)
-        batches = [data.batch(range(first, min(first + batch_size, len(rows)))) for first in starts]
-    return UnlabeledRows(batches, len(rows), list(data.notes()))
+        starts = range(0, len(rows), options["batch_size"])
+        batches = [data.batch(range(first, min(first + options["batch_size"], len(rows)))) for first in starts]
+    return batches, list(data.notes())
 
 
 def load_tokenizer(reference: str, info: LoadingInfo, tokenizer: str | None = None) -> Any:
