@@ -65,15 +65,6 @@ def test_padding_is_left_out_and_batches_do_not_matter(name: str, tmp_path: Path
         slow.assert_same(got, want, FAMILIES[name].tolerance)
 
 
-def test_a_decoder_mask_that_is_given_counts() -> None:
-    model, examples = FAMILIES["t5"].model(), FAMILIES["t5"].examples()
-    batch = batch_of(examples)
-    mask = (batch["labels"] != slow.MASKED).long()
-    slow.assert_same(
-        estimate_gram(model, [batch | {"decoder_attention_mask": mask}]), estimate_gram(model, [batch]), 1e-12
-    )
-
-
 def test_any_module_and_rows_without_an_axis_of_tokens() -> None:
     model, examples = Folded(), tokens_of(0)
     found = slow.grams(model, ["layer", "head"], lambda m: [slow.logits_of(m, e) for e in examples])

@@ -17,7 +17,6 @@ from gradmerge.curvature.kernels import (
     RowGradient,
     Term,
     add_experts,
-    add_many_direct,
     add_outer,
     add_rows,
     add_squares,
@@ -91,22 +90,6 @@ def test_uses_of_a_parameter_add_up_before_they_are_squared(
         patch.setattr(kernels, "HELD_CPU", held)
         add_squares(total, terms)
     assert torch.allclose(total - before, squares(terms, examples, out, width), atol=1e-12)
-
-
-@few
-@given(st.lists(st.tuples(SIZES, st.integers(1, 3)), min_size=1, max_size=5), SIZES, st.integers(0, 1000))
-def test_small_parameters_are_added_together_as_one_by_one(
-    sizes: list[tuple[int, int]], examples: int, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    terms = [[DirectGradient(numbers(generator, examples, size)) for _ in range(uses)] for size, uses in sizes]
-    totals = [torch.rand(size, generator=generator, dtype=torch.float64) for size, _ in sizes]
-    want = [
-        total + sum(sum(term.gradient[i] for term in some) ** 2 for i in range(examples))
-        for total, some in zip(totals, terms, strict=True)
-    ]
-    add_many_direct(totals, terms)
-    assert all(torch.allclose(got, expected) for got, expected in zip(totals, want, strict=True))
 
 
 @few

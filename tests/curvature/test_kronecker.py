@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 import gradmerge as gm
@@ -233,26 +230,6 @@ def test_layers_that_no_gradient_reaches_are_refused_by_name() -> None:
     assert estimated(model, [batch]).layers.keys() == {"used.weight"}
 
 
-class OneBias(nn.Module):
-    """Two layers with one bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
-        self.b.bias = self.a.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) * self.b(x).tanh()
-
-
-def test_a_bias_that_layers_share_is_in_no_factor() -> None:
-    torch.manual_seed(0)
-    model, batch = OneBias().double(), (torch.randn(3, 4, dtype=torch.float64), torch.tensor([0, 1, 2]))
-    got = estimated(model, [batch])
-    assert {name: len(layer.inputs) for name, layer in got.layers.items()} == {"a.weight": 4, "b.weight": 4}
-    torch.testing.assert_close(got.diagonal["a.bias"], estimate_curvature(model, [batch])["a.bias"])
-
-
 class Twice(nn.Module):
     """Long examples go through the layer twice."""
 
@@ -271,31 +248,3 @@ def test_a_layer_that_a_later_batch_uses_twice_has_no_factors() -> None:
     batches = [(torch.randn(3, n, 4), torch.tensor([0, 1, 2])) for n in (2, 5)]
     with pytest.raises(gm.InputError, match=r"layer\.weight"):
         estimated(Twice(), batches)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "vit", "t5"])
-def test_a_file_has_the_names_of_the_checkpoint_and_comes_back(name: str, tmp_path: Path) -> None:
-    model, examples = FAMILIES[name].model(torch.float32), FAMILIES[name].examples(torch.float32)
-    got = estimated(model, [batch_of(examples)])
-    got.save(tmp_path / "k")
-    model.save_pretrained(tmp_path / "model")
-    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
-        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    with safe_open(tmp_path / "k" / "curvature.safetensors", "pt") as file:
-        header = file.metadata()
-        found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    assert header["format"] == "gradmerge-curvature/1"
-    assert (header["kind"], header["examples"]) == ("kronecker", "5")
-    tokens = json.loads(header["tokens"])
-    assert tokens
-    for key in tokens:
-        first, rest = shapes[key][0], int(torch.Size(shapes[key][1:]).numel())
-        inputs = len(found[key + ".A"]) - (key[:-6] + "bias" in shapes)
-        assert sorted([len(found[key + ".G"]), inputs]) == sorted([first, rest])
-    assert {key for key in found if not key.endswith((".A", ".G"))} <= shapes.keys()
-    back = Curvature.load(tmp_path / "k")
-    assert (back.examples, back.likelihood, back.keys()) == (5, "empirical", found.keys())
-    assert {key: layer.tokens for key, layer in back.layers.items()} == tokens
-    assert all(torch.equal(back[key], found[key]) for key in found)
-    if name == "gpt2":
-        assert back.transposed == {key for key in tokens if "lm_head" not in key}

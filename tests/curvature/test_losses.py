@@ -115,13 +115,6 @@ def test_only_tokens_that_count_are_drawn_and_a_first_token_never_counts() -> No
     assert torch.equal(losses(spread, labels), losses(spread, changed))
 
 
-def test_an_example_whose_tokens_are_all_masked_has_loss_zero() -> None:
-    labels = torch.tensor([[1, 2], [MASKED, MASKED]])
-    for name in ("tokens", "next-token"):
-        assert LOSSES[name].losses(torch.randn(2, 2, 3), labels)[1] == 0
-        LOSSES[name].draw(torch.randn(2, 2, 3), labels, lambda row, count: torch.rand(count))
-
-
 @pytest.mark.parametrize(
     "logits",
     [

@@ -348,8 +348,8 @@ def _peak_memory() -> dict[str, int]:
     """The peak memory of this process so far, in bytes: of the machine, and of its GPUs if it uses any."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     status = Path("/proc/self/status")  # on Linux, ru_maxrss may be that of the program that started this one
-    if status.is_file() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
-        peak = int(found[1]) * 1024
+    if status.is_file() and (line := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        peak = int(line[1]) * 1024
     memory = {"peak_rss_bytes": peak}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         memory["peak_cuda_bytes"] = sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
@@ -368,16 +368,16 @@ def _subtract(loaded: LoadedTask, base: str, options: LoadOptions) -> list[str]:
             allow_missing=True,
         )
     except GradmergeError as error:
-        raise InputError(f"--at-delta: {error}") from error
+        raise InputError(f"at_delta: {error}") from error
     absent = {*info.missing_keys, *info.mismatched_keys}
     theirs = {name: value for name, value in other.named_parameters() if name not in absent}
-    kept = []
+    unchanged = []
     with torch.no_grad():
         for name, value in loaded.model.named_parameters():
             if name in theirs and theirs[name].shape == value.shape:
                 value.sub_(theirs[name].to(value.dtype))
             else:
-                kept.append(name)
-    if len(kept) == sum(1 for _ in loaded.model.named_parameters()):
-        raise InputError(f"--at-delta {base}: has none of the model's tensors; is it a base of this model?")
-    return [f"not in the base, and taken as they are: {', '.join(kept)}"] if kept else []
+                unchanged.append(name)
+    if len(unchanged) == sum(1 for _ in loaded.model.named_parameters()):
+        raise InputError(f"at_delta {base}: has none of the tensors of the model. Name a base of this model.")
+    return [f"not in the base, and taken as they are: {', '.join(unchanged)}"] if unchanged else []

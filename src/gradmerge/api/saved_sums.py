@@ -101,18 +101,18 @@ class SavedSums:
             if header["request"] != self._request:
                 raise InputError(
                     f"{self._folder}: holds the unfinished estimate of another model, other data or other options. "
-                    "Run with the same ones, or without --resume to start over."
+                    "Run with the same ones, or without resume to start over."
                 )
             ranges = [range(first, end) for first, end in json.loads(header["rows"])]
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            raise InputError(f"{path}: cannot be read ({error}). Run without --resume to start over.") from error
+            raise InputError(f"{path}: cannot be read ({error}). Run without resume to start over.") from error
         if all(0 <= part.start < part.stop <= total for part in ranges):
             rows = np.concatenate([np.arange(0), *map(np.array, ranges)])
             if len(np.unique(rows)) == len(rows) == examples:
                 return rows
         raise InputError(
             f"{path}: holds sums over {examples} examples, but lists other rows: {header['rows'][:80]}. Run without "
-            "--resume to start over."
+            "resume to start over."
         )
 
 

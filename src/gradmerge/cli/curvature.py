@@ -44,16 +44,16 @@ def show(
         from ..report.curvature import check_plot_path, plot_curvature
 
         check_plot_path(plot)
-    with open_curvature(path) as file, progress(printing.silent, "layers") as told:
+    with open_curvature(path) as file, progress(printing.silent, "layers") as bar:
         if plot:
             plot_curvature(file, plot)
         groups = summarize(pieces(file))
         layers: list[LayerSpectra] = []
         if names := layers_of(file):
-            told.begin("finding eigenvalues", len(names))
+            bar.begin("finding eigenvalues", len(names))
         for name in names:
             layers.append(spectra(file, name))
-            told.advance(1)
+            bar.advance(1)
         facts: dict[str, Any] = {
             "path": path,
             "examples": file.examples,
@@ -63,7 +63,7 @@ def show(
             "precision": file.precision,
             "parameters": sum(g.entries for g in groups),
             "groups": [g.as_dict() for g in groups],
-            **({"layers": [one.as_dict() for one in layers]} if file.kind == "kronecker" else {}),
+            **({"layers": [layer.as_dict() for layer in layers]} if file.kind == "kronecker" else {}),
             **({"plot": str(plot)} if plot else {}),
         }
     if printing.json:
@@ -90,7 +90,7 @@ def show(
         columns = ["layer", "tokens T"]
         for factor in ("A/T", "G"):
             columns += [factor, "trace", "largest", "median", "rank"]
-        table = [[one.name, f"{one.tokens:,}", *_cells(one.inputs), *_cells(one.outputs)] for one in layers]
+        table = [[layer.name, f"{layer.tokens:,}", *_cells(layer.inputs), *_cells(layer.outputs)] for layer in layers]
         print_table(columns, table, right=range(1, len(columns)))
     if not printing.quiet:
         echo("Sums over examples; divide by the number of examples for `reduction: mean`.")

@@ -93,15 +93,15 @@ def estimate(
 
     It costs about a training step per batch. The file goes into a recipe, or as MODEL/curvature is found by itself.
     """
-    given = {**asdict(options), **loading.as_keywords()}
+    keywords = {**asdict(options), **loading.as_keywords()}
     if dry_run:
         with heavy_imports():
             from ..api.dry_run import dry_run_estimate
             from .dry_run import print_dry_run
 
         for name in ("seed", "resume", "force"):
-            del given[name]
-        print_dry_run(dry_run_estimate(model, data, out, **given), printing)
+            del keywords[name]
+        print_dry_run(dry_run_estimate(model, data, out, **keywords), printing)
         return
     if out is None:
         raise InputError("give a folder for the result: -o OUT")
@@ -109,11 +109,11 @@ def estimate(
         from ..api.estimate import estimate_to_disk
 
     logging.basicConfig(handlers=[Notes()], level=logging.ERROR if printing.quiet else logging.WARNING)
-    with progress(printing.silent, "examples") as shown:
-        result = estimate_to_disk(model, data, out, progress=shown, processes=True, **given)
+    with progress(printing.silent, "examples") as bar:
+        result = estimate_to_disk(model, data, out, progress=bar, processes=True, **keywords)
     if printing.json:
-        asked = {"model": model, "data": data, "likelihood": options.likelihood, "precision": options.precision}
-        print_json({**asdict(result), "out": str(out), **asked})
+        request = {"model": model, "data": data, "likelihood": options.likelihood, "precision": options.precision}
+        print_json({**asdict(result), "out": str(out), **request})
         return
     print_notes(result.notes, printing.quiet)
     if not printing.quiet:

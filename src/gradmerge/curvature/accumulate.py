@@ -59,7 +59,7 @@ class Accumulator(Recorder):
         max_kronecker_dim: int | None = None,
     ) -> None:
         """``max_kronecker_dim`` is the largest layer with Kronecker factors; None for diagonals only."""
-        super().__init__(model, {p: ParameterSum(p, storage) for p in formulas.parameters})
+        super().__init__(model, {p: ParameterSum(p, storage) for p in parameters.values()})
         for parameter, entry in self.sums.items():
             entry.slow = parameter in formulas.slow
         self._model, self._objectives, self._formulas, self._storage = model, objectives, formulas, storage

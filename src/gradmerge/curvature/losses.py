@@ -169,7 +169,7 @@ class TokenLoss(ExampleLoss):
     def factors(self, logits: Tensor) -> Iterator[Tensor]:
         raise InputError(
             "likelihood exact sums over every possible label of an example; the labels of a sequence of tokens are "
-            "too many (vocabulary to the power of length). Use --likelihood sampled, which draws them from the model."
+            "too many (vocabulary to the power of length). Use likelihood sampled, which draws them from the model."
         )
 
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:

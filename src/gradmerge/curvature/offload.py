@@ -22,9 +22,9 @@ from ..errors import InputError
 def spread_device(model: nn.Module) -> torch.device | None:
     """Where inputs go of a model that accelerate has spread over devices; None for any other."""
     hook: Any = getattr(model, "_hf_hook", None)
-    for one in getattr(hook, "hooks", (hook,)):
-        if getattr(one, "execution_device", None) is not None:
-            return torch.device(one.execution_device)
+    for hook_part in getattr(hook, "hooks", (hook,)):
+        if getattr(hook_part, "execution_device", None) is not None:
+            return torch.device(hook_part.execution_device)
     return None
 
 
@@ -46,9 +46,9 @@ def elsewhere(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
     result = []
     for path, module in model.named_modules():
         hook = getattr(module, "_hf_hook", None)
-        for one in getattr(hook, "hooks", (hook,)):
-            if getattr(one, "offload", False) and any(p is not None for p in module._parameters.values()):
-                result.append((path, module, one))
+        for hook_part in getattr(hook, "hooks", (hook,)):
+            if getattr(hook_part, "offload", False) and any(p is not None for p in module._parameters.values()):
+                result.append((path, module, hook_part))
     return result
 
 

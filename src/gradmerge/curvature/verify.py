@@ -47,7 +47,9 @@ class Formulas:
 
     def attached(self, sums: Mapping[nn.Parameter, ParameterSum]) -> list[MakeFormula]:
         """Return the formulas of modules with parameters that are not slow."""
-        return [make for module, make in self.chosen.items() if any(not sums[p].slow for p in _own(module, sums))]
+        return [
+            make for module, make in self.chosen.items() if any(not sums[p].slow for p in _parameters_of(module, sums))
+        ]
 
 
 def choose_formulas(
@@ -73,7 +75,7 @@ def warn_slow(names: Iterable[str]) -> None:
         _log.warning("no formula gives the exact gradient; one example at a time, which is slow:\n%s", listed(slow))
 
 
-def _own(module: nn.Module, sums: Mapping[nn.Parameter, ParameterSum]) -> list[nn.Parameter]:
+def _parameters_of(module: nn.Module, sums: Mapping[nn.Parameter, ParameterSum]) -> list[nn.Parameter]:
     return [p for p in module._parameters.values() if p is not None and p in sums]
 
 
@@ -90,7 +92,7 @@ class _Verifier(Recorder):
         """Return the first candidate of every module that equals autograd."""
         while True:
             for module in (module for module, left in candidates.items() if not left):
-                for parameter in _own(module, self.sums):
+                for parameter in _parameters_of(module, self.sums):
                     self.sums[parameter].slow = True
             slow = {parameter for parameter, entry in self.sums.items() if entry.slow}
             chosen = {module: left[0] for module, left in candidates.items() if left}
@@ -121,7 +123,7 @@ class _Verifier(Recorder):
                     objective.backward()
                 wrong = self._differing(batch)
                 self._kinds = {p: [type(term) for term in entry.terms] for p, entry in self.sums.items() if entry.terms}
-                return {module for module in formulas.chosen if wrong & {*_own(module, self.sums)}}
+                return {module for module in formulas.chosen if wrong & {*_parameters_of(module, self.sums)}}
         except Exception as error:
             # The model runs without formulas, so one of them caused the error.
             formula = self.failed[0] if self.failed else self.changed
