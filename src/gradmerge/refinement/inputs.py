@@ -148,8 +148,8 @@ def shares_head(merged: ModelFiles, teachers: Mapping[str, ModelFiles], excluded
     """Whether the merge has one head for all tasks: same classes, same shapes, and not excluded from the merge."""
     if merged.info.task in ("causal-lm", "seq2seq", "embedding"):
         return True
-    stored = [merged.names.get(name) for name in _head(merged.module)]
-    if any(name is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in excluded) for name in stored):
+    stored = [merged.tensors_of(name) for name in _head(merged.module)]
+    if [] in stored or any(fnmatch.fnmatchcase(n, pattern) for names in stored for n in names for pattern in excluded):
         return False
     return same_head(merged.module, [teacher.module for teacher in teachers.values()])
 

@@ -41,10 +41,9 @@ class ModelFiles:
     module: nn.Module
     checkpoint: Checkpoint
     info: LoadingInfo
-    names: dict[str, str]
-    """Parameter or buffer of the module → tensor of the checkpoint. Tied parameters have one of their names."""
-    slices: dict[str, dict[str, Slice]]
-    """Parameter of fused experts → tensors of the checkpoint that hold parts of it."""
+    stored: dict[str, dict[str, Slice | None]]
+    """Parameter or buffer of the module → tensors of the checkpoint that hold it, or parts of it for fused experts.
+    Tied parameters have one of their names."""
     missing: list[str]
     """Parameters that the checkpoint does not hold, as those of a head."""
 
@@ -53,7 +52,7 @@ class ModelFiles:
 
     def tensors_of(self, name: str) -> list[str]:
         """The tensors of the checkpoint that hold a parameter."""
-        return [self.names[name]] if name in self.names else list(self.slices.get(name, {}))
+        return list(self.stored.get(name, {}))
 
     def round_weights(self) -> None:
         """Round the parameters that require gradients to the dtypes of the files, as when they are written."""
@@ -67,11 +66,11 @@ class ModelFiles:
 
     def stored_values(self, changed: Mapping[str, Any]) -> dict[str, Any]:
         """Tensor of the checkpoint → new value, from parameter → new value; both may be read with ``get()`` instead."""
-        found = {self.names[name]: value for name, value in changed.items() if name in self.names}
-        for name, value in changed.items():
-            for stored, part in self.slices.get(name, {}).items():
-                found[stored] = PartOfValue(value, part)
-        return found
+        return {
+            tensor: value if part is None else PartOfValue(value, part)
+            for name, value in changed.items()
+            for tensor, part in self.stored.get(name, {}).items()
+        }
 
 
 @dataclass
@@ -108,12 +107,12 @@ def open_model_files(reference: str, task: str = "auto", attn_implementation: st
         if adapter is None and (found := detect_quantization(checkpoint)):
             raise InputError(f"{reference}: {found}. Give the unquantized model.")
         module = module_without_weights(reference, info.task, config, attn_implementation)
-        names, slices, missing = _tensor_names(module, checkpoint, prefix)
-        _check_shapes(reference, module, checkpoint, names)
+        stored, missing = _find_tensors(module, checkpoint, prefix)
+        _check_shapes(reference, module, checkpoint, stored)
     except BaseException:
         checkpoint.close()
         raise
-    return ModelFiles(reference, module, checkpoint, info, names, slices, missing)
+    return ModelFiles(reference, module, checkpoint, info, stored, missing)
 
 
 def module_without_weights(reference: str, task: str, config: Any, attn_implementation: str | None = None) -> nn.Module:
@@ -162,52 +161,53 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _tensor_names(
+def _find_tensors(
     module: nn.Module, checkpoint: Checkpoint, prefix: str
-) -> tuple[dict[str, str], dict[str, dict[str, Slice]], list[str]]:
-    """Weights of the module → tensors of the checkpoint, or parts of weights; and the parameters that it lacks."""
+) -> tuple[dict[str, dict[str, Slice | None]], list[str]]:
+    """Weights of the module → tensors of the checkpoint that hold them; and the parameters that it lacks."""
     base = getattr(module, "base_model_prefix", "")
-    stored = {memory: file for file, memory in stored_sources(module).items()}
+    sources = {memory: file for file, memory in stored_sources(module).items()}
     state = module.state_dict(keep_vars=True)
     buffers = {name: name for name, _ in module.named_buffers() if name in state}
     aliases = {name: names for names in names_of_parameters(module).values() for name in names}
-    names: dict[str, str] = {}
-    slices: dict[str, dict[str, Slice]] = {}
+    stored: dict[str, dict[str, Slice | None]] = {}
     missing = []
     for name, value in (*module.named_parameters(), *((name, None) for name in buffers)):
         if value is not None and value.dim() == 3 and (parts := _slices(module, name, value, checkpoint, prefix)):
-            slices[name] = parts
+            stored[name] = parts
             continue
-        known = [stored.get(alias, alias) for alias in aliases.get(name, [name])]
+        known = [sources.get(alias, alias) for alias in aliases.get(name, [name])]
         known += [text for one in known for text in (one.removeprefix(f"{base}."), f"{base}.{one}")]
         found = next((prefix + one for one in known if prefix + one in checkpoint.tensors), None)
         if found is not None:
-            names[name] = found
+            stored[name] = {found: None}
         elif name not in buffers:
             missing.append(name)
-    return names, slices, missing
+    return stored, missing
 
 
 def _slices(
     module: nn.Module, name: str, value: Tensor, checkpoint: Checkpoint, prefix: str
-) -> dict[str, Slice] | None:
+) -> dict[str, Slice | None] | None:
     """Tensors of the checkpoint → the parts of fused experts' weights that they hold; None if it stores them whole."""
     experts, rows, columns = value.shape
     found = find_slices(module, BareParameter(name, experts, (rows, columns), False))
     if not found or len(found) == 1:
         return None
-    parts = {prefix + stored: part for stored, part in found.items()}
-    shapes = {stored: slice_of(value, part).shape for stored, part in parts.items()}
+    shapes = {prefix + tensor: slice_of(value, part).shape for tensor, part in found.items()}
     fits = all(one in checkpoint.tensors and checkpoint.tensors[one].shape == shape for one, shape in shapes.items())
-    return parts if fits else None
+    return {prefix + tensor: part for tensor, part in found.items()} if fits else None
 
 
-def _check_shapes(reference: str, module: nn.Module, checkpoint: Checkpoint, names: dict[str, str]) -> None:
+def _check_shapes(
+    reference: str, module: nn.Module, checkpoint: Checkpoint, stored: Mapping[str, Mapping[str, Slice | None]]
+) -> None:
     wrong = []
-    for name, stored in names.items():
-        wanted, found = tuple(_tensor(module, name).shape), checkpoint.tensors[stored].shape
-        if wanted != found:
-            wrong.append(f"{stored}: {list(found)}, and its config makes {list(wanted)}")
+    for name, tensors in stored.items():
+        for tensor, part in tensors.items():
+            wanted, found = tuple(_tensor(module, name).shape), checkpoint.tensors[tensor].shape
+            if part is None and wanted != found:
+                wrong.append(f"{tensor}: {list(found)}, and its config makes {list(wanted)}")
     if wrong:
         raise InputError(f"{reference}: tensors have other shapes than the config says:\n{listed(wrong)}")
 
@@ -282,18 +282,18 @@ class CheckpointWeights:
 
     def _read(self, name: str, values: Tensor) -> None:
         """Read a weight of the module from the checkpoint; zeros for a head that it lacks, which is not used."""
-        checkpoint = self.files.checkpoint
-        if name in self.files.names:
+        checkpoint, tensors = self.files.checkpoint, self.files.stored.get(name, {})
+        if not tensors:
+            values.zero_()
+        for tensor, part in tensors.items():
+            info = checkpoint.tensors[tensor]
+            if part is not None:
+                target = slice_of(values.reshape(self._without_weights[name].shape), part)
+                target.copy_(checkpoint.read(tensor, 0, info.numel, self._buffers).reshape(info.shape))
+                continue
             for start in range(0, len(values), CHUNK):
                 stop = min(start + CHUNK, len(values))
-                values[start:stop] = checkpoint.read(self.files.names[name], start, stop, self._buffers)
-        elif name in self.files.slices:
-            whole = values.reshape(self._without_weights[name].shape)
-            for stored, part in self.files.slices[name].items():
-                info = checkpoint.tensors[stored]
-                slice_of(whole, part).copy_(checkpoint.read(stored, 0, info.numel, self._buffers).reshape(info.shape))
-        else:
-            values.zero_()
+                values[start:stop] = checkpoint.read(tensor, start, stop, self._buffers)
 
     def _set(self, name: str, value: Tensor) -> None:
         module = self.files.module
@@ -309,7 +309,7 @@ class CheckpointWeights:
 
 def load_whole(files: ModelFiles, device: torch.device) -> nn.Module:
     """Read all weights; the module then stays in memory."""
-    files.source(device).load([*files.names, *files.slices, *files.missing])
+    files.source(device).load([*files.stored, *files.missing])
     return files.module.to(device)
 
 
@@ -331,5 +331,5 @@ def load_trainable(files: ModelFiles, device: torch.device) -> ModelFiles:
     dtype = "float64" if wide else "float32"
     task = files.info.task
     module, _ = load_model(files.reference, task, device=str(device), dtype=dtype, merge_adapter=False)
-    names = adapter_names(module)
-    return replace(files, module=module, checkpoint=files.checkpoint.adapter, names=names, slices={}, missing=[])
+    stored: dict[str, dict[str, Slice | None]] = {name: {key: None} for name, key in adapter_names(module).items()}
+    return replace(files, module=module, checkpoint=files.checkpoint.adapter, stored=stored, missing=[])
