@@ -62,12 +62,6 @@ def test_the_command_of_a_diagnosis_names_the_merged_model_and_models_that_have_
     assert (place / "calibrated" / "model.safetensors").exists()
 
 
-def test_models_have_the_names_of_the_record(tmp_path: Path) -> None:
-    recipe = make_recipe({"method": "average", "base": "base", "models": ["x/one", "y/one", "z/it's two"]})
-    words = shlex.split(calibrate_command(recipe, {"x/one": "1.jsonl", "z/it's two": "other"}))
-    assert [word for word in words if "=" in word] == ["x/one=1.jsonl", "y/one=ROWS", "it's two=ROWS"]
-
-
 @pytest.mark.parametrize(
     "changes", [{"method": "removal", "models": [{"model": "a", "weight": 1}]}, {"tokenizer": {"source": "union"}}]
 )

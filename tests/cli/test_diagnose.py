@@ -151,16 +151,6 @@ def test_the_folder_holds_a_report_with_its_figures_and_tables(place: Path) -> N
     assert "://" not in text.replace(library(), "")
 
 
-def test_a_merged_model_is_looked_at_like_the_recipe_that_made_it(place: Path, merged: dict[str, Tensor]) -> None:
-    done = invoke(place / "recipe.yml", "--merged", place / "merged", "-o", place / "of-merged", "--json")
-    assert done.exit_code == 0, done.output
-    facts = json.loads(done.stdout)
-    predicted = facts["predicted"]
-    for task in ("one", "two", "base"):
-        want = predicted["gradient-matching"][task]["quadratic_form"]
-        assert predicted[facts["merge"]][task]["quadratic_form"] == pytest.approx(want, rel=1e-3)
-
-
 def test_removal_is_compared_with_negation(place: Path) -> None:
     write_recipe(place / "removal.yml", recipe(method="removal", damping=1.0))
     done = invoke(place / "removal.yml", "-o", place / "of-removal", "--json")

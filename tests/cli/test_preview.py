@@ -100,12 +100,6 @@ def test_suggested_weights_are_printed_and_kept_in_the_recipe(place: Path) -> No
     assert facts["suggestion"]["times_reference"] == pytest.approx(times)
 
 
-def test_quiet_prints_the_table_alone_and_force_replaces_a_report(place: Path) -> None:
-    for _ in range(2):
-        result = invoke(place / "recipe.yml", "-w", "0:1:0.5", "-o", place / "report", "-q", "--force")
-        assert result.exit_code == 0 and len(result.stdout.splitlines()) == 3 and not result.stderr
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import BertForSequenceClassification
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 from gradmerge.compare.candidates import Candidate
 from gradmerge.compare.diagnose import PenaltyCheck, check_penalties
 from gradmerge.compare.predict import open_for_prediction, predict
-from gradmerge.curvature.estimate import estimate_gradient
 from gradmerge.recipe import make_recipe
 from gradmerge.tasks import load_task
 
 from ..engine import test_kronecker as layers
-from ..making import random_state, read_model, write_model, write_recipe
+from ..making import random_state, read_model, write_model
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
 from .conftest import tuned_from
 from .making import memory_plan
@@ -143,51 +138,6 @@ def test_the_ratio_of_models_and_data_on_disk_is_that_by_hand(place: Path, reduc
     assert found.penalty_checks["one"].ratio == pytest.approx(want, rel=1e-4)
     assert found.penalty_checks["one"].penalty == "H_0" and set(found.penalty_checks) == {"one"}
     assert found.prediction.cost("gradient-matching", "one").first_order == 0
-
-
-def test_the_command_prints_it_with_advice_and_reports_it(place: Path, tmp_path: Path) -> None:
-    write_recipe(tmp_path / "r.yml", recipe_of(place))
-    data = [part for name in ("one", "two") for part in ("--data", f"{name}={place / name}.jsonl")]
-    arguments = ["diagnose", str(tmp_path / "r.yml"), *data, "--device", "cpu", "-o", str(tmp_path / "report")]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    found = json.loads((tmp_path / "report" / "diagnosis.json").read_text())
-    assert all(found["penalty_checks"][name]["ratio"] > 0 for name in ("one", "two"))
-    without = gm.merge(
-        recipe_of(place) | {"base": recipe_of(place)["base"] | {"penalty": "none"}}, tmp_path / "without"
-    )
-    for name in ("one", "two"):
-        want = gm.evaluate(without.output, f"{place / name}.jsonl", device="cpu", progress=False)
-        got = found["measured"]["gradient-matching, base.penalty none"][name]
-        assert got["loss_per_example"] == pytest.approx(want["loss_per_example"], rel=1e-5)
-    costs = found["predicted"]["gradient-matching"]["one"]
-    assert costs["first_order"] == 0 and costs["excess_loss"] == costs["quadratic_form"]
-    assert (tmp_path / "report" / "penalty-check.csv").is_file()
-
-
-def test_with_no_penalty_there_is_no_ratio_and_nothing_of_first_order(place: Path) -> None:
-    found = diagnosed(place, "one", penalty="none")
-    assert found.penalty_checks["one"].ratio is None
-    assert found.prediction.cost("gradient-matching", "one").first_order == 0
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_recorded_penalty_goes_with_the_sum_over_all_examples(place: Path, tmp_path: Path, reduction: str) -> None:
-    """P is what the gradient says: −∇ℓ / Δ, entry by entry, where that is above 0."""
-    base, tuned = read_model(place / "base"), read_model(place / "one")
-    loaded = load_task(place / "one", place / "one.jsonl", device="cpu")
-    gradient = estimate_gradient(loaded.model, loaded.batches())
-    sums = {n: (-2 * g / (tuned[n] - base[n])).nan_to_num(0, 0, 0).clamp(0, 1e6) for n, g in gradient.items()}
-    shutil.copytree(place / "one", tmp_path / "one")
-    gm.Curvature(sums, 1).save(tmp_path / "one" / "penalty")
-    record = {"format": "gradmerge-penalty/1", "penalty": "penalty"}
-    (tmp_path / "one" / "gradmerge_penalty.json").write_text(json.dumps(record))
-    models = [{"model": str(tmp_path / "one"), "curvature": str(place / "one-c")}]
-    found = diagnosed(place, "one", models=models, reduction=reduction)
-    want = by_hand(place, "one", {n: v.double() for n, v in sums.items()}, 2.0)
-    assert found.penalty_checks["one"].ratio == pytest.approx(want, rel=1e-4)
-    assert found.penalty_checks["one"].penalty == "recorded"
-    assert found.prediction.cost("gradient-matching", "one").first_order != 0
 
 
 def test_the_report_can_show_predictions_below_zero(place: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import gradmerge as gm
 from gradmerge.compare.candidates import Candidate
 from gradmerge.compare.predict import open_for_prediction, predict
 from gradmerge.compare.settings import BASE, task_names
-from gradmerge.engine.inputs import CurvatureInput
 from gradmerge.engine.plan import Plan
 from gradmerge.engine.randomness import keep_mask
 from gradmerge.recipe import make_recipe
@@ -144,29 +143,6 @@ def test_costs_are_those_of_a_slow_loop(models: tuple[list[State], list[State]],
             assert found.mismatch(candidate.name, task, group) == pytest.approx(mismatch, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reduction", "tolerance"),
-    [(torch.float64, "sum", 1e-9), (torch.float64, "mean", 1e-6), (torch.float32, "sum", 1e-4)],
-)
-def test_costs_of_checkpoints_on_disk_are_those_of_a_slow_loop(
-    tmp_path: Path, dtype: torch.dtype, reduction: str, tolerance: float
-) -> None:
-    recipe, states, curvature = on_disk(tmp_path, dtype, reduction)
-    wanted = [c for c in CANDIDATES if "scope" not in (c.options or {})]
-    plan = open_for_prediction(make_recipe(recipe))
-    try:
-        found = predict(plan, TASKS, wanted, threads=2)
-    finally:
-        plan.inputs.close()
-    assert found.candidates == [c.name for c in wanted]
-    for candidate in wanted:
-        merged = slow_merge(candidate, states, curvature, DAMPING)
-        for task, at, h in zip(found.tasks, [*states[1:], states[0]], [*curvature[1:], curvature[0]], strict=True):
-            excess, mismatch = slow_cost(merged, at, h, list(SHAPES))
-            assert found.excess(candidate.name, task) == pytest.approx(excess, rel=tolerance)
-            assert found.mismatch(candidate.name, task) == pytest.approx(mismatch, rel=tolerance)
-
-
 def test_a_merged_model_costs_what_the_rule_that_made_it_costs(tmp_path: Path) -> None:
     recipe, _, _ = on_disk(tmp_path, torch.float64, "sum")
     gm.merge(recipe, tmp_path / "out", accept_untrusted=True)
@@ -176,18 +152,6 @@ def test_a_merged_model_costs_what_the_rule_that_made_it_costs(tmp_path: Path) -
     plan.inputs.close()
     for task in found.tasks:
         assert found.cost("rule", task) == found.cost("file", task)
-
-
-def test_groups_add_up_to_the_whole(models: tuple[list[State], list[State]]) -> None:
-    found = predict(plan_of(*models), TASKS, CANDIDATES)
-    assert found.groups == sorted(GROUPS, key=lambda g: (g != "classifier", g != "embed", g))
-    for candidate in found.candidates:
-        for task in found.tasks:
-            parts = [found.excess(candidate, task, group) for group in found.groups]
-            assert found.excess(candidate, task) == pytest.approx(math.fsum(parts), rel=1e-12)
-            squares = [found.mismatch(candidate, task, group) ** 2 for group in found.groups]
-            assert found.mismatch(candidate, task) ** 2 == pytest.approx(math.fsum(squares), rel=1e-12)
-        assert found.worst(candidate) == max(found.excess(candidate, task) for task in found.tasks)
 
 
 def test_interference_and_movement_are_their_definitions_entry_by_entry(
@@ -267,56 +231,12 @@ def test_tiny_curvature_does_not_vanish_from_the_mismatch() -> None:
     assert found.mismatch("ta", "a") == pytest.approx(want, rel=0.05, abs=0)
 
 
-def test_constant_curvature_counts_for_every_entry(models: tuple[list[State], list[State]]) -> None:
-    states, _ = models
-    ones = [{n: torch.ones_like(v) for n, v in states[0].items()}] * 3
-    given = predict(plan_of(states, ones), TASKS, CANDIDATES)
-    plan = plan_of(states, ones)
-    plan.inputs.prior = CurvatureInput("prior", constant=1.0)
-    plan.inputs.curvature = [CurvatureInput("c", constant=1.0) for _ in TASKS]
-    constant = predict(plan, TASKS, CANDIDATES)
-    for key, cost in given.costs.items():
-        assert constant.costs[key].excess == pytest.approx(cost.excess, rel=1e-12)
-        assert constant.costs[key].mismatch == pytest.approx(cost.mismatch, rel=1e-12)
-
-
-def test_a_penalty_of_a_removal_is_looked_at_too(tmp_path: Path) -> None:
-    recipe, _, _ = on_disk(tmp_path, torch.float64, "sum")
-    recipe = recipe | {"method": "removal", "base": {"model": recipe["base"], "penalty": {"identity": 3.0}}}
-    gm.merge(recipe, tmp_path / "out", accept_untrusted=True)
-    plan = open_for_prediction(make_recipe(recipe))
-    with gm.open_checkpoint(str(tmp_path / "out")) as made:
-        found = predict(plan, TASKS, [Candidate("rule", "removal"), Candidate("file", model=made)])
-    plan.inputs.close()
-    assert all(found.cost("rule", task) == found.cost("file", task) for task in found.tasks)
-
-
 def test_a_recipe_without_a_base_or_without_curvature_cannot_be_looked_at(tmp_path: Path) -> None:
     folders, _ = three_models(tmp_path)
     models = [str(f) for f in folders[1:]]
     for base, named in (({}, "base"), ({"base": str(folders[0])}, r"models\[0\]\.curvature")):
         with pytest.raises(gm.InputError, match=named):
             open_for_prediction(make_recipe({"method": "average", "models": models, **base}))
-
-
-def test_a_base_without_curvature_is_noted_and_rules_that_need_it_are_refused(tmp_path: Path) -> None:
-    folders, states = three_models(tmp_path)
-    for seed in (1, 2):
-        random_curvature(seed, states[seed]).save(folders[seed] / "curvature")
-    recipe = {"method": "average", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
-    plan = open_for_prediction(make_recipe(recipe))
-    assert plan.notes
-    found = predict(plan, TASKS, [Candidate("average", "average"), Candidate("fisher", "fisher-averaging")])
-    assert found.tasks == TASKS
-    for refused in (
-        Candidate("gm", "gradient-matching"),
-        Candidate("removal", "removal"),
-        Candidate("fa1", "fa1"),
-        Candidate("fisher", "fisher-averaging", options={"include_base": True}),
-    ):
-        with pytest.raises(gm.InputError, match=refused.method):
-            predict(plan, TASKS, [refused])
-    plan.inputs.close()
 
 
 def test_candidates_that_make_no_sense_are_refused(models: tuple[list[State], list[State]], tmp_path: Path) -> None:

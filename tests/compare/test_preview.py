@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -68,15 +67,6 @@ def test_rules_without_weights_appear_once_and_impossible_settings_are_left_out_
     assert {row.rank for row in found.rows} == {1}, "five times the same merge"
 
 
-def test_where_the_reference_costs_nothing_multiples_are_of_the_largest(tmp_path: Path) -> None:
-    recipe = ThreeModels(tmp_path, method="task-arithmetic").recipe
-    recipe["models"] = recipe["models"][:1]
-    recipe["base"].pop("curvature")
-    found = gm.preview(recipe, weights="0:1:0.5")
-    assert found.reference.values == {"a": 0} and found.notes
-    assert [found.relative(row, "a") for row in found.rows] == [1, pytest.approx(0.25), 0]
-
-
 def test_what_curvature_cannot_say_is_refused(tmp_path: Path) -> None:
     place = ThreeModels(tmp_path)
     plain = {"base": str(place.base), "models": [str(place.a), str(place.b)]}
@@ -88,15 +78,6 @@ def test_what_curvature_cannot_say_is_refused(tmp_path: Path) -> None:
         gm.preview({**without_prior, "method": "gradient-matching"})
     with pytest.raises(gm.InputError):
         gm.preview({**place.recipe, "method": "fa1"})
-
-
-def test_a_removal_has_no_best_setting_and_uses_its_penalty(tmp_path: Path) -> None:
-    place = ThreeModels(tmp_path)
-    plain = gm.preview({**place.recipe, "method": "removal"}, weights="0,1")
-    assert plain.best() is None and plain.rows[0].rank is not None
-    base = {**place.recipe["base"], "penalty": {"identity": 3.0}}
-    with_penalty = gm.preview({**place.recipe, "method": "removal", "base": base}, weights="0,1")
-    assert with_penalty.rows[1].values != plain.rows[1].values
 
 
 def test_measured_settings_are_those_of_a_merge_on_disk(
@@ -135,12 +116,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> ThreeModels:
     return ThreeModels(tmp_path_factory.mktemp("sweeps"))
 
 
-def test_a_list_over_layers_that_the_merge_refuses_is_left_out(place: ThreeModels) -> None:
-    recipe = {**place.recipe, "method": "ties"}
-    found = gm.preview(recipe, sweep={"density": ["0.3", [0.2, 0.9]]}, progress=False)
-    assert [row.setting.changes for row in found.rows] == [(("options.density", 0.3),)]
-
-
 def test_predictions_of_a_swept_damping_are_a_loop_over_the_formula(place: ThreeModels) -> None:
     found = gm.preview(place.recipe, sweep=["damping=0.01,0.5,4"], progress=False)
     assert found.axis.key == "damping" and [found.axis.position(row.setting) for row in found.rows] == [0.01, 0.5, 4]
@@ -154,29 +129,6 @@ def test_predictions_of_a_swept_damping_are_a_loop_over_the_formula(place: Three
             tensor -= damping - 0.01
         want = place.predicted(merged)
         assert [row.values[task] for task in found.tasks] == pytest.approx(want, rel=1e-6, abs=1e-12)
-
-
-def test_predictions_are_per_example_whatever_the_reduction(place: ThreeModels) -> None:
-    found = gm.preview(place.recipe, sweep=["reduction=sum,{mean_times: 100}"], progress=False)
-    alone = gm.preview({**place.recipe, "reduction": {"mean_times": 100}}, weights="b=0.5", progress=False)
-    assert found.rows[1].values == pytest.approx(alone.reference.values)
-    with pytest.raises(gm.InputError):
-        gm.preview(place.recipe, sweep=["exclude=[],[classifier.*]"], progress=False)
-
-
-def test_settings_that_read_other_files_are_evaluated_too(texts: Path, tmp_path: Path) -> None:
-    data = {"a": str(texts / "a.jsonl")}
-    sweep = {"exclude": [[], ["bert.pooler.*"], ["classifier.*"]], "scale": "0.5,1"}
-    options: dict[str, Any] = {"sweep": sweep, "data": data, "device": "cpu", "progress": False}
-    found = gm.preview(texts / "recipe.yml", changes={"models.0.weight": 0.7}, **options)
-    assert len(found.rows) == 6 and found.reference is found.rows[3], "the recipe's own excludes the pooler"
-    recipe = gm.load_recipe(texts / "recipe.yml").model_copy(deep=True)
-    recipe.models[0].weight = 0.7
-    for number, row in enumerate(found.rows):
-        gm.merge(recipe_with(recipe, row.setting), tmp_path / f"{number}")
-        want = gm.evaluate(str(tmp_path / f"{number}"), data["a"], device="cpu", progress=False)
-        assert row.metrics["a"]["loss_per_example"] == pytest.approx(want["loss_per_example"], abs=1e-6)
-    assert len({row.metrics["a"]["loss_per_example"] for row in found.rows}) == 6
 
 
 def test_reports_and_recipes_of_a_sweep_name_what_was_changed(place: ThreeModels, tmp_path: Path) -> None:

@@ -22,16 +22,14 @@ from gradmerge.compare.ranking import (
     score_difference,
     score_error,
     set_scores,
-    set_scores_by_costs,
     share_difference,
     simplicity,
     unbeaten,
 )
-from gradmerge.compare.settings import Axis, Setting, recipe_with
+from gradmerge.compare.settings import Axis, Setting
 from gradmerge.recipe import make_recipe
 from gradmerge.report.advice import preview_verdict
 from gradmerge.report.preview import best_table
-from gradmerge.tasks import load_task, measure
 from gradmerge.tasks.standard_errors import standard_errors
 
 
@@ -143,29 +141,6 @@ def test_of_tied_settings_without_the_recipes_own_the_simplest_that_beats_it_is_
     assert len(found.tied(rows[1])) == 4 and found.best() is rows[5], "one weight, no curvature, the better of two"
 
 
-def test_what_is_tied_with_both_the_best_and_the_recipes_own_is_not_worth_a_change() -> None:
-    own, between, far = (range(count) for count in (104, 107, 110))
-    rows = [
-        accurate("gradient-matching", (1.0, 1.0), a=own, b=own),
-        accurate("average", (), a=between, b=between),
-        accurate("gradient-matching", (0.3, 0.7), a=far, b=far),
-    ]
-    found = preview(rows, rows[0])
-    assert found.tied(rows[1]) == [rows[0], rows[2]] and found.tied(rows[2]) == [rows[1]]
-    assert found.best() is rows[2]
-
-
-def test_a_clear_winner_is_named_with_its_distance() -> None:
-    rows = [
-        accurate("gradient-matching", (0.5, 0.5), a=range(110), b=range(110)),
-        accurate("gradient-matching", (1.0, 1.0), a=range(60), b=range(60)),
-    ]
-    found = preview(rows, rows[1])
-    words = preview_verdict(found)
-    assert found.best() is rows[0] and found.tied(rows[0]) == [] and [row.rank for row in rows] == [1, 2]
-    assert "gradient-matching with weight 0.5" in words[0] and "0.4167 ± " in words[1]
-
-
 def test_a_recipe_whose_own_weights_are_not_asked_for_is_kept_where_it_is_tied() -> None:
     own = accurate("gradient-matching", (1.0, 1.0), a=range(95), b=range(95))
     rows = [accurate("gradient-matching", (0.5, 0.5), a=range(96), b=range(96))]
@@ -239,26 +214,6 @@ def test_a_missing_score_is_tied_with_nothing_and_removal_has_no_best() -> None:
     assert taken_out.best() is None and not taken_out.among_best(taken_out.rows[0])
 
 
-def test_a_search_takes_what_its_rows_tell_apart() -> None:
-    generator = torch.Generator().manual_seed(2)
-    noise = torch.randn(60, generator=generator, dtype=torch.float64)
-
-    def lost(weights: tuple[float, float], share: float, wobble: float) -> Outcome:
-        rows = share + noise + wobble * torch.randn(60, generator=generator, dtype=torch.float64)
-        row = outcome(Setting("task-arithmetic", weights), {task: {"accuracy": answers(range(60))} for task in "ab"})
-        row.shares, row.costs = dict.fromkeys("ab", rows), {task: float(rows.mean()) for task in "ab"}
-        return row
-
-    rows = [lost((1.0, 1.0), 0.8, 0.01), lost((0.31, 0.52), 0.3, 0.01), lost((0.4, 0.4), 0.32, 0.2)]
-    found = preview(rows, rows[0], method="task-arithmetic")
-    found.criterion = set_scores_by_costs(rows, True, "worst")
-    found.rank_all()
-    assert found.criterion.worst and found.criterion.shares and found.leading() in rows[1:]
-    assert found.best() is rows[2] and [row.rank for row in rows] == [3, 1, 1]
-    columns = best_table(found).columns
-    assert "a, share lost" in columns and "b, accuracy" in columns
-
-
 def rows_of(*metrics: dict[str, dict[str, float]]) -> list[Outcome]:
     rows = []
     for number, by_task in enumerate(metrics):
@@ -302,24 +257,6 @@ def measured(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pre
     methods = "task-arithmetic,average"
     found = gm.preview(texts / "recipe.yml", out, methods=methods, weights="0:1:0.5", data=data, device="cpu")
     return found, out
-
-
-def test_differences_are_those_of_models_on_disk(measured: tuple[Preview, Path], texts: Path, tmp_path: Path) -> None:
-    found, _ = measured
-    rows: list[dict[str, Tensor]] = []
-    for number, row in enumerate(found.rows[:2]):
-        gm.merge(recipe_with(found.recipe, row.setting), tmp_path / f"{number}", progress=False)
-        rows.append({})
-        for task in "ab":
-            loaded = load_task(str(tmp_path / f"{number}"), str(texts / f"{task}.jsonl"), device="cpu")
-            rows[-1][task] = measure(loaded.model, loaded.batches(), loaded.loss).rows()["accuracy"]
-    want = sum(float((rows[0][task] - rows[1][task]).mean()) for task in "ab") / 2
-    apart = found.difference(found.rows[0], found.rows[1])
-    assert apart is not None and apart.value == pytest.approx(want)
-    flipped = [(rows[0][task] - rows[1][task]).abs().sum().item() + 2 for task in "ab"]
-    net = [(rows[0][task] - rows[1][task]).sum().item() ** 2 / 12 for task in "ab"]  # ten rows and two
-    errors = [math.sqrt(some - less) / 12 for some, less in zip(flipped, net, strict=True)]
-    assert apart.error == pytest.approx(math.hypot(*errors) / 2)
 
 
 def test_table_verdict_json_csv_and_recipe_agree(measured: tuple[Preview, Path]) -> None:

@@ -104,24 +104,6 @@ def test_the_weights_are_those_of_brute_force_where_the_curvature_is_the_whole_t
         assert (weights - where).abs().max() < 0.03
 
 
-def test_the_smallest_sum_of_task_arithmetic_is_that_of_the_normal_equations(tmp_path: Path) -> None:
-    problem = Regression(tmp_path, counts=(50, 50, 50, 50))
-    found = suggested(problem.recipe, objective="sum", weights="-1:3")
-    deltas = torch.stack([tuned - problem.best[0] for tuned in problem.best[1:]])
-    left = deltas @ torch.diag(sum(problem.hessians, torch.zeros(SIZE))) @ deltas.T
-    right = sum((deltas @ (h * d) for d, h in zip(deltas, problem.hessians[1:], strict=True)), torch.zeros(3))
-    want = torch.linalg.solve(left, right)
-    assert list(weights_of(found).values()) == pytest.approx(want.tolist(), abs=0.01)
-
-
-def test_the_weights_are_the_same_whatever_the_threads(tmp_path: Path) -> None:
-    recipe = Regression(tmp_path).recipe
-    one, same = (suggested(recipe, threads=threads) for threads in (1, 3))
-    assert weights_of(one) == weights_of(same)
-    assert [row.setting for row in one.rows] == [row.setting for row in same.rows]
-    assert all(weight == round(weight, 3) for weight in weights_of(one).values())
-
-
 def test_every_round_is_one_pass_over_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
     predicted = predict.predict
@@ -136,14 +118,6 @@ def test_ranges_are_kept_to_and_a_shared_weight_is_shared(tmp_path: Path) -> Non
     narrow = suggested(recipe, weights=[f"{a}=0.1:0.2", f"{b}=0.05,0.7"])
     assert 0.1 <= weights_of(narrow)[a] <= 0.2 and weights_of(narrow)[b] in (0.05, 0.7)
     assert all(0.1 <= row.setting.weights[0] <= 0.2 for row in narrow.rows), "nor is the recipe's own merge"
-
-
-def test_how_many_examples_the_curvature_has_seen_does_not_decide(tmp_path: Path) -> None:
-    problem = Regression(tmp_path)
-    before = suggested(problem.recipe)
-    ten_times = gm.Curvature({"weight": 10 * problem.hessians[1].float()}, 300, "exact", "a")
-    ten_times.save(tmp_path / "a-curvature", force=True)
-    assert weights_of(suggested(problem.recipe)) == weights_of(before)
 
 
 def test_on_data_the_share_that_is_lost_is_made_small(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

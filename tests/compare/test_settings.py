@@ -258,39 +258,3 @@ def read_of(plans: SettingPlans, setting: Setting) -> dict[str, torch.Tensor]:
     plan, known = plans.plan_for(setting)
     (state,) = merge_in_memory(plan, [plans.candidate(setting)], 2, known)
     return state
-
-
-def test_one_number_over_layers_needs_no_other_plan(tmp_path: Path) -> None:
-    place = ThreeModels(tmp_path)
-    one = {**place.recipe, "method": "slerp", "models": place.recipe["models"][:1]}
-    one["models"][0].pop("weight")
-    file = write_recipe(tmp_path / "recipe.yml", one)
-    recipe = gm.load_recipe(file)
-    plans = SettingPlans(recipe, open_for_methods(recipe, ["slerp"]), lambda changed: pytest.fail("opens files anew"))
-    for number, setting in enumerate(grid_of(recipe, "t=[0, 1],0.25").settings()):
-        gm.merge(recipe_with(recipe, setting), tmp_path / f"{number}")
-        got = read_of(plans, setting)
-        assert all(torch.equal(got[name], value) for name, value in read_model(tmp_path / f"{number}").items())
-    plans.close()
-
-
-def test_layers_with_kronecker_curvature_are_swept_to_the_same_bits(texts: Path, tmp_path: Path) -> None:
-    models = []
-    for name in ("base", "a", "b"):
-        rows = str(texts / f"{'a' if name == 'base' else name}.jsonl")
-        curvature = tmp_path / f"{name}-kronecker"
-        gm.estimate_curvature(str(texts / name), rows, kind="kronecker", out=curvature, device="cpu", progress=False)
-        models.append({"model": str(texts / name), "curvature": str(curvature)})
-    raw = {"method": "gradient-matching", "base": models[0], "models": models[1:]}
-    recipe = gm.load_recipe(write_recipe(tmp_path / "recipe.yml", raw))
-    plans = SettingPlans(
-        recipe, open_for_methods(recipe, ["gradient-matching"]), lambda changed: pytest.fail("opens files")
-    )
-    states = []
-    for number, setting in enumerate(grid_of(recipe, "damping=auto,0.1").settings()):
-        gm.merge(recipe_with(recipe, setting), tmp_path / f"{number}")
-        states.append(read_of(plans, setting))
-        want = read_model(tmp_path / f"{number}")
-        assert all(torch.equal(states[-1][name], tensor) for name, tensor in want.items()), setting
-    assert any(not torch.equal(states[0][name], states[1][name]) for name in states[0])
-    plans.close()

@@ -47,16 +47,3 @@ def test_a_recipe_whose_weights_vary_is_the_reference_of_a_preview(varied: Path)
             gm.merge(varied / "out" / "recipe.yml", varied / "merged", progress=False)
         else:
             assert {float(cell) for cell in cells} == {0, 1} and list((varied / "out").glob("map-*.csv"))
-
-
-def test_suggestions_and_diagnoses_take_a_recipe_whose_weights_vary(varied: Path) -> None:
-    found = gm.preview(varied / "recipe.yml", varied / "suggested", suggest=True)
-    best = found.best()
-    assert best is not None and all(isinstance(weight, float) for weight in best.setting.weights)
-    assert found.reference.setting.weights[0] == (0.2, 0.9)
-    diagnosis = gm.diagnose(varied / "recipe.yml", varied / "diagnosis")
-    gm.merge(varied / "recipe.yml", varied / "merged", progress=False)
-    again = gm.diagnose(varied / "recipe.yml", varied / "again", merged=str(varied / "merged"))
-    for task in ("a", "b", "base"):
-        own, merged = (d.prediction.excess(d.own, task) for d in (diagnosis, again))
-        assert own == pytest.approx(merged, rel=1e-4), "what is diagnosed is what is merged"

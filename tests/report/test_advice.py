@@ -11,7 +11,7 @@ from gradmerge.compare.ranking import Outcome
 from gradmerge.compare.settings import Setting
 from gradmerge.recipe import make_recipe
 from gradmerge.report.advice import diagnosis_verdict as verdict
-from gradmerge.report.diagnosis import _metrics_section, measured_table
+from gradmerge.report.diagnosis import measured_table
 from gradmerge.tasks.standard_errors import standard_errors
 
 OWN, OTHER, THIRD = "gradient-matching", "average", "task-arithmetic"
@@ -127,23 +127,3 @@ def test_numbers_have_their_errors() -> None:
     table = {row[0]: row for row in measured_table(found, losses=False).rows}
     assert f"{table[OWN][1]:.4g}" == "0.925 ± 0.017" and f"{table[OTHER][2]:.4g}" == "-0.425 ± 0.033"
     assert table["tuned"][1:3] == [None, None] and f"{table['tuned'][3]:.4g}" == "0.9333 ± 0.023"
-
-
-@pytest.mark.parametrize(("tasks", "names"), [(2, ["measured-table"]), (3, ["measured-table", "measured-losses"])])
-def test_losses_of_many_tasks_have_a_table_of_their_own(tasks: int, names: list[str]) -> None:
-    found = diagnosis({OWN: 1.0, OTHER: 2.0}, {OWN: both(90), OTHER: both(80), **ALONE}, tasks=tuple(TASKS[:tasks]))
-    for number, outcome in enumerate(found.outcomes.values()):
-        for task, metrics in outcome.metrics.items():
-            metrics["loss_per_example"] = number + len(task)
-    tables = _metrics_section(found).tables
-    assert [table.slug for table in tables] == names
-    shown = {row[0]: row for row in tables[-1].rows}
-    losses = shown[OTHER][1:] if tasks > 2 else shown[OTHER][4::2]
-    assert losses == [1 + len(task) for task in TASKS[:tasks]]
-    assert tasks == 2 or not any("loss" in column for column in tables[0].columns)
-
-
-def test_a_removal_is_not_advised_to_lose_less() -> None:
-    found = diagnosis({OWN: 3.0, OTHER: 1.0}, {})
-    found.recipe = make_recipe({"method": "removal", "base": "base", "models": ["a"]})
-    assert OTHER not in verdict(found)[-1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 
 from gradmerge.errors import MachineError
 from gradmerge.report.figures import Series, bars, curves, heat_map, trade_off
-from gradmerge.report.page import Figure, Page, Section, digest, html, library, rich, write_report
+from gradmerge.report.page import Figure, Page, Section, digest, html, library, write_report
 from gradmerge.report.tables import Table, columns_of
 from gradmerge.text import Measured
 
@@ -110,47 +108,11 @@ def test_names_cannot_become_markup(tmp_path: Path) -> None:
     assert NASTY in nasty.words
 
 
-def test_columns_notes_and_the_names_of_facts_cannot_become_markup() -> None:
-    cell, long = f"{NASTY}\x1b[1m", "x" * 60 + NASTY.replace(" ", "")
-    table = Table(NASTY, NASTY, [NASTY, "n"], [[cell, 1.0], [long, None]], f"**{NASTY}")
-    outline = Outline(html(Page("t", "", [], [Section("s", tables=[table])], "", {NASTY: NASTY})))
-    assert not any(tag == "img" for tag, _ in outline.tags)
-    assert len([tag for tag, _ in outline.tags if tag == "script"]) == 4
-    assert not any(name.startswith("on") for _, attributes in outline.tags for name in attributes)
-    assert f"{NASTY}\\x1b[1m" in outline.words
-    assert {a["title"] for tag, a in outline.tags if tag == "td" and "title" in a} == {long}
-
-
-def test_paragraphs_know_bold_and_code_and_nothing_else() -> None:
-    assert rich("a **b** `c **d**` <i>") == "a <strong>b</strong> <code>c **d**</code> &lt;i&gt;"
-    assert rich("2 ** 3 ** 4 `") == "2 ** 3 ** 4 `"
-    assert html(small_page()).count("<p>And <strong>more</strong>.</p>") == 1
-
-
 def test_names_of_files_are_safe_and_differ(tmp_path: Path) -> None:
     tables = [Table("t", slug, ["a"], [["b"]]) for slug in ("../x", "A b/c", "a-b-c", "", "report", "x" * 300)]
     paths = write_report(tmp_path / "out", Page("t", "", [], [Section("s", tables=tables)], "", {}))
     assert [p.name for p in paths[1:6]] == ["x.csv", "a-b-c.csv", "a-b-c-2.csv", "figure.csv", "report-2.csv"]
     assert {p.parent for p in paths} == {tmp_path / "out"} and len(paths) == 7
-
-
-def test_a_table_shows_four_digits_and_keeps_all() -> None:
-    table = Table("t", "t", ["name", "v"], [["a", 1 / 3], ["b", None], ["c", float("nan")]])
-    text = html(Page("t", "", [], [Section("s", tables=[table])], "", {}))
-    assert f'data-v="{1 / 3!r}">0.3333<' in text and '<td class="none num">–</td>' in text
-    rows = list(csv.reader(io.StringIO(table.csv())))
-    assert rows == [["name", "v"], ["a", repr(1 / 3)], ["b", ""], ["c", "nan"]]
-
-
-def test_a_row_of_the_wrong_length_is_refused() -> None:
-    with pytest.raises(ValueError):
-        Table("t", "t", ["a", "b"], [[1, 2, 3]])
-
-
-def test_an_empty_page_is_a_page() -> None:
-    empty = Table("t", "t", ["a"], [])
-    Outline(html(Page("", "", [], [], "", {})))
-    Outline(html(Page("t", "", [], [Section("s", tables=[empty])], "", {})))
 
 
 def test_a_large_report_stays_small() -> None:
@@ -164,16 +126,6 @@ def test_a_large_report_stays_small() -> None:
     figures = [Figure(f"f{i}", f"f{i}", chart) for i, chart in enumerate([heat, *lines, cloud])]
     text = html(Page("t", "s", ["v"], [Section("a", "", figures)], "", {}))
     assert len(text.replace(library(), "").encode()) < 700_000
-
-
-def test_a_wide_table_is_printed_in_letters_that_need_no_break() -> None:
-    def size(columns: int) -> float:
-        table = Table("t", "t", [f"column-{i}" for i in range(columns)], [["gradient-matching"] * columns])
-        found = re.search(r"--print:([\d.]+)pt", html(Page("t", "", [], [Section("s", tables=[table])], "", {})))
-        assert found is not None
-        return float(found[1])
-
-    assert size(3) == 8.5 and 4 <= size(9) < size(7) < 8.5
 
 
 def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from gradmerge.studio.app import build
 from gradmerge.studio.controls import Panel
 from gradmerge.studio.explorer import Explorer
 from gradmerge.studio.server import address, find_port, is_local
-from gradmerge.studio.session import Session, Visit, _table_class, error_text
+from gradmerge.studio.session import Session, Visit
 
 from .making import HOSTILE, tiny_recipe
 
@@ -63,20 +63,6 @@ def test_a_newer_move_ends_a_long_measurement(monkeypatch: pytest.MonkeyPatch) -
     assert seen[-1][0] is None and seen[:2] == [(None, False), (None, True)] and visit.shown is None
     slow.let_go.set()
     assert list(bench.measured(visit, "second"))[-1] == ("board of outcome of second", "")
-    bench.close()
-
-
-def test_the_late_note_of_an_earlier_move_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow: Any = Slow()
-    bench, visit = Session(slow), Visit()
-    monkeypatch.setattr(bench, "board", lambda visit: f"board of {visit.shown}")
-    steps = bench.measured(visit, "second")
-    next(steps)
-    visit.note("first")
-    for _ in range(4):  # beyond the patience
-        next(steps)
-    slow.let_go.set()
-    assert list(steps)[-1] == ("board of outcome of second", "")
     bench.close()
 
 
@@ -127,20 +113,6 @@ def test_every_setting_can_be_put_back_into_the_controls(explorer: Any, panel: P
         assert panel.read(moved(panel, panel.show(setting))) == setting, setting.name
 
 
-def test_weights_stay_with_another_method_where_its_range_has_them(explorer: Any, panel: Panel) -> None:
-    before = moved(panel, panel.show(explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 1.1})))
-    setting = panel.read(moved(panel, panel.change_method("ties", *before[1 : len(panel.weight_inputs)])))
-    assert setting == explorer.setting("ties", {"yelp": 0.4, HOSTILE: 1.1})
-
-
-def test_a_sweep_keeps_the_options(explorer: Any) -> None:
-    bench = Session(explorer)
-    swept = bench.sweep(explorer.setting("ties", {"yelp": 0.5}, {"options.density": 0.3}))
-    assert {(one.method, one.changes) for one in swept} == {("ties", (("options.density", 0.3),))}
-    assert [set(one.weights) for one in swept][::5] == [{0.0}, {0.75}, {1.5}]
-    bench.close()
-
-
 def test_calibration_shows_every_task_before_and_after(explorer: Any) -> None:
     bench, setting = Session(explorer), explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 0.5})
     *states, shown = bench.calibrated(Visit(), setting)
@@ -154,11 +126,6 @@ def test_calibration_shows_every_task_before_and_after(explorer: Any) -> None:
     with pytest.raises(gm.GradmergeError):
         list(bench.calibrated(Visit(closed=True), setting))
     bench.close()
-
-
-def test_long_answers_have_all_the_room() -> None:
-    said = [SimpleNamespace(text=text) for text in ("good", "a whole sentence, and another one")]
-    assert [_table_class([one, None]) for one in said] == ["gm-answers", "gm-answers gm-long"]
 
 
 def test_a_read_only_page_cannot_write(explorer: Any) -> None:
@@ -200,12 +167,6 @@ def test_text_from_elsewhere_is_escaped() -> None:
         assert "<script" not in made and "\x1b" not in made and "&lt;script&gt;" in made
 
 
-def test_an_average_is_of_one_metric_and_has_its_error() -> None:
-    scores = [markup.Score("accuracy", 0.5, 0.03), markup.Score("accuracy", 0.7, 0.04)]
-    assert str(markup.average(scores)) == "60.0 <i>± 2.5</i>"
-    assert markup.average([*scores, markup.Score("loss_per_token", 1.0)]) is None
-
-
 def test_addresses() -> None:
     first = find_port()
     with socket.create_server(("127.0.0.1", first)):
@@ -215,9 +176,3 @@ def test_addresses() -> None:
     assert address("0.0.0.0", 80) == "http://127.0.0.1:80"
     assert is_local("127.0.0.1") and is_local("[::1]") and is_local("localhost")
     assert not is_local("0.0.0.0") and not is_local("192.168.0.1") and not is_local("localhost.example")
-
-
-def test_unknown_failures_have_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert error_text(gm.InputError("what is wrong")) == "what is wrong"
-    assert error_text(ValueError("x")).startswith("internal error: ValueError: x")
-    assert "ValueError" in capsys.readouterr().err
