@@ -41,7 +41,9 @@ from . import (
 from .output import OUT_OF_MEMORY
 from .stdio import discard, echo, prepare_streams, silence
 
-typer.core.HAS_RICH = False  # typer would print a backslash before the brackets of its help
+# If rich is installed, typer prints a backslash before the brackets of its help. The names depend on its version.
+for _name, _value in (("HAS_RICH", False), ("rich", None)):
+    setattr(typer.core, _name, _value)
 #: Depending on its version, typer brings its own click or uses the installed one.
 UsageError: Any = typer.BadParameter.__base__
 
