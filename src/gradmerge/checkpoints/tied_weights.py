@@ -142,9 +142,8 @@ def _class_ties(name: str, checkpoint: Checkpoint) -> bool:
 
 def _contradiction(checkpoint: Checkpoint, name: str, source: str) -> str:
     return (
-        f"{checkpoint.label}: its config ties {name} to {source} ({KEY}), but its file stores different values for "
-        f"the two. transformers 4 ignores the stored {name}, transformers 5 uses it. If it was trained, set {KEY} to "
-        "false in config.json; otherwise remove it from the file"
+        f"{checkpoint.label}: {KEY} is set, but the file stores {name} with other values than {source}; transformers 4 "
+        f"ignores it, transformers 5 uses it. Set {KEY} to false if it was trained, or remove it from the file"
     )
 
 
