@@ -1,41 +1,41 @@
-"""How large the demonstration is, and how its models are trained."""
+"""Settings of the demonstration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BASE = "upright"
-"""The base's own data: the digits as they are."""
+"""The data of the base: unchanged digits."""
 TASKS = ("tilted", "thick", "blurred")
-"""What the base is tuned on, each a change of the same digits."""
+"""Fine-tuning tasks, each a change of the same digits."""
 REMOVED = "tilted"
-"""The task that is taken out of the jointly trained model again."""
+"""The task that is removed from the jointly trained model."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides the numbers, besides the versions of the packages."""
+    """Sizes, seed and hyperparameters."""
 
     seed: int = 0
-    """Of the split, the initial weights and the order of the batches."""
+    """Seed of the split, the initial weights and the order of the batches."""
     train: int = 997
     """Images for training and curvature."""
     valid: int = 300
-    """Images that weights are tuned on."""
+    """Images for choosing weights."""
     test: int = 500
-    """Images behind every accuracy in the tables."""
+    """Images for the accuracies in the tables."""
     base_epochs: int = 30
     base_rate: float = 1e-3
     noise: float = 0.5
-    """Standard deviation of the noise added to the pixels (from −1 to 1) while the base is trained, as augmentation."""
+    """Standard deviation of the augmentation noise for the base; pixels are from −1 to 1."""
     epochs: int = 8
-    """Of every fine-tuning."""
+    """Epochs of every fine-tuning run."""
     rate: float = 3e-4
     weight_decay: float = 0.01
     batch_size: int = 64
     hidden: int = 64
     layers: int = 2
     unlabeled: int = 200
-    """Images per task that the merge is calibrated and distilled on. Their labels are not read."""
+    """Unlabeled images per task for calibration and distillation."""
     weights: str = "0:1.2:0.1"
-    """What the preview sweeps."""
+    """Weights of the preview."""

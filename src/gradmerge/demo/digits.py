@@ -1,4 +1,4 @@
-"""The data: 1,797 handwritten digits of 8 × 8 pixels that scikit-learn ships, as they are and changed in three ways."""
+"""The data: the 1,797 handwritten digits of scikit-learn (8 × 8 pixels), unchanged and changed in three ways."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ SPLITS = ("train", "valid", "test")
 
 
 def load_digits() -> tuple[Array, Array]:
-    """Images as bytes, 1797 × 8 × 8, and their digits."""
+    """Return images as bytes, 1797 × 8 × 8, and their labels."""
     try:
         from sklearn import datasets  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
-        missing = "the demonstration uses the digits of scikit-learn, which is not installed"
-        raise InputError(f"{missing}: pip install 'gradmerge[demo]'") from error
+        raise InputError("the demonstration needs scikit-learn: pip install 'gradmerge[demo]'") from error
     digits = datasets.load_digits()
     return np.rint(digits.images * (255 / 16)).astype(np.uint8), digits.target.astype(np.int64)
 
 
 def tilted(images: Array) -> Array:
-    """Turned clockwise by 20 degrees."""
+    """Rotate clockwise by 20 degrees."""
     return np.stack([np.asarray(Image.fromarray(i).rotate(-20, Image.Resampling.BILINEAR)) for i in images])
 
 
 def thick(images: Array) -> Array:
-    """Strokes a pixel wider, to the right and downwards: the largest of four neighbours."""
+    """Widen strokes by a pixel to the right and downwards: the maximum of four neighbors."""
     padded = np.pad(images, ((0, 0), (1, 0), (1, 0)))
     widest: Array = np.maximum.reduce([padded[:, y : y + 8, x : x + 8] for y in (0, 1) for x in (0, 1)])
     return widest
 
 
 def blurred(images: Array) -> Array:
-    """Each pixel the mean of the 3 × 3 around it; beyond the edge lies what is at the edge."""
+    """Average over 3 × 3 pixels, with the edge repeated."""
     padded = np.pad(images.astype(float), ((0, 0), (1, 1), (1, 1)), mode="edge")
     around = np.stack([padded[:, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
     mean: Array = np.rint(around.mean(0)).astype(np.uint8)
@@ -52,9 +51,9 @@ CHANGES = {"upright": lambda images: images, "tilted": tilted, "thick": thick, "
 
 
 def write_data(folder: Path, images: Array, labels: Array, settings: Settings) -> None:
-    """One .npz per task, with arrays x_train, y_train, x_valid, … An image is in the same split in every task.
+    """Write an .npz file per task with arrays x_train, y_train, x_valid, …; a digit has the same split in every task.
 
-    `rest.npz` holds the data that stays when one task is removed, and `all.npz` that of every task.
+    `rest.npz` holds the data of all tasks but the removed one, and `all.npz` those of every task.
     """
     folder.mkdir(exist_ok=True)
     order = np.random.default_rng(settings.seed).permutation(len(images))

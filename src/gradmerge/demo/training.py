@@ -1,10 +1,10 @@
-"""A small vision transformer, a plain loop that trains it, and how right it is."""
+"""Train and evaluate a small vision transformer."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..quiet import quiet_transformers
 from ..tasks import load_model, load_task, measure
 from .demo_settings import Settings
 from .digits import read_array
+from .tables import Measurements
 
 PREPROCESSOR = {
     "image_processor_type": "ViTImageProcessor",
@@ -26,15 +27,13 @@ PREPROCESSOR = {
     "image_mean": [0.5],
     "image_std": [0.5],
 }
-"""Bytes to numbers from −1 to 1."""
-Measurements = Mapping[str, Mapping[str, Mapping[str, torch.Tensor]]]
-"""Model folder → task → metric → one number per test image, the same images in the same order for every task."""
+"""Maps bytes to numbers from −1 to 1."""
 WARMUP = 10
-"""Steps until the learning rate is at its height; then it falls to 0 in a straight line."""
+"""Steps of a linear warmup; then the learning rate decreases linearly to 0."""
 
 
 def new_model(settings: Settings) -> nn.Module:
-    """A vision transformer with random weights: patches of 2 × 2 pixels, one channel, ten classes."""
+    """Return a vision transformer with random weights: patches of 2 × 2 pixels, one channel, ten classes."""
     from transformers import ViTConfig, ViTForImageClassification
 
     images = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
@@ -46,9 +45,9 @@ def new_model(settings: Settings) -> nn.Module:
 
 
 def train(start: str | None, data: Path, out: Path, settings: Settings, *, stream: int) -> None:
-    """Train a new model, or tune the one in ``start``, with AdamW on all of the data's training images.
+    """Train a new model, or fine-tune the one in ``start``, with AdamW on the training images.
 
-    ``stream`` sets the random numbers apart from those of the other trainings.
+    ``stream`` distinguishes the random numbers from those of other runs.
     """
     epochs, rate = (settings.epochs, settings.rate) if start else (settings.base_epochs, settings.base_rate)
     # From −1 to 1, as the image processor makes them.
@@ -75,12 +74,12 @@ def train(start: str | None, data: Path, out: Path, settings: Settings, *, strea
                 schedule.step()
     with quiet_transformers():
         model.save_pretrained(out)
-    # So that `gradmerge evaluate` can turn images into the model's input.
+    # `gradmerge evaluate` needs this to preprocess images.
     (out / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n", "utf-8")
 
 
 def measured_rows(models: Sequence[str], tasks: Sequence[str]) -> Measurements:
-    """Model folder → task → accuracy and loss of every image of `data/TASK.npz:test`, as `gradmerge evaluate` does."""
+    """Return accuracy and loss of every image of `data/TASK.npz:test`, as `gradmerge evaluate` computes them."""
     loaded = {task: load_task(models[0], f"data/{task}.npz:test", task="image", device="cpu") for task in tasks}
     batches = {task: list(one.batches(256)) for task, one in loaded.items()}
     found: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
@@ -91,7 +90,7 @@ def measured_rows(models: Sequence[str], tasks: Sequence[str]) -> Measurements:
 
 
 def distances(models: Sequence[str], target: str, task: str) -> dict[str, float]:
-    """Model folder → mean KL(target ‖ model) in nats of the predictions on `data/TASK.npz:test`."""
+    """Return for each model folder the mean KL(target ‖ model) of the predictions on `data/TASK.npz:test`, in nats."""
     loaded = load_task(target, f"data/{task}.npz:test", task="image", device="cpu")
     batches = [{"pixel_values": batch["pixel_values"]} for batch in loaded.batches(256)]
 
