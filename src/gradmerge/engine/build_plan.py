@@ -76,7 +76,7 @@ def open_inputs(
             if part.adapter is not None:
                 model = put_adapter(part.adapter, model, relative_to=recipe.folder, allow_pickle=allow_pickle)
                 opened.enter_context(model)
-            return RenamedCheckpoint(model, part.rename, f"{_key_of(recipe, part)}.rename") if part.rename else model
+            return RenamedCheckpoint(model, part.rename, f"{part.model}: rename") if part.rename else model
 
         def open_curvature_of(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
             curvature = _open_curvature(source, model, key, recipe, wanted_by)
@@ -113,14 +113,6 @@ def open_inputs(
             inputs.curvature, inputs.grams = ([], sources) if "grams" in needs else (sources, [])
         opened.pop_all()
         return inputs
-
-
-def _key_of(recipe: Recipe, part: Base | Model) -> str:
-    """Return the recipe's key of a model, for messages."""
-    models = {f"models[{i}]": model for i, model in enumerate(recipe.models)}
-    for number, slice_ in enumerate(recipe.slices):
-        models |= {f"slices[{number}].models[{i}]": model for i, model in enumerate(slice_.models)}
-    return next((key for key, model in models.items() if model is part), "base")
 
 
 def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) -> Inputs:
