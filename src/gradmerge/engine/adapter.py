@@ -55,6 +55,8 @@ class Difference:
     """Without elements if the tensor is saved whole."""
     missing: int
     """Elements that have not been merged yet."""
+    changed: bool = False
+    """Whether an entry differs by more than a rounding error."""
     norms: list[float] = field(default_factory=list)
 
 
@@ -152,29 +154,30 @@ class AdapterOutput:
         stop = start + len(values)
         base = self.base.read(name, start, stop, Buffers()).double()
         change = values - base
-        change[change.abs() <= ROUNDING * base.abs()] = 0
-        norm = float(change.square().sum())
+        differs, norm = bool((change.abs() > ROUNDING * base.abs()).any()), float(change.square().sum())
         with self._lock:
             if name not in self._differences:
                 numel = self._stored[name].numel
                 self._differences[name] = Difference(torch.zeros(numel if self._can_factor(name) else 0), numel)
             difference = self._differences[name]
-        if norm and len(difference.values):
+        if len(difference.values) and bool(change.any()):  # memory of zeros is not used until something is written
             difference.values[start:stop] = change
         with self._lock:
+            difference.changed |= differs
             difference.norms.append(norm)
             difference.missing -= len(values)
             if difference.missing:
                 return
             del self._differences[name]
-        norm = math.fsum(difference.norms)
-        if norm and len(difference.values):
+        if not difference.changed:
+            return
+        if len(difference.values):
             matrix = difference.values.reshape(self._stored[name].shape[0], -1)
             matrix = matrix.T if self._tree.find(name).transposed else matrix
             assert self._rank is not None
             self._keep_factors(name, factorize(matrix, self._rank, self._dtype))
-        elif norm:
-            self._changes[name] = Change(norm)
+        else:
+            self._changes[name] = Change(math.fsum(difference.norms))
 
     def _can_factor(self, name: str) -> bool:
         replaced = any(adapter.changes(name) and name not in adapter.factors for adapter in self._adapters)

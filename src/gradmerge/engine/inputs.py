@@ -59,6 +59,7 @@ class CurvatureInput:
     """The new order of vocabulary rows, if the model's rows are reordered."""
 
     def __post_init__(self) -> None:
+        self.tokens = self.tokens or None
         if self.constant is not None and self.constant > LARGEST:
             raise InputError(f"{self.label}: {self.constant:g} is too large for a curvature; the limit is {LARGEST:g}")
 
