@@ -103,6 +103,10 @@ class Checkpoint(OneLine):
             file.read_into(memory, entry.start + start * size)
         return buffer.view(TORCH_TYPES[entry.dtype])
 
+    def read_whole(self, name: str) -> Tensor:
+        info = self.tensors[name]
+        return self.read(name, 0, info.numel, Buffers()).reshape(info.shape)
+
     def will_need(self, name: str) -> None:
         """Ask the operating system to read a tensor ahead."""
         if name in self._entries:

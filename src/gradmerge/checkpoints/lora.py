@@ -304,7 +304,7 @@ class AdapterCheckpoint(Checkpoint):
     def read_factors(self, name: str) -> tuple[Tensor, Tensor]:
         """Return scale · B (out × rank) and A (rank × in) of a module, in float64."""
         factors = self.factors[name]
-        a, b = (self._read_whole(key).double().flatten(1) for key in (factors.a, factors.b))
+        a, b = (self.adapter.read_whole(key).double().flatten(1) for key in (factors.a, factors.b))
         return b * factors.scale, a
 
     # Reading
@@ -360,7 +360,7 @@ class AdapterCheckpoint(Checkpoint):
 
     def _read_matrices(self, factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the same in the layout of the module or parameter."""
-        a, b = (self._read_whole(key).to(dtype).flatten(1) for key in (factors.a, factors.b))
+        a, b = (self.adapter.read_whole(key).to(dtype).flatten(1) for key in (factors.a, factors.b))
         right = a.reshape(factors.experts, -1, a.shape[1])
         left = b.reshape(b.shape[0], -1, factors.experts).permute(2, 0, 1)
         if factors.transposed:
@@ -385,12 +385,8 @@ class AdapterCheckpoint(Checkpoint):
                         squares += part.sum(0)
                     else:
                         squares[row : row + step] = part.sum(1)
-                self._norms[name] = self._read_whole(factors.magnitude).double().flatten() / squares.sqrt()
+                self._norms[name] = self.adapter.read_whole(factors.magnitude).double().flatten() / squares.sqrt()
             return self._norms[name]
-
-    def _read_whole(self, key: str) -> Tensor:
-        info = self.adapter.tensors[key]
-        return self.adapter.read(key, 0, info.numel, Buffers()).reshape(info.shape)
 
     def will_need(self, name: str) -> None:
         holder, stored = self._source(name)

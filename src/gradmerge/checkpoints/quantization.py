@@ -263,7 +263,7 @@ def _scaled(inner: Checkpoint, name: str, quantization: Quantization | None) -> 
         if quantization is not None or any("scale" in last for last in beside - ACTIVATION_SCALES):
             raise _broken(inner, name, "float8 codes without known scales")
         return ScaledCodes(name, info.shape)
-    if layout in inner.tensors and bool(_whole(inner, layout).any()):
+    if layout in inner.tensors and bool(inner.read_whole(layout).any()):
         raise _broken(inner, name, "it is stored in the order of a GPU's tiles, not by rows. Save it again.")
     grid = _grid(info.shape, inner.tensors[scales].shape, _configured_block(inner.config))
     if grid is None:
@@ -352,7 +352,7 @@ def _four_bits(inner: Checkpoint, name: str) -> TableCodes | None:
     if mark is None:
         return None
     try:
-        state = json.loads(bytes(_whole(inner, mark).view(torch.uint8).tolist()))
+        state = json.loads(bytes(inner.read_whole(mark).view(torch.uint8).tolist()))
         shape, block = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
         nested_block, offset = int(state.get("nested_blocksize", 0)), float(state.get("nested_offset", 0))
         if min((*shape, block), default=0) < 1 or nested_block < 0 or not math.isfinite(offset):
@@ -367,12 +367,7 @@ def _four_bits(inner: Checkpoint, name: str) -> TableCodes | None:
             raise ValueError(f"other sizes than for a tensor {list(shape)}")
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise _broken(inner, name, f"{mark} does not describe it ({first_line(error)}). Save it again.") from error
-    values = {part: _whole(inner, f"{name}.{part}").float() for part in sizes if part != "absmax"}
+    values = {part: inner.read_whole(f"{name}.{part}").float() for part in sizes if part != "absmax"}
     nested = (values["nested_quant_map"], values["nested_absmax"], nested_block, offset) if nested_block else None
     hidden = (mark, *(f"{name}.{part}" for part in sizes))
     return TableCodes(name, shape, hidden, values["quant_map"], block, f"{name}.absmax", nested)
-
-
-def _whole(checkpoint: Checkpoint, name: str) -> Tensor:
-    info = checkpoint.tensors[name]
-    return checkpoint.read(name, 0, info.numel, Buffers()).reshape(info.shape)
