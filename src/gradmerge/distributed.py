@@ -37,17 +37,12 @@ class Launch(NamedTuple):
 
 def launched() -> Launch | None:
     """Return what torchrun or `accelerate launch` set in the environment, or None for a single process."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    texts = [os.environ.get(name, "") for name in names]
-    if not all(texts) or not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
+    numbers = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    has_address = os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")
+    if not has_address or not all(number.isdecimal() for number in numbers):
         return None
-    try:
-        launch = Launch(*map(int, texts))
-    except ValueError:
-        raise InputError(f"environment: {', '.join(names)} are {', '.join(texts)}, not whole numbers") from None
-    if not 0 <= launch.rank < launch.world_size or launch.local_rank < 0:
-        raise InputError(f"environment: RANK={launch.rank} is not one of WORLD_SIZE={launch.world_size} processes")
-    return launch if launch.world_size > 1 else None
+    launch = Launch(*map(int, numbers))
+    return launch if launch.world_size > max(1, launch.rank) else None
 
 
 class Processes:
@@ -163,10 +158,7 @@ def stop_on_sigterm() -> None:
 
 def reports(error: BaseException, status: int) -> bool:
     """Return whether this process reports an error. Processes that all fail alike let the first one report it."""
-    try:
-        launch = launched()
-    except InputError:
-        return True
+    launch = launched()
     if launch is None or launch.rank == 0:
         return True
     if isinstance(error, Stopped):

@@ -18,7 +18,6 @@ from typer.core import TyperGroup
 
 from .._version import __version__
 from ..distributed import launched
-from ..errors import InputError
 from ..text import printable, to_json
 from . import (
     calibrate,
@@ -53,8 +52,8 @@ class Gradmerge(TyperGroup):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> NoReturn:
         words = list(sys.argv[1:] if args is None else args)
-        if _is_other():
-            silence()
+        if (launch := launched()) is not None and launch.rank > 0:
+            silence()  # only the first process prints
         try:
             ended = super().main(words, *rest, **more | {"standalone_mode": False})
             status = ended if isinstance(ended, int) else 0
@@ -79,15 +78,6 @@ class Gradmerge(TyperGroup):
             if not isinstance(error, BrokenPipeError):  # the reader, such as `head`, has ended
                 echo(f"error: standard output cannot be written: {error.strerror}", err=True)
         sys.exit(status)
-
-
-def _is_other() -> bool:
-    """Return whether this is one of several processes but not the first, which prints."""
-    try:
-        launch = launched()
-    except InputError:  # the command raises it again
-        return False
-    return launch is not None and launch.rank > 0
 
 
 app = typer.Typer(
