@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,9 +11,6 @@ from ..text import count, one_line
 from .options import Printing, command
 from .output import print_json, print_table, progress
 from .stdio import echo
-
-if TYPE_CHECKING:
-    from ..curvature.summary import LayerSpectra, Spectrum
 
 EXAMPLE = "Example: gradmerge curvature show ./yelp-curvature"
 
@@ -48,7 +45,7 @@ def show(
         if plot:
             plot_curvature(file, plot)
         groups = summarize(pieces(file))
-        layers: list[LayerSpectra] = []
+        layers: list[dict[str, Any]] = []
         if names := layers_of(file):
             bar.begin("finding eigenvalues", len(names))
         for name in names:
@@ -63,7 +60,7 @@ def show(
             "precision": file.precision,
             "parameters": sum(g.entries for g in groups),
             "groups": [g.as_dict() for g in groups],
-            **({"layers": [layer.as_dict() for layer in layers]} if file.kind == "kronecker" else {}),
+            **({"layers": layers} if file.kind == "kronecker" else {}),
             **({"plot": str(plot)} if plot else {}),
         }
     if printing.json:
@@ -90,7 +87,10 @@ def show(
         columns = ["layer", "tokens T"]
         for factor in ("A/T", "G"):
             columns += [factor, "trace", "largest", "median", "rank"]
-        table = [[layer.name, f"{layer.tokens:,}", *_cells(layer.inputs), *_cells(layer.outputs)] for layer in layers]
+        table = [
+            [layer["name"], f"{layer['tokens']:,}", *_cells(layer["inputs"]), *_cells(layer["outputs"])]
+            for layer in layers
+        ]
         print_table(columns, table, right=range(1, len(columns)))
     if not printing.quiet:
         echo("Sums over examples; divide by the number of examples for `reduction: mean`.")
@@ -98,6 +98,6 @@ def show(
             echo("Groups: diagonal of G ⊗ A / T. A/T: mean over tokens. G: sum over examples. Rank: (Σλ)²/Σλ².")
 
 
-def _cells(factor: Spectrum) -> list[str]:
-    largest, median = ("–" if value is None else f"{value:.3g}" for value in (factor.largest, factor.median))
-    return [str(factor.size), f"{factor.trace:.3g}", largest, median, f"{factor.effective_rank:.1f}"]
+def _cells(factor: dict[str, float | None]) -> list[str]:
+    formats = {"size": "d", "trace": ".3g", "largest": ".3g", "median": ".3g", "effective_rank": ".1f"}
+    return ["–" if factor[key] is None else format(factor[key], spec) for key, spec in formats.items()]

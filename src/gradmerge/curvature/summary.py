@@ -90,54 +90,34 @@ def _read(file: CurvatureFile, name: str) -> Iterator[Tensor]:
 WIDEST_SPECTRUM = 4096
 
 
-@dataclass(frozen=True)
-class Spectrum:
-    """The eigenvalues of one factor."""
-
-    size: int
-    trace: float
-    largest: float | None
-    median: float | None
-    """``largest`` and ``median`` are None for a wide matrix."""
-    effective_rank: float
-    """(Σ λ)² / Σ λ²: how many eigenvalues there would be if all were equal."""
-
-
-@dataclass(frozen=True)
-class LayerSpectra:
-    """Spectra of A/T, a mean over tokens, and of G, a sum over examples; their products are those of G ⊗ A / T."""
-
-    name: str
-    tokens: int
-    inputs: Spectrum
-    outputs: Spectrum
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def spectra(file: CurvatureFile, name: str) -> LayerSpectra:
-    """Of the layer with this weight."""
-    tokens = file.tokens[name]
-    inputs, outputs = _read_matrix(file, name + INPUTS), _read_matrix(file, name + OUTPUTS)
-    return LayerSpectra(name, tokens, spectrum(inputs.div_(tokens)), spectrum(outputs))
-
-
 def layers_of(file: CurvatureFile) -> list[str]:
     """Weights with factors, in the order of the layers."""
     return sorted(file.tokens, key=natural)
 
 
-def spectrum(matrix: Tensor) -> Spectrum:
-    """Of a symmetric matrix without negative eigenvalues but for rounding."""
+def spectra(file: CurvatureFile, name: str) -> dict[str, Any]:
+    """Return the spectra of a layer's A/T, a mean over tokens, and G, a sum over examples."""
+    tokens = file.tokens[name]
+    inputs, outputs = _read_matrix(file, name + INPUTS), _read_matrix(file, name + OUTPUTS)
+    return {"name": name, "tokens": tokens, "inputs": spectrum(inputs.div_(tokens)), "outputs": spectrum(outputs)}
+
+
+def spectrum(matrix: Tensor) -> dict[str, float | None]:
+    """Return size, trace, eigenvalues and effective rank (Σ λ)² / Σ λ² of a symmetric matrix.
+
+    The effective rank is the number of eigenvalues if all were equal. A wide matrix has no ``largest`` and ``median``.
+    """
     scale = max(float(matrix.abs().max()), 1e-30)
     matrix = matrix / scale  # so that no square is out of range
     trace, squares = float(matrix.diagonal().double().sum()), float(matrix.double().square().sum())
-    largest = median = None
-    if len(matrix) <= WIDEST_SPECTRUM:
-        values = torch.linalg.eigvalsh(matrix)
-        largest, median = float(values[-1]) * scale, max(0.0, float(values.median())) * scale
-    return Spectrum(len(matrix), trace * scale, largest, median, trace**2 / squares if squares else 0.0)
+    values = torch.linalg.eigvalsh(matrix) if len(matrix) <= WIDEST_SPECTRUM else None
+    return {
+        "size": len(matrix),
+        "trace": trace * scale,
+        "largest": None if values is None else float(values[-1]) * scale,
+        "median": None if values is None else max(0.0, float(values.median())) * scale,
+        "effective_rank": trace**2 / squares if squares else 0.0,
+    }
 
 
 def _read_matrix(file: CurvatureFile, name: str) -> Tensor:
