@@ -295,15 +295,6 @@ def test_no_letters_leave_their_drawing(tab: Tab, report: Path) -> None:
         assert tab.evaluate(outside) == []
 
 
-def test_thousands_of_points_are_drawn_as_few(tab: Tab, tmp_path: Path) -> None:
-    cloud = trade_off(
-        [Series("a", [i * 7919 % 997 for i in range(9000)], [i * 31 % 991 for i in range(9000)])], "x", "y"
-    )
-    page = Page("t", "", [], [Section("s", "", [Figure("Cloud", "cloud", cloud)])], "", {})
-    open_in(tab, write_report(tmp_path, page)[0])
-    assert 1000 < tab.locator(".mark-symbol.role-mark path").count() <= 3000
-
-
 def test_a_notebook_shows_figures_in_a_frame_of_their_own(tab: Tab, tmp_path: Path) -> None:
     (tmp_path / "notebook.html").write_text(f"<!DOCTYPE html><body>{frame(figures()[:2])}</body>")
     open_in(tab, tmp_path / "notebook.html")

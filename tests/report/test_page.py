@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradmerge.errors import MachineError
-from gradmerge.report.figures import Series, bars, curves, heat_map, trade_off
+from gradmerge.report.figures import Series, bars, curves
 from gradmerge.report.page import Figure, Page, Section, digest, html, library, write_report
 from gradmerge.report.tables import Table, columns_of
 from gradmerge.text import Measured
@@ -113,19 +113,6 @@ def test_names_of_files_are_safe_and_differ(tmp_path: Path) -> None:
     paths = write_report(tmp_path / "out", Page("t", "", [], [Section("s", tables=tables)], "", {}))
     assert [p.name for p in paths[1:6]] == ["x.csv", "a-b-c.csv", "a-b-c-2.csv", "figure.csv", "report-2.csv"]
     assert {p.parent for p in paths} == {tmp_path / "out"} and len(paths) == 7
-
-
-def test_a_large_report_stays_small() -> None:
-    rows = [f"model.layers.{i}.self_attn" for i in range(200)]
-    values = [[1e-5 * (i * 7919 % 211 + j) for j in range(8)] for i in range(200)]
-    heat = heat_map(rows, [f"task {j}" for j in range(8)], values, "v")
-    xs = [i / 10 for i in range(16)]
-    many = [Series(f"method {s} on a task", xs, [0.1234567 * (x + s) for x in xs]) for s in range(5)]
-    lines = [curves(many, "scaling factor", "loss (nats)", marks=[("base", 0.5)]) for _ in range(10)]
-    cloud = trade_off([Series("a", [i % 997 for i in range(20_000)], [i % 991 for i in range(20_000)])], "x", "y")
-    figures = [Figure(f"f{i}", f"f{i}", chart) for i, chart in enumerate([heat, *lines, cloud])]
-    text = html(Page("t", "s", ["v"], [Section("a", "", figures)], "", {}))
-    assert len(text.replace(library(), "").encode()) < 700_000
 
 
 def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,6 @@ from .tables import finite, number
 if TYPE_CHECKING:
     from altair import LayerChart
 
-#: A figure with more points shows only some of those that would overlap.
-MOST_POINTS = 3000
 #: In a trade-off with more points, only the Pareto front has error bars.
 _CROWD = 60
 #: About the width of a letter, in pixels.
@@ -68,7 +66,7 @@ def curves(
 ) -> LayerChart:
     """Curves over x, with reference lines (name, y) and starred points (name of a series, x, y)."""
     alt = _altair()
-    rows = [row for one in series for row in _thinned(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
+    rows = [row for one in series for row in one.rows()]
     xs = [row["x"] for row in rows if row["x"] is not None]
     whole = bool(xs) and all(float(value).is_integer() for value in xs)
     count = int(max(xs) - min(xs)) if whole else 0
@@ -108,7 +106,7 @@ def trade_off(
 ) -> LayerChart:
     """Points with their Pareto front, and a ring around the present one."""
     alt = _altair()
-    rows = [row for one in series for row in _spaced(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
+    rows = [row for one in series for row in one.rows() if row["x"] is not None and row["y"] is not None]
     names = [one.name for one in series]
     across = alt.X("x:Q", title=x, scale=alt.Scale(zero=False, padding=12), axis=_axis("width", 90))
     up = alt.Y("y:Q", title=y, scale=alt.Scale(zero=False, padding=10), axis=_axis("height", 50))
@@ -358,34 +356,6 @@ def _finished(
     look["legend"]["columns"] = max(1, 700 // entry)
     facts = {"columns": named, "entry": entry, "more": list(more)}
     return chart.properties(width="container", usermeta=facts, config=look, **size)
-
-
-def _thinned(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """The points of a curve; of a long one, the lowest and highest of every range of points."""
-    if len(rows) <= most:
-        return rows
-    per = math.ceil(2 * len(rows) / most)
-    kept: list[dict[str, Any]] = []
-    for start in range(0, len(rows), per):
-        part = [row for row in rows[start : start + per] if row["y"] is not None]
-        ends = {id(f(part, key=lambda row: row["y"])) for f in (min, max)} if part else set()
-        kept += [row for row in part if id(row) in ends]
-    return kept
-
-
-def _spaced(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Points of a cloud; of a dense one, the first of every small square."""
-    known = [row for row in rows if row["x"] is not None and row["y"] is not None]
-    if len(known) <= most:
-        return known
-    (left, wide), (low, tall) = (
-        (min(values), max(values) - min(values) or 1.0) for values in ([row[k] for row in known] for k in ("x", "y"))
-    )
-    side = math.sqrt(most) - 1
-    squares: dict[tuple[int, int], dict[str, Any]] = {}
-    for row in known:
-        squares.setdefault((int((row["x"] - left) / wide * side), int((row["y"] - low) / tall * side)), row)
-    return list(squares.values())
 
 
 def label_places(values: Sequence[float], points: Sequence[tuple[float | None, float | None]]) -> list[tuple[str, str]]:
