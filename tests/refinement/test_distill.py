@@ -11,7 +11,7 @@ from torch import nn
 
 import gradmerge as gm
 from gradmerge import InputError
-from gradmerge.refinement.distill import default_steps, distill_model, task_loss, teacher_outputs
+from gradmerge.refinement.distill import batch_losses, default_steps, distill_model, join_batches, teacher_outputs
 from gradmerge.refinement.rows import hold_out
 
 from .calibration_families import make, rows, split
@@ -26,7 +26,7 @@ def last_hidden(model, row):
 
 
 def distance(model, teacher, batch, match):
-    return task_loss(model, batch, teacher_outputs(teacher, batch, match), match)
+    return batch_losses(model, batch, [teacher_outputs(teacher, batch, match)], match)[0]
 
 
 def single_rows(batch):
@@ -50,6 +50,51 @@ def test_the_loss_is_that_of_single_rows_without_padding(name):
         assert float(distance(merged, teacher, batch, "answers")) == pytest.approx(divergence / count, rel=1e-3)
         both = float(distance(merged, teacher, batch, "both"))
     assert both == pytest.approx(apart / size + divergence / count, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+def test_a_joined_pass_gives_the_losses_of_separate_passes(name):
+    merged, teachers = make(name)
+    merged = merged.double()
+    batches = {}
+    for number, (task, batch) in enumerate(rows(name).items()):  # texts of other lengths, and other numbers of rows
+        length = 7 - 2 * number
+        batches[task] = {k: (v.double() if v.is_floating_point() else v[:, :length])[number:] for k, v in batch.items()}
+    teachers = {task: teacher.double() for task, teacher in teachers.items()}
+    targets = [teacher_outputs(teachers[task], batch, "both") for task, batch in batches.items()]
+    [(tasks, joined)] = join_batches(batches, pad_token=2)
+    assert tasks == list(batches)
+    together = batch_losses(merged, joined, targets, "both")
+    apart = [batch_losses(merged, batches[t], [w], "both")[0] for t, w in zip(tasks, targets, strict=True)]
+    torch.testing.assert_close(torch.stack(together), torch.stack(apart), rtol=1e-5, atol=0)
+
+
+def test_a_pass_is_not_too_large_and_joins_only_the_same_inputs():
+    batches = {
+        "a": {"x": torch.zeros(60, 3)},
+        "b": {"x": torch.zeros(60, 3)},
+        "c": {"x": torch.zeros(60, 3)},
+        "d": {"x": torch.zeros(2, 4)},
+        "e": {"y": torch.zeros(2, 4)},
+    }
+    assert [tasks for tasks, _ in join_batches(batches, 0)] == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
+def test_answers_of_a_language_model_are_matched_where_labels_count():
+    merged, teachers = make("gpt2")
+    batch = rows("gpt2")["task0"]
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    labels[:, :3] = -100  # the prompt
+    found = float(distance(merged, teachers["task0"], batch | {"labels": labels}, "answers").detach())
+    values = []
+    with torch.no_grad():
+        for row, marks in zip(single_rows(batch), labels, strict=True):
+            p, q = (m(**row).logits[0].double().log_softmax(-1) for m in (teachers["task0"], merged))
+            apart = (p.exp() * (p - q)).sum(-1)
+            counts = [k for k in range(6) if marks[k + 1] != -100]
+            length = int(row["attention_mask"].sum())
+            values += [apart[k] for k in (counts or range(length))]  # a row without a completion counts whole
+    assert found == pytest.approx(float(torch.stack(values).mean()), rel=1e-3)
 
 
 @pytest.mark.parametrize(("name", "match"), [("gpt2", "answers"), ("vit", "representations"), ("bert", "both")])

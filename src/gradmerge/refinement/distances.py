@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..curvature.losses import unwrapped
+from ..curvature.losses import MASKED, unwrapped
 from ..tasks.models import representation_modules
 from .blocks import Batch, BlockModel, RowStream, counted_positions, forward, input_of
 from .hidden_cache import HiddenCache
@@ -137,8 +137,21 @@ class Outputs:
             logits = None
         elif logits.dim() > 2:
             same = counted is not None and counted.shape == logits.shape[:2]
-            logits = logits[counted] if same else logits.flatten(0, 1)
+            which = answer_positions(module, batch, logits, counted if same else None)
+            logits = logits.flatten(0, 1) if which is None else logits[which]
         return Outputs(representation if counted is None else representation[counted], logits)
+
+    def split(self, targets: Sequence[Outputs]) -> list[Outputs]:
+        """Split into parts as long as those of ``targets``."""
+        if len(targets) == 1:
+            return [self]
+        whole = [self.representation] * len(targets)
+        if all(len(target.representation) for target in targets):
+            whole = list(self.representation.split([len(target.representation) for target in targets]))
+        logits: list[Tensor | None] = [None] * len(targets)
+        if self.logits is not None:
+            logits = list(self.logits.split([0 if t.logits is None else len(t.logits) for t in targets]))
+        return [Outputs(*parts) for parts in zip(whole, logits, strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -148,6 +161,24 @@ class Outputs:
 def _first(result: Any) -> Tensor:
     value: Tensor = next(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
     return value
+
+
+def answer_positions(module: nn.Module, batch: Batch, logits: Tensor, counted: Tensor | None) -> Tensor | None:
+    """Which positions of the answers are compared; None for all.
+
+    Args:
+        module: The model.
+        batch: Its inputs. In a causal language model, labels say which tokens count: those of the completion.
+        logits: Rows × positions × classes.
+        counted: The positions that are not padding; None for all.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    encoder_decoder = getattr(getattr(unwrapped(module), "config", None), "is_encoder_decoder", False)
+    if not isinstance(labels, Tensor) or encoder_decoder or labels.shape != logits.shape[:2]:
+        return counted
+    predicted = F.pad(labels[:, 1:] != MASKED, (0, 1))  # a position predicts the next token
+    others = torch.ones_like(predicted) if counted is None else counted
+    return torch.where(predicted.any(1, keepdim=True), predicted, others)
 
 
 def answer_divergence(module: nn.Module, logits: Tensor, wanted: Tensor) -> Tensor:
