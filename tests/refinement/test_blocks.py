@@ -11,7 +11,7 @@ import transformers as t
 from torch import nn
 
 from gradmerge import InputError
-from gradmerge.refinement.blocks import WHOLE, BlockModel, RowStream, forward, tensors_in
+from gradmerge.refinement.blocks import WHOLE, BlockModel, RowStream, counted_positions, forward, tensors_in
 from gradmerge.refinement.calibrate import Settings, calibrate_layers
 from gradmerge.refinement.hidden_cache import HiddenCache
 from gradmerge.refinement.structure import examine
@@ -175,3 +175,11 @@ def test_no_cache_of_keys_and_values_is_passed_to_blocks():
     stream.go_through(structure.stages[0])
     leaves = [leaf for call in stream._calls[0].values() for leaf in call.leaves]
     assert not any(isinstance(leaf, t.Cache) for leaf in leaves)
+
+
+def test_a_pooled_row_as_wide_as_the_text_is_long_is_not_masked():
+    merged, _ = make("bert")
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert counted_positions(merged, {"attention_mask": mask}, torch.zeros(2, 3)) is None
+    assert torch.equal(counted_positions(merged, {"attention_mask": mask}, torch.zeros(2, 3, 5)), mask.bool())
+    assert torch.equal(counted_positions(merged, {"attention_mask": mask}, torch.zeros(6, 5)), mask.bool().flatten())

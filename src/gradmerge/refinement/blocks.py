@@ -433,7 +433,7 @@ def counted_positions(module: nn.Module, batch: Batch, values: Tensor, encoded: 
             decoder = batch["labels"] != MASKED
         masks = [masks[0], decoder] if encoded else [decoder, masks[0]]
     for mask in masks:
-        if mask is not None and values.shape[:2] == mask.shape:
+        if mask is not None and values.dim() > 2 and values.shape[:2] == mask.shape:
             return torch.as_tensor(mask).bool()
         if mask is not None and values.dim() == 2 and len(values) == mask.numel():
             return torch.as_tensor(mask).reshape(-1).bool()
