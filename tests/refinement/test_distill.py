@@ -11,8 +11,8 @@ from torch import nn
 
 import gradmerge as gm
 from gradmerge import InputError
-from gradmerge.refinement.distill import batch_losses, default_steps, distill_model, join_batches, teacher_outputs
-from gradmerge.refinement.rows import hold_out
+from gradmerge.refinement.distill import batch_losses, default_steps, distill_model, teacher_outputs
+from gradmerge.refinement.rows import hold_out, join_batches
 
 from .calibration_families import make, rows, split
 
@@ -26,7 +26,8 @@ def last_hidden(model, row):
 
 
 def distance(model, teacher, batch, match):
-    return batch_losses(model, batch, [teacher_outputs(teacher, batch, match)], match)[0]
+    rows = len(next(iter(batch.values())))
+    return batch_losses(model, batch, [rows], [teacher_outputs(teacher, batch, match)], match)[0]
 
 
 def single_rows(batch):
@@ -62,22 +63,22 @@ def test_a_joined_pass_gives_the_losses_of_separate_passes(name):
         batches[task] = {k: (v.double() if v.is_floating_point() else v[:, :length])[number:] for k, v in batch.items()}
     teachers = {task: teacher.double() for task, teacher in teachers.items()}
     targets = [teacher_outputs(teachers[task], batch, "both") for task, batch in batches.items()]
-    [(tasks, joined)] = join_batches(batches, pad_token=2)
-    assert tasks == list(batches)
-    together = batch_losses(merged, joined, targets, "both")
-    apart = [batch_losses(merged, batches[t], [w], "both")[0] for t, w in zip(tasks, targets, strict=True)]
+    sizes = [len(next(iter(batch.values()))) for batch in batches.values()]
+    [(numbers, joined)] = join_batches(list(batches.values()), 10**6, pad_token=2)
+    assert numbers == [0, 1]
+    together = batch_losses(merged, joined, sizes, targets, "both")
+    apart = [distance(merged, teachers[task], batch, "both") for task, batch in batches.items()]
     torch.testing.assert_close(torch.stack(together), torch.stack(apart), rtol=1e-5, atol=0)
+    parts = teacher_outputs(teachers["task0"], joined, "both").split(sizes)
+    torch.testing.assert_close(parts[0].representation, targets[0].representation)
+    torch.testing.assert_close(parts[0].logits, targets[0].logits)
 
 
-def test_a_pass_is_not_too_large_and_joins_only_the_same_inputs():
-    batches = {
-        "a": {"x": torch.zeros(60, 3)},
-        "b": {"x": torch.zeros(60, 3)},
-        "c": {"x": torch.zeros(60, 3)},
-        "d": {"x": torch.zeros(2, 4)},
-        "e": {"y": torch.zeros(2, 4)},
-    }
-    assert [tasks for tasks, _ in join_batches(batches, 0)] == [["a", "b"], ["c"], ["d"], ["e"]]
+def test_a_joined_batch_is_not_too_large_and_has_the_same_inputs():
+    batches = [{"x": torch.zeros(rows, 3)} for rows in (60, 60, 60)]
+    batches += [{"x": torch.zeros(2, 4)}, {"y": torch.zeros(2, 4)}]
+    assert [numbers for numbers, _ in join_batches(batches, 128, 0)] == [[0, 1], [2], [3], [4]]
+    assert [numbers for numbers, _ in join_batches(batches, 0, 0)] == [[n] for n in range(5)]
 
 
 def test_answers_of_a_language_model_are_matched_where_labels_count():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..curvature.batches import examples_in
 from ..curvature.losses import MASKED, unwrapped
 from ..tasks.models import representation_modules
 from .blocks import Batch, BlockModel, RowStream, counted_positions, forward, input_of
@@ -106,6 +108,10 @@ class Outputs:
     """The input of the language-model head, or else the encoder's output: positions × width."""
     logits: Tensor | None
     """Rows or positions × classes; None without a head for the task."""
+    positions: list[int] | None = None
+    """For every row its number of positions in the representation; None for one entry per row."""
+    answers: list[int] | None = None
+    """The same of the logits."""
 
     @staticmethod
     def of(module: nn.Module, batch: Batch, run: Callable[[], Any] | None = None, with_head: bool = True) -> Outputs:
@@ -133,25 +139,25 @@ class Outputs:
         logits = _first(result) if logits is None else logits
         representation = kept[-1] if kept else logits
         counted = counted_positions(module, batch, representation)
+        answered = None
         if not (with_head and kept):
             logits = None
         elif logits.dim() > 2:
             same = counted is not None and counted.shape == logits.shape[:2]
-            which = answer_positions(module, batch, logits, counted if same else None)
-            logits = logits.flatten(0, 1) if which is None else logits[which]
-        return Outputs(representation if counted is None else representation[counted], logits)
+            answered = answer_positions(module, batch, logits, counted if same else None)
+            logits = logits[answered]
+        if counted is not None:
+            representation = representation[counted]
+        rows = examples_in(batch)
+        return Outputs(representation, logits, _positions_of_rows(counted, rows), _positions_of_rows(answered, rows))
 
-    def split(self, targets: Sequence[Outputs]) -> list[Outputs]:
-        """Split into parts as long as those of ``targets``."""
-        if len(targets) == 1:
+    def split(self, rows: Sequence[int]) -> list[Outputs]:
+        """Split into parts with so many rows."""
+        if len(rows) == 1:
             return [self]
-        whole = [self.representation] * len(targets)
-        if all(len(target.representation) for target in targets):
-            whole = list(self.representation.split([len(target.representation) for target in targets]))
-        logits: list[Tensor | None] = [None] * len(targets)
-        if self.logits is not None:
-            logits = list(self.logits.split([0 if t.logits is None else len(t.logits) for t in targets]))
-        return [Outputs(*parts) for parts in zip(whole, logits, strict=True)]
+        representations = _split(self.representation, self.positions, rows)
+        logits = [None] * len(rows) if self.logits is None else _split(self.logits, self.answers, rows)
+        return [Outputs(*parts) for parts in zip(representations, logits, strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -163,8 +169,19 @@ def _first(result: Any) -> Tensor:
     return value
 
 
-def answer_positions(module: nn.Module, batch: Batch, logits: Tensor, counted: Tensor | None) -> Tensor | None:
-    """Which positions of the answers are compared; None for all.
+def _positions_of_rows(counted: Tensor | None, rows: int) -> list[int] | None:
+    return None if counted is None else counted.reshape(rows, -1).sum(1).tolist()
+
+
+def _split(values: Tensor, positions: list[int] | None, rows: Sequence[int]) -> list[Tensor]:
+    if positions is None:
+        return list(values.split(list(rows)))
+    ends = list(itertools.accumulate(rows))
+    return list(values.split([sum(positions[end - number : end]) for number, end in zip(rows, ends, strict=True)]))
+
+
+def answer_positions(module: nn.Module, batch: Batch, logits: Tensor, counted: Tensor | None) -> Tensor:
+    """Which positions of the answers are compared.
 
     Args:
         module: The model.
@@ -172,13 +189,13 @@ def answer_positions(module: nn.Module, batch: Batch, logits: Tensor, counted: T
         logits: Rows × positions × classes.
         counted: The positions that are not padding; None for all.
     """
+    everything = torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device) if counted is None else counted
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     encoder_decoder = getattr(getattr(unwrapped(module), "config", None), "is_encoder_decoder", False)
     if not isinstance(labels, Tensor) or encoder_decoder or labels.shape != logits.shape[:2]:
-        return counted
+        return everything
     predicted = F.pad(labels[:, 1:] != MASKED, (0, 1))  # a position predicts the next token
-    others = torch.ones_like(predicted) if counted is None else counted
-    return torch.where(predicted.any(1, keepdim=True), predicted, others)
+    return torch.where(predicted.any(1, keepdim=True), predicted, everything)
 
 
 def answer_divergence(module: nn.Module, logits: Tensor, wanted: Tensor) -> Tensor:

@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..curvature.losses import MASKED, unwrapped
+from ..curvature.losses import unwrapped
 from ..errors import InputError
 from ..progress import NoProgress, Progress
 from .blocks import Batch
 from .distances import Outputs, answer_divergence
-from .rows import TaskRows, count_rows
+from .rows import TaskRows, count_rows, join_batches, positions_in
 
 MATCHES = ("representations", "answers", "both")
 #: The default learning rate is this over the width of the model: 1e-4 at 640, 3e-4 at 200.
@@ -32,8 +31,10 @@ STEPS_PER_ROOT, STEPS_PER_ROOT_OF_TOKENS = 18, 6
 WARMUP_SHARE = 0.1
 EVALUATIONS = 5
 MAX_NORM = 1.0
-#: Batches of several tasks share a forward pass of at most so many rows and tokens: small passes leave a GPU idle.
-PASS_ROWS, PASS_TOKENS = 128, 8192
+#: On a GPU, batches of several tasks share a pass that takes at most this share of the free memory.
+PASS_SHARE = 0.4
+#: On a GPU, so many batches share a pass of a fine-tuned model, whose outputs take little of the memory.
+JOINED_TEACHER_BATCHES = 4
 
 
 @dataclass
@@ -119,33 +120,35 @@ def distill_model(
         raise InputError("the model has no parameters that require gradients")
     done = Distillation(match, steps, lr)
     model.eval()
-    guides = {task: Guide(task, load, rows[task], match, memory // len(teachers)) for task, load in teachers.items()}
-    fused = all(p.is_cuda for p in trained.values())
-    optimizer = torch.optim.AdamW(trained.values(), lr, weight_decay=0.0, fused=fused)
     pad_token = getattr(getattr(unwrapped(model), "config", None), "pad_token_id", None) or 0
+    guides = {
+        task: Guide(load, rows[task], match, memory // len(teachers), pad_token) for task, load in teachers.items()
+    }
+    passes = Passes(model, guides, match, pad_token)
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr, weight_decay=0.0, fused=all(p.is_cuda for p in trained.values())
+    )
     warmup = max(1, round(WARMUP_SHARE * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1, (k + 1) / warmup) * (1 - k / steps))
     orders = {task: _endless(len(one.fit), seed + number) for number, (task, one) in enumerate(rows.items())}
     best = _copied(trained)
-    lowest = _evaluate(done, 0, model, guides)
+    lowest = _evaluate(done, 0, passes)
     every = max(1, steps // EVALUATIONS)
     progress.begin("distilling", steps)
     for step in range(1, steps + 1):
         optimizer.zero_grad(set_to_none=True)
-        numbers = {task: next(order) for task, order in orders.items()}
-        batches = {task: guides[task].batches[number] for task, number in numbers.items()}
-        for tasks, batch in join_batches(batches, pad_token):
-            targets = [guides[task].target(numbers[task]) for task in tasks]
-            loss = sum_losses(batch_losses(model, batch, targets, match))
+        for losses in passes.losses([(task, next(order)) for task, order in orders.items()]):
+            loss = torch.stack([value for _, value in losses]).sum()
             if not bool(loss.isfinite()):
-                raise InputError(f"{', '.join(tasks)}: the loss is not finite at step {step}. Try an lr below {lr:g}.")
+                tasks = ", ".join(task for task, _ in losses)
+                raise InputError(f"{tasks}: the loss is not finite at step {step}. Try an lr below {lr:g}.")
             loss.backward()
         nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)
         optimizer.step()
         schedule.step()
         progress.advance(1)
         if step % every == 0 or step == steps:
-            value = _evaluate(done, step, model, guides)
+            value = _evaluate(done, step, passes)
             if value < lowest:
                 lowest, done.best_step = value, step
                 best = _copied(trained)
@@ -158,28 +161,25 @@ def distill_model(
 class Guide:
     """What a fine-tuned model returns for the rows of its task: computed once, or anew if it takes too much memory."""
 
-    def __init__(self, task: str, load: Callable[[], nn.Module], rows: TaskRows, match: str, memory: int) -> None:
-        self.task, self.match = task, match
-        self.batches = [*rows.fit, *rows.held_out]
+    def __init__(self, load: Callable[[], nn.Module], rows: TaskRows, match: str, memory: int, pad_token: int) -> None:
+        self.batches, self.match = [*rows.fit, *rows.held_out], match
         self.held_out = range(len(rows.fit), len(self.batches))
         self._teacher: nn.Module | None = load()
         self._outputs: list[Outputs] = []
-        first = self._run(self.batches[0])
-        if first.nbytes * rows.number <= memory * count_rows(self.batches[:1]):
-            self._outputs = [first, *map(self._run, self.batches[1:])]
-            self._teacher = None
+        first = teacher_outputs(self._teacher, self.batches[0], match)
+        if first.nbytes * rows.number > memory * count_rows(self.batches[:1]):
+            return
+        positions = JOINED_TEACHER_BATCHES * positions_in(self.batches[0]) if first.representation.is_cuda else 0
+        for numbers, batch in join_batches(self.batches, positions, pad_token):
+            sizes = [count_rows([self.batches[number]]) for number in numbers]
+            self._outputs += teacher_outputs(self._teacher, batch, match).split(sizes)
+        self._teacher = None
 
     def target(self, number: int) -> Outputs:
         """What the fine-tuned model returns for a batch."""
-        return self._outputs[number] if self._teacher is None else self._run(self.batches[number])
-
-    def loss(self, model: nn.Module, number: int) -> Tensor:
-        """The distillation loss of a batch."""
-        return batch_losses(model, self.batches[number], [self.target(number)], self.match)[0]
-
-    def _run(self, batch: Batch) -> Outputs:
-        assert self._teacher is not None
-        return teacher_outputs(self._teacher, batch, self.match)
+        if self._teacher is None:
+            return self._outputs[number]
+        return teacher_outputs(self._teacher, self.batches[number], self.match)
 
 
 @torch.no_grad()
@@ -187,15 +187,63 @@ def teacher_outputs(teacher: nn.Module, batch: Batch, match: str) -> Outputs:
     """What a fine-tuned model returns, as far as it is matched."""
     with autocast(next(teacher.parameters()).device):
         found = Outputs.of(teacher, batch, with_head=match != "representations")
-    return Outputs(found.representation[:0], found.logits) if match == "answers" else found
+    if match == "answers" and found.logits is not None:
+        empty = found.representation.new_empty(0)  # a slice would keep the whole
+        return replace(found, representation=empty, positions=[0] * count_rows([batch]))
+    return found
 
 
-def batch_losses(model: nn.Module, batch: Batch, targets: Sequence[Outputs], match: str) -> list[Tensor]:
-    """The distillation loss of every task in a batch, whose rows are those of the tasks' targets, in order."""
+class Passes:
+    """The student's passes over batches of all tasks.
+
+    Small passes leave a GPU idle, so there batches of several tasks share a pass. The first pass with gradients shows
+    how many positions fit.
+    """
+
+    def __init__(self, model: nn.Module, guides: Mapping[str, Guide], match: str, pad_token: int) -> None:
+        self.model, self.guides, self.match, self.pad_token = model, guides, match, pad_token
+        self._positions: int | None = None
+
+    def losses(self, chosen: Sequence[tuple[str, int]]) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield task and loss of batches, given as task and number, pass by pass."""
+        batches = [self.guides[task].batches[number] for task, number in chosen]
+        for indices, batch in join_batches(batches, self._positions or 0, self.pad_token):
+            before = self._allocated()
+            targets = [self.guides[task].target(number) for task, number in (chosen[i] for i in indices)]
+            rows = [count_rows([batches[i]]) for i in indices]
+            losses = batch_losses(self.model, batch, rows, targets, self.match)
+            if self._positions is None and torch.is_grad_enabled():
+                self._positions = self._positions_that_fit(batch, self._allocated() - before)
+            yield [(chosen[i][0], loss) for i, loss in zip(indices, losses, strict=True)]
+
+    def _allocated(self) -> int:
+        device = next(self.model.parameters()).device
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    def _positions_that_fit(self, batch: Batch, used: int) -> int:
+        """How many positions fit into a pass, if those of a batch keep so many bytes for the backward pass."""
+        if used <= 0:
+            return 0
+        free, _ = torch.cuda.mem_get_info(next(self.model.parameters()).device)
+        return int(PASS_SHARE * free / used * positions_in(batch))
+
+
+def batch_losses(
+    model: nn.Module, batch: Batch, rows: Sequence[int], targets: Sequence[Outputs], match: str
+) -> list[Tensor]:
+    """The distillation losses of the parts of a batch.
+
+    Args:
+        model: The student.
+        batch: The inputs of all parts.
+        rows: The number of rows of each part.
+        targets: What the fine-tuned models return for each part.
+        match: What is compared.
+    """
     with autocast(next(model.parameters()).device):
         found = Outputs.of(model, batch, with_head=match != "representations")
     losses = []
-    for outputs, target in zip(found.split(targets), targets, strict=True):
+    for outputs, target in zip(found.split(rows), targets, strict=True):
         parts = []
         if match in ("representations", "both"):
             h, h_t = outputs.representation.float(), target.representation.float()
@@ -204,51 +252,8 @@ def batch_losses(model: nn.Module, batch: Batch, targets: Sequence[Outputs], mat
             if outputs.logits is None or target.logits is None:
                 raise InputError("the model has no head for a task, so only representations can be matched")
             parts.append(answer_divergence(model, outputs.logits, target.logits).mean())
-        losses.append(sum_losses(parts))
+        losses.append(torch.stack(parts).sum())
     return losses
-
-
-def sum_losses(losses: Sequence[Tensor]) -> Tensor:
-    """The sum of at least one loss."""
-    return sum(losses[1:], losses[0])
-
-
-def join_batches(batches: Mapping[str, Batch], pad_token: int) -> Iterator[tuple[list[str], Batch]]:
-    """Join the batches of tasks that fit into one pass. Yields the tasks and the joined batch."""
-    tasks: list[str] = []
-    joined: Batch = None
-    for task, batch in batches.items():
-        larger = _join(joined, batch, pad_token) if tasks else None
-        if tasks and larger is None:
-            yield tasks, joined
-            tasks = []
-        tasks, joined = [*tasks, task], batch if larger is None else larger
-    yield tasks, joined
-
-
-#: Inputs of texts that can be padded further, because a mask says what is padding.
-_PADDED = ("input_ids", "attention_mask", "token_type_ids", "labels")
-
-
-def _join(one: Batch, other: Batch, pad_token: int) -> Batch | None:
-    """One batch with the rows of two; None if it would be too large, or if their inputs differ in kind."""
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping) or one.keys() != other.keys():
-        return None
-    if count_rows([one]) + count_rows([other]) > PASS_ROWS:
-        return None
-    joined = {}
-    for name, first in one.items():
-        second = other[name]
-        if not isinstance(first, Tensor) or not isinstance(second, Tensor) or first.dim() != second.dim():
-            return None
-        if first.shape[1:] != second.shape[1:]:
-            if first.dim() != 2 or name not in _PADDED or "attention_mask" not in one:
-                return None
-            length = max(first.shape[1], second.shape[1])
-            value = {"input_ids": pad_token, "labels": MASKED}.get(name, 0)
-            first, second = (F.pad(part, (0, length - part.shape[1]), value=value) for part in (first, second))
-        joined[name] = torch.cat([first, second])
-    return None if "input_ids" in joined and joined["input_ids"].numel() > PASS_TOKENS else joined
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -268,12 +273,15 @@ def _endless(count: int, seed: int) -> Iterator[int]:
 
 
 @torch.no_grad()
-def _evaluate(done: Distillation, step: int, model: nn.Module, guides: Mapping[str, Guide]) -> float:
+def _evaluate(done: Distillation, step: int, passes: Passes) -> float:
     """The mean over tasks of the loss on held-out rows."""
-    losses = {}
-    for task, guide in guides.items():
-        sizes = [count_rows([guide.batches[number]]) for number in guide.held_out]
-        values = [float(guide.loss(model, number)) for number in guide.held_out]
-        losses[task] = sum(n * v for n, v in zip(sizes, values, strict=True)) / sum(sizes)
+    held_out = [(task, number) for task, guide in passes.guides.items() for number in guide.held_out]
+    sizes = [count_rows([passes.guides[task].batches[number]]) for task, number in held_out]
+    found = [one for losses in passes.losses(held_out) for one in losses]
+    sums, counts = dict.fromkeys(passes.guides, 0.0), dict.fromkeys(passes.guides, 0)
+    for (task, loss), rows in zip(found, sizes, strict=True):
+        sums[task] += rows * float(loss)
+        counts[task] += rows
+    losses = {task: value / counts[task] for task, value in sums.items()}
     done.losses.append((step, losses))
     return sum(losses.values()) / len(losses)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..curvature.batches import batch_rows, examples_in, values_of
@@ -102,6 +103,60 @@ def cut_batch(batch: Any, tokens: int) -> list[Any]:
     count, length = batch["input_ids"].shape
     size = max(1, tokens // length)
     return [batch_rows(batch, slice(first, first + size)) for first in range(0, count, size)]
+
+
+#: Inputs of texts that can be padded further, because a mask says what is padding.
+_PADDED = ("input_ids", "attention_mask", "token_type_ids", "labels")
+
+
+def positions_in(batch: Any) -> int:
+    """Tokens of a batch with padding, or patches of its images, roughly."""
+    if isinstance(batch, Mapping) and "input_ids" in batch:
+        return int(batch["input_ids"].numel())
+    images = [value for value in values_of(batch) if isinstance(value, Tensor) and value.dim() == 4]
+    return sum(len(value) * value.shape[-1] * value.shape[-2] // 64 for value in images) or examples_in(batch)
+
+
+def join_batches(batches: Sequence[Any], positions: int, pad_token: int) -> Iterator[tuple[list[int], Any]]:
+    """Join batches that follow one another: small passes leave a GPU idle.
+
+    Args:
+        batches: The batches.
+        positions: Limit for the positions of a joined batch; 0 joins none.
+        pad_token: The token that pads shorter texts.
+
+    Yields:
+        The numbers of the batches, and the joined batch with their rows in order.
+    """
+    numbers: list[int] = []
+    joined: Any = None
+    for number, batch in enumerate(batches):
+        larger = _join(joined, batch, positions, pad_token) if numbers and positions else None
+        if numbers and larger is None:
+            yield numbers, joined
+            numbers = []
+        numbers, joined = [*numbers, number], batch if larger is None else larger
+    if numbers:
+        yield numbers, joined
+
+
+def _join(one: Any, other: Any, positions: int, pad_token: int) -> Any:
+    """One batch with the rows of two; None if it would be too large, or if their inputs differ in kind."""
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping) or one.keys() != other.keys():
+        return None
+    joined = {}
+    for name, first in one.items():
+        second = other[name]
+        if not isinstance(first, Tensor) or not isinstance(second, Tensor) or first.dim() != second.dim():
+            return None
+        if first.shape[1:] != second.shape[1:]:
+            if first.dim() != 2 or name not in _PADDED or "attention_mask" not in one:
+                return None
+            length = max(first.shape[1], second.shape[1])
+            value = {"input_ids": pad_token, "labels": MASKED}.get(name, 0)
+            first, second = (F.pad(part, (0, length - part.shape[1]), value=value) for part in (first, second))
+        joined[name] = torch.cat([first, second])
+    return joined if positions_in(joined) <= positions else None
 
 
 def select_rows(batches: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
