@@ -130,7 +130,7 @@ def _gram(workload: Workload, state: State, task: str) -> dict[str, Any]:
     """Estimate XᵀX of every linear layer, under the names of the module's parameters instead of the files'."""
     module = workload.module(state, task)
     names = stored_sources(module)
-    found = gm.estimate_gram(module, _labeled(workload, task), progress=False)
+    found = gm.estimate_curvature(module, _labeled(workload, task), kind="gram", progress=False)
     return {names[name]: value for name, value in found.items()}
 
 

@@ -190,7 +190,7 @@ def test_running_out_of_memory_names_the_options_that_need_less(texts, tmp_path,
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr("gradmerge.refinement.calibrate.input_products", fail)
-    monkeypatch.setattr("gradmerge.refinement.distill.task_loss", fail)
+    monkeypatch.setattr("gradmerge.refinement.distill.batch_losses", fail)
     result = invoke(command, texts / "merged", *data_of(texts, "yelp"), "-o", tmp_path / "out")
     assert result.exit_code == 1
     assert "--batch-size" in result.output and ("--cache-memory" in result.output) is (command == "calibrate")

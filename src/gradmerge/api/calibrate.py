@@ -16,14 +16,14 @@ from ..arguments import check_known, checked
 from ..curvature.batches import batch_rows, examples_in
 from ..errors import InputError
 from ..progress import Progress, shown
-from ..refinement.blocks import Batch, BlockModel, weights_by_block
+from ..refinement.blocks import Batch, BlockModel, Stage, float32_precision, weights_by_block
 from ..refinement.calibrate import ALPHA, CANDIDATES, MERGE, RIDGE, Calibration, Settings, calibrate_model
 from ..refinement.distances import Distances
 from ..refinement.hidden_cache import HiddenCache
 from ..refinement.inputs import MergeInputs, find_teachers, opened_inputs
 from ..refinement.layers import Layer, find_layers
 from ..refinement.output_factors import layers_with_factors, output_factors
-from ..refinement.rows import TaskRows
+from ..refinement.rows import TaskRows, positions_in
 from ..refinement.streaming import WeightMemory, load_model_whole, load_whole
 from ..refinement.structure import block_lists, examine
 from ..report.page import Page
@@ -38,8 +38,9 @@ from .refine import BATCH_TOKENS, RefinementResult, paths_by_name, refine_folder
 MAX_KRONECKER_DIM = 16384
 #: Rows of a batch.
 BATCH_SIZE = 32
-#: Share of the free memory that hidden states may take, and that all G matrices together may take.
-CACHE_SHARE, FACTOR_SHARE = 0.5, 0.5
+#: Share of the free memory that hidden states may take, that all G matrices together may take, and that the values
+#: inside a block may take in one pass on a GPU.
+CACHE_SHARE, FACTOR_SHARE, PASS_SHARE = 0.5, 0.5, 0.125
 
 
 @dataclass(repr=False, kw_only=True)
@@ -321,7 +322,7 @@ def _calibrate(
     memory = int(CACHE_SHARE * (free or 8_000_000_000)) if cache_memory is None else cache_memory
     cache = HiddenCache(memory, folder)
     try:
-        with shown(progress, "blocks") as bar:
+        with shown(progress, "blocks") as bar, float32_precision(device, "high"):
             done = calibrate_model(
                 merged,
                 teachers,
@@ -333,6 +334,7 @@ def _calibrate(
                 keep=keep,
                 shared_head=shared_head,
                 check=check,
+                positions=_positions_that_fit(merged, device, free),
                 progress=bar,
             )
     finally:
@@ -395,7 +397,7 @@ def dry_run_calibrate(
         layers = {path: inputs + 1 for path, _, _, inputs in shapes}
         widest, products = max(layers.values()), max(groups * (inputs + 1) ** 2 for _, groups, _, inputs in shapes)
         width = int(getattr(module.config.get_text_config(), "hidden_size", widest))  # type: ignore[arg-type, operator, union-attr]
-        positions = sum(_positions(batch) for one in inputs.rows.values() for batch in (*one.fit, *one.held_out))
+        positions = sum(positions_in(batch) for one in inputs.rows.values() for batch in (*one.fit, *one.held_out))
         # In two models the block's inputs, and in the fine-tuned model those of all its layers.
         starts = [f"{name}." for name in blocks] or [""]
         captured = max(sum(n for path, n in layers.items() if path.startswith(start)) for start in starts)
@@ -418,8 +420,17 @@ def dry_run_calibrate(
         )
 
 
-def _positions(batch: Mapping[str, Tensor]) -> int:
-    """Tokens of a batch, or patches of its images, roughly."""
-    if "input_ids" in batch:
-        return batch["input_ids"].numel()
-    return sum(value.shape[0] * value.shape[-1] * value.shape[-2] // 64 for value in batch.values() if value.dim() == 4)
+def _positions_that_fit(merged: BlockModel, device: torch.device, free: int | None) -> int:
+    """How many tokens or patches fit into a pass through a block of a GPU; 0 on a CPU, where small passes are as fast.
+
+    A block holds about eight values for every output of its widest layer.
+    """
+    if device.type != "cuda" or not free:
+        return 0
+    inside = [name for stage in merged.structure.stages if stage.is_block for name in _layers_in(merged, stage)]
+    widest = max((max(merged.layers[name].weights().shape[1:]) for name in inside), default=0)
+    return int(PASS_SHARE * free / (8 * 4 * widest)) if widest else 0
+
+
+def _layers_in(merged: BlockModel, stage: Stage) -> list[str]:
+    return [name for group in merged.structure.groups.get(stage.name, []) for name in group]

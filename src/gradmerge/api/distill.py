@@ -23,10 +23,10 @@ from ..report.refinement import distillation_page, distillation_verdict
 from ..tasks import LoadOptions, complete
 from ..tasks.models import encoder_prefix
 from .dry_run import free_memory
-from .refine import BATCH_TOKENS, RefinementResult, paths_by_name, refine_folder, refine_module
+from .refine import RefinementResult, paths_by_name, refine_folder, refine_module
 
-#: Rows of a task in a step.
-BATCH_SIZE = 16
+#: Rows of a task in a step, and their most tokens.
+BATCH_SIZE, BATCH_TOKENS = 16, 2048
 #: Share of the free memory for what the fine-tuned models return.
 OUTPUT_SHARE = 0.5
 
@@ -116,7 +116,7 @@ def distill(
         out: For a folder: the new folder to write.
         match: What is compared with the teachers: ``representations``, ``answers`` or ``both``. By default language
             models match answers, classifiers that share a head both, and all others representations.
-        steps: Number of steps. Default: 120 times the square root of the rows per task, or 6 times if answers are
+        steps: Number of steps. Default: 18 times the square root of the rows per task, or 6 times if answers are
             matched.
         lr: Highest learning rate. Default: 0.06 over the width of the model.
         seed: Of the order of batches.
@@ -125,7 +125,7 @@ def distill(
         command: What the report says to repeat the run with.
         loading: For folders: how models and rows are loaded, as :class:`gradmerge.LoadOptions` says. ``limit`` is the
             number of rows per task, 256 by default. ``batch_size`` is the number of rows of a task in a step, 16 by
-            default, or fewer rows of long texts.
+            default, or fewer rows of texts with more than 2,048 tokens in all.
 
     Returns:
         The loss of every task on held-out rows, before, during and after.

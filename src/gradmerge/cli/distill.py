@@ -47,7 +47,7 @@ def distill(
     ] = "auto",
     steps: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Steps. Default: 1,800 for 256 rows per task; to match answers, 90."),
+        typer.Option(metavar="N", min=1, help="Steps. Default: 273 for 256 rows per task; to match answers, 91."),
     ] = None,
     lr: Annotated[
         float | None,

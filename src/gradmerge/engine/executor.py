@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+
 from ..checkpoints.checkpoint import Buffers
 from .jobs import Block, Job, MergedBlock, MergeOptions
 from .plan import Plan
@@ -77,6 +79,8 @@ def merge_blocks(
     The result of a block depends on the plan alone, not on the number of threads.
     """
     next_jobs = dict(zip((job.name for job in plan.jobs), plan.jobs[2:], strict=False))
+    if options.device.type == "cuda":  # torch loads its linear algebra at the first use, which two threads must not do
+        torch.linalg.eigvalsh(torch.eye(2, device=options.device))
 
     def merge(buffers: Buffers, block: Block) -> None:
         if block.start == 0 and block.job.name in next_jobs:

@@ -22,13 +22,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..curvature.losses import unwrapped
 from ..errors import InputError
 from ..progress import NoProgress, Progress
 from .blocks import Batch, BlockModel, RowStream, Stage
 from .distances import Distances, measure
 from .hidden_cache import HiddenCache
 from .layers import ExpertLayer, Layer, LayerInput
-from .rows import TaskRows, count_rows
+from .rows import TaskRows, count_rows, join_batches
 
 #: The equation's μ, λ and the tolerance of conjugate gradients.
 ALPHA, RIDGE, TOLERANCE = 0.25, 0.3, 1e-4
@@ -405,6 +406,7 @@ def calibrate_model(
     keep: Callable[[Layer], bool] = lambda layer: False,
     shared_head: bool = True,
     check: bool = True,
+    positions: int = 0,
     progress: Progress | None = None,
 ) -> Calibration:
     """Calibrate a copy of a merge with the G that brings it closest to the fine-tuned models on held-out rows.
@@ -423,9 +425,11 @@ def calibrate_model(
         keep: Says for which layers the merge keeps its weights.
         shared_head: Whether the fine-tuned models share their head, so that answers can be compared.
         check: Compare with the merge. Without it the first candidate is solved with all rows.
+        positions: Join batches up to so many tokens or patches, since small passes leave a GPU idle; 0 joins none.
         progress: Is told how many stages are done.
     """
     progress = progress or NoProgress()
+    pad_token = getattr(getattr(unwrapped(merged.module), "config", None), "pad_token_id", None) or 0
     candidates = dict(CANDIDATES[curvature])
     notes: list[str] = []
     if find_factors is None:
@@ -446,7 +450,7 @@ def calibrate_model(
         report = calibrate_layers(
             model,
             teachers,
-            batches,
+            {task: [one for _, one in join_batches(few, positions, pad_token)] for task, few in batches.items()},
             cache,
             chosen,
             factors=given,
