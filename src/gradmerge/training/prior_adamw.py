@@ -312,7 +312,7 @@ def _pull(optimizer: PriorAdamW, args: Any, kwargs: Any) -> None:
         if rate == 0:
             optimizer._step_counts.clear()
             continue
-        if anchors[0] is None:
+        if any(anchor is None for anchor in anchors):
             raise InputError("PriorAdamW: a group that starts with strength 0 has no anchor. Create a new optimizer.")
         batch: list[_Piece] = []
         elements = 0
