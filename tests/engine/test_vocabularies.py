@@ -374,16 +374,6 @@ def test_without_a_base_the_template_comes_from_the_base_of_a_named_recipe(value
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHAT
 
 
-def test_the_most_common_chat_template(tmp_path: Path) -> None:
-    models = Models(tmp_path)
-    assert models.merge(chat_template="common", tokenizer="union").notes
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is None
-    for name, text in (("base", CHAT), ("one", f"{OTHER}\n"), ("two", OTHER)):
-        (tmp_path / name / "chat_template.jinja").write_text(text)
-    models.merge(chat_template="common", tokenizer="union")
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == OTHER
-
-
 @pytest.mark.parametrize("value", ["two", "nowhere", "\0", "{% if %}"])
 def test_invalid_chat_templates_are_refused(value: str, tmp_path: Path) -> None:
     with pytest.raises(InputError):
