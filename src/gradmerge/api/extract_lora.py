@@ -26,7 +26,6 @@ def extract_lora(
     dtype: str = "auto",
     threads: int | None = None,
     force: bool = False,
-    resume: bool = False,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     dequantize: bool = False,
@@ -47,7 +46,6 @@ def extract_lora(
         dtype: Type of the factors: float32 (auto), float64, bfloat16 or float16.
         threads: Threads; by default one per core, at most 4.
         force: Replace the output if gradmerge wrote it, or if it is empty.
-        resume: Resume a run that was killed.
         allow_pickle: Also read .bin and .pt files (tensors only, no code).
         allow_config: Accept that the models' configs differ in this key, as the error names it.
         dequantize: Dequantize the weights of fp8 and bitsandbytes models on load.
@@ -73,7 +71,6 @@ def extract_lora(
         out,
         threads=threads,
         force=force,
-        resume=resume,
         allow_pickle=allow_pickle,
         allow_config=allow_config,
         dequantize=dequantize,

@@ -45,9 +45,6 @@ def extract_lora(
     print_notes(result.notes, printing.quiet)
     if printing.quiet:
         return
-    if result.already_done:
-        echo(f"{out} is already complete")
-        return
     share, loss = result.lost_share or 0.0, "without loss"
     if share > ROUNDING:
         worst = sorted(result.lost, key=lambda name: -result.lost[name])[:PRINTED]

@@ -111,6 +111,7 @@ class AdapterOutput:
     def open(self) -> Finished:
         """Return that an earlier run finished nothing."""
         self._folder.clear()
+        self._folder.keep = False
         return Finished()
 
     def start(self, statistics: Statistics) -> list[Block]:
