@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import ivon
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Adafactor
@@ -175,6 +177,19 @@ def test_weights_of_other_shapes_are_refused(bert: Run, tmp_path: Path) -> None:
     save_file(wrong, tmp_path / "c" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(gm.InputError):
         gm.import_curvature(tmp_path / "c", 10, 4)
+
+
+def test_no_model_is_built_if_its_config_names_code_from_the_hub(
+    bert: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(bert.checkpoint, tmp_path / "c")
+    path = tmp_path / "c" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"_attn_implementation": "org/repo"}))
+    built: list[Any] = []
+    monkeypatch.setattr(transformers.BertForSequenceClassification, "__init__", lambda *_, **__: built.append(1))
+    with pytest.raises(gm.InputError):
+        gm.import_curvature(tmp_path / "c", 10, 4)
+    assert not built
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, Adafactor])

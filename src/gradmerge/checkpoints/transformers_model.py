@@ -12,13 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..io.remote_code_guard import refuse_hub_code
 from ..quiet import quiet_transformers
 from .checkpoint import Checkpoint
 from .config_diff import claims_too_many
 
 
 def empty_model(checkpoint: Checkpoint) -> Any:
-    """Return the model that the config describes, on the meta device; None if transformers cannot build it."""
+    """Return the model that the config describes, on the meta device; None if transformers cannot build it.
+
+    Code from the Hub is not run, also not that of an attention implementation.
+    """
     config = checkpoint.config
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or claims_too_many(config):
@@ -26,10 +30,11 @@ def empty_model(checkpoint: Checkpoint) -> Any:
     import transformers
 
     try:
+        refuse_hub_code(dict(config), checkpoint.label)
         model_class = getattr(transformers, str(architectures[0]))
         with quiet_transformers(), torch.device("meta"):
             model = model_class(model_class.config_class.from_dict(dict(config)))
-    except Exception:  # no such class, or the config does not fit it
+    except Exception:  # no such class, the config does not fit it, or it names code from the Hub
         return None
     # With many more parameters than the file, the config belongs to another model.
     return None if sum(p.numel() for p in model.parameters()) > 16 * checkpoint.parameters else model
