@@ -9,8 +9,8 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tied_weights import same_values, tied_to
 from ..curvature.format import INPUTS, OUTPUTS
 from ..recipe import NONE
-from ..rules import Rule
-from ..text import listed
+from ..rules import METHODS, Rule
+from ..text import listed, some
 from .inputs import CurvatureInput, Inputs
 
 
@@ -158,7 +158,8 @@ def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -
     if not sources:
         return {}, []
     if rule is not None and rule.layers is None:
-        why = f"which {rule.name} does not support; gradient-matching and removal do. Estimate it with kind=diagonal"
+        supported = [name for name, other in METHODS.items() if other.layers is not None]
+        why = f"which {rule.name} does not support; {some(supported)} do. Estimate it with kind=diagonal"
         return {}, [f"{source.label}: holds Kronecker factors, {why}" for source in sources]
     problems = [
         f"{sources[0].label}: holds Kronecker factors, but {source.label} a diagonal; models of one recipe have "
