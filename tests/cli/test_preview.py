@@ -109,8 +109,6 @@ def test_suggested_weights_are_printed_and_kept_in_the_recipe(place: Path) -> No
         ["-d", "yelp=rows.jsonl"],
         ["-d", "rows.jsonl"],
         ["-d", "a=rows.jsonl"],
-        ["-d", "a=rows.jsonl", "--objective", "sum"],
-        ["--objective", "best"],
         ["--suggest", "-m", "removal"],
         ["--suggest", "--sweep", "damping=1,2"],
         ["--save-best", "{place}/a"],

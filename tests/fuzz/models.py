@@ -392,7 +392,7 @@ class Names(Merging):
 WORDS = [
     *["--method", "-m", "--base", "--model", "--curvature", "--set", "--threads", "--device", "--resume"],
     *["--dry-run", "--allow-pickle", "--json", "--quiet", "--exclude", "--tensors", "--dataset-size"],
-    *["--limit", "--data", "--weights", "--methods", "--suggest", "--objective", "--force", "--", "-h"],
+    *["--limit", "--data", "--weights", "--methods", "--suggest", "--force", "--", "-h"],
     *["--version", "base", "a", "b", "a=0.5", "b=nan", "a=-1", "a=1e400", "a==1", "=", "a=", "=0.5", "average"],
     *["ties", "slerp", "gradient-matching", "removal", "recipe.yml", "density=0.5", "damping=1e-8", "damping=.nan"],
     *["options.x=1", "models[0].weight=2", "models[9].weight=2", "models.0=5", "base.curvature.identity=1"],

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import gradmerge as gm
+from gradmerge.api.preview import as_json
 from gradmerge.cli.app import app
 from gradmerge.tasks import load_model
 from gradmerge.tasks.lm_eval import LMEval
@@ -149,11 +150,9 @@ def write_other_tasks(folder: Path) -> Path:
 
 def test_metrics_that_are_not_means_have_standard_errors(place: Path, tmp_path: Path) -> None:
     tasks = write_other_tasks(tmp_path / "tasks")
-    words = ["preview", str(place / "recipe.yml"), "--lm-eval-tasks", str(tasks), "--device", "cpu", "--json"]
     for task, metric in (("wiki", "word_perplexity"), ("copy", "bleu")):
-        done = CliRunner().invoke(app, [*words, "-w", "0.9,1,1.1", "--lm-eval", task, "-o", str(tmp_path / task)])
-        assert done.exit_code == 0, done.output
-        found = json.loads(done.stdout)  # which has none of the harness' own words
+        options: dict[str, Any] = {"lm_eval": task, "lm_eval_tasks": tasks, "device": "cpu", "progress": False}
+        found = as_json(gm.preview(place / "recipe.yml", weights="0.9,1,1.1", **options))
         assert found["compared_by"] == metric and all(row["standard_error"] > 0 for row in found["settings"])
         others = [row["more_than_best"] for row in found["settings"] if row["more_than_best"] is not None]
         assert found["tied_with_best"] == 1 + sum(abs(one["value"]) <= 2 * one["standard_error"] for one in others)

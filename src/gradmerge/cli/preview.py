@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +11,6 @@ from ..errors import InputError
 from ..text import one_line
 from .completion import method_names
 from .options import (
-    GenerationOptions,
-    HarnessOptions,
     LoadingOptions,
     Printing,
     RecipeOptions,
@@ -65,14 +62,6 @@ def preview(
     sweep: SweepOption = None,
     set_: Settings = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Search for the best weights, one for each task.")] = False,
-    objective: Annotated[
-        str | None,
-        typer.Option(
-            metavar="O",
-            help="Minimize the loss of the worst task (worst), or of all (sum). For --suggest and for predictions.",
-            show_default="worst",
-        ),
-    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,8 +72,6 @@ def preview(
         ),
     ] = None,
     loading: LoadingOptions,
-    writing: GenerationOptions,
-    harness: HarnessOptions,
     save_best: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Merge the best setting into this new folder.")
     ] = None,
@@ -104,11 +91,6 @@ def preview(
         from ..report.preview import best_table
         from .recipe_args import read_recipe
 
-    if objective is not None and (data or harness.lm_eval) and not suggest:
-        raise InputError(
-            "--objective is for --suggest and for predictions; with --data the average metric decides which setting is "
-            "best"
-        )
     sources = named(data or [])
     if save_best is not None:
         _check_free(save_best, out, force, recipe, sources)
@@ -118,15 +100,12 @@ def preview(
         "changes": set_,
         "sweep": sweep,
         "suggest": suggest,
-        "generation": writing.as_generation(),
         "data": sources,
-        "objective": objective or "worst",
         "force": force,
         "command": typed(),
         "save_best": save_best,
         **reading.as_keywords(),
         **loading.as_keywords(),
-        **asdict(harness),
     }
     given = read_recipe(recipe, reading.allow_code)
     with progress(printing.silent, "merges") as shown:
