@@ -72,7 +72,9 @@ class CalibrationResult(RefinementResult):
             "chosen": self.chosen,
             "improved": self.improved,
             "layers": self.layers,
-            "distances": {name: asdict(one) | {"total": one.total} for name, one in self.distances.items()},
+            "distances": {
+                name: asdict(distances) | {"total": distances.total} for name, distances in self.distances.items()
+            },
             "rows": self.rows,
         }
 
@@ -227,7 +229,7 @@ def _calibrate_module(
 
     result, done = run(
         BlockModel(model, structure),
-        {task: BlockModel(one, structure) for task, one in copies.items()},
+        {task: BlockModel(teacher, structure) for task, teacher in copies.items()},
         rows,
         device=next(model.parameters()).device,
         keep=lambda layer: not shared and not layer.path.startswith(prefix),
@@ -249,13 +251,16 @@ def _calibrate_files(run: Run, inputs: MergeInputs, folder: Path) -> tuple[Calib
         merged = BlockModel(files.module, structure, source, store)
         memory = WeightMemory(device)  # one fine-tuned model at a time has weights in memory
         teachers = {
-            task: BlockModel(one.module, structure, one.source(device, memory)) for task, one in inputs.teachers.items()
+            task: BlockModel(teacher.module, structure, teacher.source(device, memory))
+            for task, teacher in inputs.teachers.items()
         }
     else:
         notes.append("the model runs whole, and all models are in memory")
         structure = examine(load_whole(files, device), batch)
         merged = BlockModel(files.module, structure)
-        teachers = {task: BlockModel(load_whole(one, device), structure) for task, one in inputs.teachers.items()}
+        teachers = {
+            task: BlockModel(load_whole(teacher, device), structure) for task, teacher in inputs.teachers.items()
+        }
     task = files.info.task
 
     def with_head(name: str) -> nn.Module:
@@ -397,7 +402,9 @@ def dry_run_calibrate(
         layers = {path: inputs + 1 for path, _, _, inputs in shapes}
         widest, products = max(layers.values()), max(groups * (inputs + 1) ** 2 for _, groups, _, inputs in shapes)
         width = int(getattr(module.config.get_text_config(), "hidden_size", widest))  # type: ignore[arg-type, operator, union-attr]
-        positions = sum(positions_in(batch) for one in inputs.rows.values() for batch in (*one.fit, *one.held_out))
+        positions = sum(
+            positions_in(batch) for task_rows in inputs.rows.values() for batch in (*task_rows.fit, *task_rows.held_out)
+        )
         # In two models the block's inputs, and in the fine-tuned model those of all its layers.
         starts = [f"{name}." for name in blocks] or [""]
         captured = max(sum(n for path, n in layers.items() if path.startswith(start)) for start in starts)
@@ -411,7 +418,8 @@ def dry_run_calibrate(
             "hidden states": min(hidden, limit),
         }
         return JobSize(
-            bytes_read=passes * (checkpoint.nbytes + sum(one.checkpoint.nbytes for one in inputs.teachers.values())),
+            bytes_read=passes
+            * (checkpoint.nbytes + sum(teacher.checkpoint.nbytes for teacher in inputs.teachers.values())),
             bytes_written=checkpoint.nbytes,
             memory=sum(parts.values()),
             free_memory=free,

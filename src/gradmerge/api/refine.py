@@ -146,9 +146,9 @@ def refine_module(
     result = refine(copy.deepcopy(merged).eval(), copies, rows, shared)
     assert result.model is not None
     result.model.train(merged.training)
-    for own, original in zip(result.model.parameters(), merged.parameters(), strict=True):
-        own.requires_grad_(original.requires_grad)
-    result.rows = {task: one.number for task, one in rows.items()}
+    for parameter, original in zip(result.model.parameters(), merged.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad)
+    result.rows = {task: task_rows.number for task, task_rows in rows.items()}
     result.seconds = time.perf_counter() - begun
     return result
 
@@ -218,7 +218,7 @@ def refine_folder(
             if path := changed(before, state_of(models) + state_of(sources, deep=True)):
                 raise MachineError(f"{path}: changed during the {action}. Nothing was written. Run it again.")
             result.output = out
-            result.rows = {task: one.number for task, one in inputs.rows.items()}
+            result.rows = {task: task_rows.number for task, task_rows in inputs.rows.items()}
             result.notes = [*staging.notes, *inputs.notes, *result.notes]
             result.seconds = time.perf_counter() - begun
             checkpoint, info = inputs.merged.checkpoint, inputs.merged.info

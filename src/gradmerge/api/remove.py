@@ -113,8 +113,8 @@ def remove(
     if models is not None or method is not None:
         method = method or "removal"
         check_known(f"method {method!r}", method, METHODS)
-        if given := [name for name, value in by_influence.items() if value is not None]:
-            raise InputError(f"{given[0]} does not go with method and models")
+        if extra := [name for name, value in by_influence.items() if value is not None]:
+            raise InputError(f"{extra[0]} does not go with method and models")
         if isinstance(base, nn.Module) or out is None or not models:
             raise InputError("models and method take the folders of base, out and models")
         device = complete(cast(LoadOptions, loading), remove)["device"]
@@ -136,8 +136,8 @@ def remove(
             expected = "batches, for a module" if in_memory else "a path or name, for a model on disk"
             raise InputError(f"{name} is {type(value).__name__}, but must be {expected}")
     wrong: dict[str, Any] = {"out": out, **loading} if in_memory else {"output": output}
-    if given := [name for name, value in wrong.items() if value is not None]:
-        raise InputError(f"{given[0]} is an option for a {'model on disk' if in_memory else 'module'}")
+    if extra := [name for name, value in wrong.items() if value is not None]:
+        raise InputError(f"{extra[0]} is an option for a {'model on disk' if in_memory else 'module'}")
     settings = _settings(retain_size, budget, steps, unseen is not None, until, max_kronecker_dim)
     begun = time.perf_counter()
     with shown(progress, "batches") as settings["progress"]:
@@ -161,7 +161,7 @@ def remove(
 def _recipe(base: str, models: Sequence[str | Path] | Mapping[str, float], rule: str) -> dict[str, Any]:
     """Return the recipe of a removal with fine-tuned models: a list, or models and their strengths."""
     sign = -1.0 if rule == "task-arithmetic" else 1.0
-    strengths = dict(models) if isinstance(models, Mapping) else {str(one): 1.0 for one in models}
+    strengths = dict(models) if isinstance(models, Mapping) else {str(model): 1.0 for model in models}
     tuned = [{"model": name, "weight": sign * strength} for name, strength in strengths.items()]
     return {"method": rule, "base": base, "models": tuned}
 
@@ -213,7 +213,7 @@ def _remove_rows(
 ) -> RemovalResult:
     """Check the rows, hold out some of the retain set, and take the steps."""
     forget, retain = rows["forget"], rows["retain"]
-    counts = {f"{name}_rows": count_rows(one.batches) for name, one in rows.items()}
+    counts = {f"{name}_rows": count_rows(dataset.batches) for name, dataset in rows.items()}
     if retain_size is not None and retain_size < counts["retain_rows"]:
         raise InputError(f"retain_size {retain_size}: retain has {counts['retain_rows']} rows, which is more")
     for name in rows.keys() - {"forget"}:

@@ -107,7 +107,7 @@ def calibrate(
         )
         print_dry_run(job, printing)
         return
-    with progress(printing.silent, "blocks") as shown:
+    with progress(printing.silent, "blocks") as bar:
         done = calibrate_model(
             merged,
             sources,
@@ -120,7 +120,7 @@ def calibrate(
             cache_memory=cache_memory,
             check=check,
             seed=seed,
-            progress=shown,
+            progress=bar,
             force=force,
             command=typed(),
             **loading.as_keywords(),

@@ -95,9 +95,9 @@ def remove(
     far as under negation, unless --set cap=none. If the step is too long for the method, nothing is written, and the
     message names a damping that works. `gradmerge merge --method removal` does the same, with all options of a merge.
     """
-    given = _given_parameters()
-    with_models = bool(given & {"model", "method"})
-    if wrong := sorted(given - WITH_MODELS - ALWAYS if with_models else given & WITH_MODELS):
+    typed_names = _given_parameters()
+    with_models = bool(typed_names & {"model", "method"})
+    if wrong := sorted(typed_names - WITH_MODELS - ALWAYS if with_models else typed_names & WITH_MODELS):
         option = "--" + wrong[0].rstrip("_").replace("_", "-")
         raise InputError(f"{option} does not go with --model" if with_models else f"{option} goes with --model only")
     if out is None:
@@ -133,8 +133,8 @@ def _remove_rows(
     with heavy_imports():
         from ..api.remove import remove as remove_rows
 
-    with progress(printing.silent, "batches") as shown:
-        options |= {"force": force, "progress": shown, "command": typed(), **loading.as_keywords()}
+    with progress(printing.silent, "batches") as bar:
+        options |= {"force": force, "progress": bar, "command": typed(), **loading.as_keywords()}
         result: Any = remove_rows(base, out, **options)
     if printing.json:
         print_json({"output": str(out), **result.facts(), "seconds": round(result.seconds, 3), "notes": result.notes})

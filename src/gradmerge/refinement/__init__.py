@@ -1,1 +1,1 @@
-"""Removal without a fine-tuned model: steps along influence functions."""
+"""Calibration, distillation and removal: change the weights of a model with a few rows."""

@@ -154,10 +154,10 @@ def stored_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def weights_by_block(module: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
     """Block → names of its parameters and buffers; those outside all blocks are under the empty name."""
-    found: dict[str, list[str]] = {"": [], **{name: [] for name in blocks}}
+    weights: dict[str, list[str]] = {"": [], **{name: [] for name in blocks}}
     for name, _ in stored_values(module):
-        found[next((block for block in blocks if name.startswith(f"{block}.")), "")].append(name)
-    return found
+        weights[next((block for block in blocks if name.startswith(f"{block}.")), "")].append(name)
+    return weights
 
 
 def forward(module: nn.Module, batch: Batch) -> Any:

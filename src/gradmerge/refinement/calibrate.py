@@ -111,9 +111,9 @@ def input_products(
     """
     shape = layer.matrix().shape
     total, mixed = torch.zeros(2, shape[0], shape[2], shape[2], dtype=layer.weight.dtype, device=layer.weight.device)
-    for own, other in zip(inputs, teacher_inputs, strict=True):
-        teacher_rows = teacher_layer.rows(own._replace(values=other.values))
-        for (groups, rows), (_, wanted) in zip(layer.rows(own), teacher_rows, strict=True):
+    for merged, teacher in zip(inputs, teacher_inputs, strict=True):
+        teacher_rows = teacher_layer.rows(merged._replace(values=teacher.values))
+        for (groups, rows), (_, wanted) in zip(layer.rows(merged), teacher_rows, strict=True):
             total[groups].baddbmm_(rows.mT, rows)
             mixed[groups].baddbmm_(wanted.mT, rows)
     mixed.lerp_(total, 1 - alpha)
@@ -181,8 +181,8 @@ def solve(
     solution = Solution(matrix, ridge, idle.nonzero()[:, 0].tolist())
     if factors is not None:
         every, teachers = [p for p, _ in terms], [w for _, w in terms]
-        found = _conjugate_gradients(matrix, every, teachers, anchor, damping, factors, settings)
-        solution.matrix, solution.steps, solution.residual = found
+        refined = _conjugate_gradients(matrix, every, teachers, anchor, damping, factors, settings)
+        solution.matrix, solution.steps, solution.residual = refined
     return solution
 
 
@@ -260,10 +260,10 @@ class TaskStreams(NamedTuple):
         teachers = [model.layers[layer.name] for layer in layers]
         with model.loaded(stage, teachers if stage.is_block else None):
             inputs = (self.merged.layer_inputs(stage, first.path), self.teacher.layer_inputs(stage, first.path))
-            found = input_products(first, inputs[0], teachers[0], inputs[1], settings.alpha, scaled=settings.scaled)
-            if not all(bool(one.isfinite().all()) for one in found):
+            products = input_products(first, inputs[0], teachers[0], inputs[1], settings.alpha, scaled=settings.scaled)
+            if not all(bool(matrix.isfinite().all()) for matrix in products):
                 raise InputError(f"{stage.name}: the inputs of {first.name} are not finite on the rows of {self.task}")
-            return found, [layer.matrix() for layer in teachers]
+            return products, [layer.matrix() for layer in teachers]
 
 
 def calibrate_layers(
@@ -339,8 +339,8 @@ def _solve_group(
     solutions: dict[int, Solution] = {}
     for index, factors in enumerate(scaled):
         if factors is not None:
-            own = [(products, weights[index]) for products, weights in terms]
-            solutions[index] = solve(own, anchors[index], settings, factors)
+            layer_terms = [(products, weights[index]) for products, weights in terms]
+            solutions[index] = solve(layer_terms, anchors[index], settings, factors)
     if plain := [index for index, factors in enumerate(scaled) if factors is None]:
         # With G = I the outputs are independent, so that all layers are one solve.
         stacked = ((products, _joined([weights[index] for index in plain])) for products, weights in terms)
@@ -434,9 +434,9 @@ def calibrate_model(
     notes: list[str] = []
     if find_factors is None:
         candidates = {PLAIN: None}
-    fit = {task: one.fit for task, one in rows.items()}
-    held_out = {task: one.held_out for task, one in rows.items()}
-    every = {task: [*one.fit, *one.held_out] for task, one in rows.items()}
+    fit = {task: task_rows.fit for task, task_rows in rows.items()}
+    held_out = {task: task_rows.held_out for task, task_rows in rows.items()}
+    every = {task: [*task_rows.fit, *task_rows.held_out] for task, task_rows in rows.items()}
     passes = len(candidates) + 1 if check else 1
     progress.begin("calibrating", passes * len(merged.structure.stages))
     factors: dict[str, dict[str, Tensor]] = {}
@@ -446,14 +446,14 @@ def calibrate_model(
     def solve_candidate(name: str, batches: Mapping[str, Sequence[Batch]]) -> tuple[BlockModel, PassReport]:
         epsilon, model = candidates[name], merged.copy()
         chosen = replace(settings, epsilon=epsilon or 0.0)
-        given = factors if epsilon is not None else None
+        used_factors = factors if epsilon is not None else None
         report = calibrate_layers(
             model,
             teachers,
             {task: [one for _, one in join_batches(few, positions, pad_token)] for task, few in batches.items()},
             cache,
             chosen,
-            factors=given,
+            factors=used_factors,
             keep=keep,
             advance=progress.advance,
         )

@@ -301,15 +301,15 @@ class _Run:
 
     def losses(self, rows: Dataset) -> Tensor:
         """The loss of every example, in float64 on the CPU."""
-        device, found = next(self.model.parameters()).device, []
+        device, losses = next(self.model.parameters()).device, []
         with prepared(self.model), torch.no_grad():
             for batch in with_progress(rows.batches, self.progress, "loss"):
                 batch = moved(batch, device)
                 logits, labels = logits_of(self.model, batch), labels_of(batch)
                 loss = rows.loss or loss_of(self.model, labels)
                 loss.check(logits.shape, labels)
-                found.append(loss.losses(logits, labels).double().cpu())
-        return torch.cat(found)
+                losses.append(loss.losses(logits, labels).double().cpu())
+        return torch.cat(losses)
 
     def loss(self, rows: Dataset) -> float:
         """The mean loss of an example."""

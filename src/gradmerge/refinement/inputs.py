@@ -67,34 +67,34 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def recorded_models(folder: Path) -> dict[str, str]:
     """Name → path or Hub id of the models that a merge was made of."""
-    stated = read_record(folder).get("models")
-    if not isinstance(stated, dict):
+    models = read_record(folder).get("models")
+    if not isinstance(models, dict):
         return {}
-    found = {}
-    for name, reference in stated.items():
+    references = {}
+    for name, reference in models.items():
         if isinstance(reference, str):
-            beside = Path(os.path.normpath(folder / reference))
-            found[str(name)] = reference if HUB_ID.fullmatch(reference) and not beside.exists() else str(beside)
-    return found
+            path = Path(os.path.normpath(folder / reference))
+            references[str(name)] = reference if HUB_ID.fullmatch(reference) and not path.exists() else str(path)
+    return references
 
 
-def find_teachers(merged: str, tasks: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+def find_teachers(merged: str, tasks: Sequence[str], teachers: Mapping[str, str]) -> dict[str, str]:
     """Task → its fine-tuned model: the one given, else the one of that name in the merge's record."""
     recorded = recorded_models(folder_of(merged))
-    for name in given:
+    for name in teachers:
         if name not in tasks:
             raise InputError(f"teachers: there is no data for {name!r}{nearest(name, tasks)}")
-    found = {}
+    references = {}
     for task in tasks:
-        reference = given.get(task, recorded.get(task))
+        reference = teachers.get(task, recorded.get(task))
         if reference is None:
             known = f"The record of {merged} names {', '.join(recorded)}." if recorded else f"{merged} has no record."
             raise InputError(
                 f"{task}: no fine-tuned model has this name{nearest(task, recorded)}. {known} "
                 "Name it in teachers, such as teachers={'" + task + "': './" + task + "'}"
             )
-        found[task] = reference
-    return found
+        references[task] = reference
+    return references
 
 
 @contextlib.contextmanager
@@ -188,11 +188,11 @@ def check_teachers(merged: ModelFiles, teachers: Mapping[str, ModelFiles], share
     prefix = "" if shared_head else encoder_prefix(merged.module)
     wrong = [f"{merged.reference}: {n} is not in its files" for n in merged.missing if n.startswith(prefix)]
     for task, teacher in teachers.items():
-        found = differences(merged.module, teacher.module, shared_head)
-        found += [f"{name} is not in the files" for name in teacher.missing]
+        lines = differences(merged.module, teacher.module, shared_head)
+        lines += [f"{name} is not in the files" for name in teacher.missing]
         if (tokens := token_difference(merged.checkpoint, teacher.checkpoint)) is not None:
-            found += tokens.lines
-        wrong += [f"{task}, {teacher.reference}: {line}" for line in found]
+            lines += tokens.lines
+        wrong += [f"{task}, {teacher.reference}: {line}" for line in lines]
     if wrong:
         raise InputError(f"the fine-tuned models do not fit the merge {merged.reference}:\n{listed(wrong)}")
 

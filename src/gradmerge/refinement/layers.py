@@ -175,14 +175,14 @@ def layers_of(path: str, module: Any) -> list[Layer]:
         return [LinearLayer(path, path, module)]
     if not has_expert_layers(module):
         return []
-    found: list[Layer] = []
+    layers: list[Layer] = []
     for weight in (first_projection(module), "down_proj"):
         experts = range(len(getattr(module, weight)))
         _, _, inputs = ExpertLayer(path, module, weight, experts).weights().shape
         size = max(1, EXPERT_BYTES // (16 * inputs**2))  # two sums in float32, one matrix in float64
         parts = [experts[first : first + size] for first in experts[::size]]
-        found += [ExpertLayer(path, module, weight, part) for part in parts]
-    return found
+        layers += [ExpertLayer(path, module, weight, part) for part in parts]
+    return layers
 
 
 def find_layers(model: nn.Module) -> dict[str, Layer]:

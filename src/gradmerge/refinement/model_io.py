@@ -120,7 +120,7 @@ def _write_weights(staging: AtomicDir, checkpoint: Checkpoint, changed: Mapping[
 def copy_adapter_config(home: Path, folder: Path) -> None:
     """Copy the adapter's config; a relative path of its base model is relative to the new folder."""
     config = read_adapter_config(home)
-    stated = config.get("base_model_name_or_path")
-    if isinstance(stated, str) and not Path(stated).exists() and (home / stated).is_dir():
-        config["base_model_name_or_path"] = os.path.relpath(home / stated, folder)
+    base = config.get("base_model_name_or_path")
+    if isinstance(base, str) and not Path(base).exists() and (home / base).is_dir():
+        config["base_model_name_or_path"] = os.path.relpath(home / base, folder)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

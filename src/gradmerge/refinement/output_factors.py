@@ -61,21 +61,21 @@ def output_factors(
         seed: Of the sampled labels.
         first_row: Number of the first row, which decides its random numbers.
     """
-    found: dict[str, Tensor] = {}
+    factors: dict[str, Tensor] = {}
     row = first_row
     with contextlib.ExitStack() as stack, torch.enable_grad():
         for name in layers:
-            hook = partial(_add_products, found, name)
+            hook = partial(_add_products, factors, name)
             stack.callback(model.get_submodule(name).register_forward_hook(hook).remove)
         for batch in batches:
             loss, labels = sampled_loss(model, batch, seed, row)
             loss.backward()
             row += len(labels)
-    return found
+    return factors
 
 
-def _add_products(found: dict[str, Tensor], name: str, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """A forward hook that adds g gᵀ of a layer's output to ``found`` in the backward pass."""
+def _add_products(sums: dict[str, Tensor], name: str, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """A forward hook that adds g gᵀ of a layer's output to ``sums`` in the backward pass."""
 
     def add(gradient: Tensor) -> None:
         if isinstance(layer, CONVOLUTIONS):
@@ -84,7 +84,7 @@ def _add_products(found: dict[str, Tensor], name: str, layer: nn.Module, args: A
             rows = gradient.reshape(1, -1, gradient.shape[-1])
         rows = rows.float() if gradient.dtype != torch.float64 else rows
         total = rows.mT @ rows
-        found[name] = found[name] + total if name in found else total
+        sums[name] = sums[name] + total if name in sums else total
 
     if output.requires_grad:
         output.register_hook(add)

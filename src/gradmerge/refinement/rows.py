@@ -58,10 +58,10 @@ class RowBatches(Sequence[Any]):
 
 def as_batches(name: str, batches: Iterable[Any]) -> Sequence[Any]:
     """Return batches that can be read several times. Raises InputError if they have no row."""
-    found = batches if isinstance(batches, Sequence) and not isinstance(batches, str) else list(batches)
-    if not count_rows(found):
+    ready = batches if isinstance(batches, Sequence) and not isinstance(batches, str) else list(batches)
+    if not count_rows(ready):
         raise InputError(f"{name}: there are no rows")
-    return found
+    return ready
 
 
 def count_rows(batches: Sequence[Any]) -> int:
@@ -166,12 +166,12 @@ def select_rows(batches: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
     sizes = [examples_in(batch) for batch in batches]
     chosen = torch.zeros(sum(sizes), dtype=torch.bool)
     chosen[rows] = True
-    found = []
+    selected = []
     for batch, mask in zip(batches, chosen.split(sizes), strict=True):
         if bool(mask.any()):
             device = next(value.device for value in values_of(batch) if isinstance(value, Tensor))
-            found.append(batch_rows(batch, mask.nonzero()[:, 0].to(device)))
-    return found
+            selected.append(batch_rows(batch, mask.nonzero()[:, 0].to(device)))
+    return selected
 
 
 def count_common_rows(batches: Iterable[Any], other: Iterable[Any]) -> int:

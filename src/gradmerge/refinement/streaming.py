@@ -100,12 +100,12 @@ def open_model_files(reference: str, task: str = "auto", attn_implementation: st
     info, config, adapter, setup = locate(reference, task)
     prefix = ""
     if setup is not None:
-        place = setup.transformer.relative_to(info.folder).as_posix()
-        prefix = "" if place == "." else f"{place}/"
+        path = setup.transformer.relative_to(info.folder).as_posix()
+        prefix = "" if path == "." else f"{path}/"
     checkpoint = open_checkpoint(info.folder, dequantize=True)
     try:
-        if adapter is None and (found := detect_quantization(checkpoint)):
-            raise InputError(f"{reference}: {found}. Give the unquantized model.")
+        if adapter is None and (quantization := detect_quantization(checkpoint)):
+            raise InputError(f"{reference}: {quantization}. Give the unquantized model.")
         module = module_without_weights(reference, info.task, config, attn_implementation)
         stored, missing = _find_tensors(module, checkpoint, prefix)
         _check_shapes(reference, module, checkpoint, stored)
@@ -177,10 +177,10 @@ def _find_tensors(
             stored[name] = parts
             continue
         known = [sources.get(alias, alias) for alias in aliases.get(name, [name])]
-        known += [text for one in known for text in (one.removeprefix(f"{base}."), f"{base}.{one}")]
-        found = next((prefix + one for one in known if prefix + one in checkpoint.tensors), None)
-        if found is not None:
-            stored[name] = {found: None}
+        known += [text for alias in known for text in (alias.removeprefix(f"{base}."), f"{base}.{alias}")]
+        tensor_name = next((prefix + tensor for tensor in known if prefix + tensor in checkpoint.tensors), None)
+        if tensor_name is not None:
+            stored[name] = {tensor_name: None}
         elif name not in buffers:
             missing.append(name)
     return stored, missing
@@ -191,12 +191,14 @@ def _slices(
 ) -> dict[str, Slice | None] | None:
     """Tensors of the checkpoint → the parts of fused experts' weights that they hold; None if it stores them whole."""
     experts, rows, columns = value.shape
-    found = find_slices(module, BareParameter(name, experts, (rows, columns), False))
-    if not found or len(found) == 1:
+    slices = find_slices(module, BareParameter(name, experts, (rows, columns), False))
+    if not slices or len(slices) == 1:
         return None
-    shapes = {prefix + tensor: slice_of(value, part).shape for tensor, part in found.items()}
-    fits = all(one in checkpoint.tensors and checkpoint.tensors[one].shape == shape for one, shape in shapes.items())
-    return {prefix + tensor: part for tensor, part in found.items()} if fits else None
+    shapes = {prefix + tensor: slice_of(value, part).shape for tensor, part in slices.items()}
+    fits = all(
+        tensor in checkpoint.tensors and checkpoint.tensors[tensor].shape == shape for tensor, shape in shapes.items()
+    )
+    return {prefix + tensor: part for tensor, part in slices.items()} if fits else None
 
 
 def _check_shapes(
@@ -205,16 +207,16 @@ def _check_shapes(
     wrong = []
     for name, tensors in stored.items():
         for tensor, part in tensors.items():
-            wanted, found = tuple(_tensor(module, name).shape), checkpoint.tensors[tensor].shape
-            if part is None and wanted != found:
-                wrong.append(f"{tensor}: {list(found)}, and its config makes {list(wanted)}")
+            wanted, shape = tuple(_tensor(module, name).shape), checkpoint.tensors[tensor].shape
+            if part is None and wanted != shape:
+                wrong.append(f"{tensor}: {list(shape)}, and its config makes {list(wanted)}")
     if wrong:
         raise InputError(f"{reference}: tensors have other shapes than the config says:\n{listed(wrong)}")
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
-    path, _, own = name.rpartition(".")
-    value: Tensor = getattr(module.get_submodule(path), own)
+    path, _, attribute = name.rpartition(".")
+    value: Tensor = getattr(module.get_submodule(path), attribute)
     return value
 
 

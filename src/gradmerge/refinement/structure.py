@@ -200,8 +200,8 @@ class _UsedWeights(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") not in ("__get__", "to", "type"):
-            given = (*args, *(kwargs or {}).values())
-            self.seen.update(id(value) for value in given if isinstance(value, nn.Parameter))
+            values = (*args, *(kwargs or {}).values())
+            self.seen.update(id(value) for value in values if isinstance(value, nn.Parameter))
         return func(*args, **(kwargs or {}))
 
 
@@ -216,16 +216,16 @@ def runs_block_by_block(
             with model.loaded(stage):
                 stream.go_through(stage)
                 if stage == structure.stages[-1]:
-                    found = tensors_in(stream.finish(0))
+                    outputs = tensors_in(stream.finish(0))
     except InputError:
         raise
     except Exception:  # code between the blocks that cannot do without the blocks' real outputs
         return False
-    return len(found) == len(expected) and all(map(_is_close, found, expected))
+    return len(outputs) == len(expected) and all(map(_is_close, outputs, expected))
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
+def _is_close(outputs: Tensor, expected: Tensor) -> bool:
     if not expected.is_floating_point() or not bool(expected.isfinite().all()):
         return True  # calibration names the layer where values become infinite
     scale = float(expected.abs().max()) if expected.numel() else 0.0
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * scale + 1e-30)
+    return outputs.shape == expected.shape and torch.allclose(outputs, expected, rtol=1e-4, atol=1e-5 * scale + 1e-30)
