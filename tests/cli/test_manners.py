@@ -208,7 +208,7 @@ def test_paths_that_are_not_utf8_are_merged_and_looked_at(latin: Path) -> None:
     clean("merge", recipe, "-o", latin / "two")
     assert weights_of(latin / os.fsdecode(b"fusionn\xe9")) == weights_of(latin / "two")
     assert json.loads((latin / "two" / "gradmerge.json").read_text())["inputs"][1]["source"] == "mod\udce8le"
-    clean("curvature", "show", latin / os.fsdecode(b"fusionn\xe9"), "--plot", latin / os.fsdecode(b"\xe9.svg"))
+    clean("curvature", "show", latin / os.fsdecode(b"fusionn\xe9"), "--plot", latin / os.fsdecode(b"\xe9.html"))
     clean("diagnose", recipe, "-o", latin / "diagnosis")
     clean("preview", recipe, "--weights", "0.5,1", "-o", latin.parent / "preview", "--save-best", latin / "best")
     clean("merge", latin.parent / "preview" / "recipe.yml", "-o", latin / "again")
