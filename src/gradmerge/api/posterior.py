@@ -71,13 +71,13 @@ def sample_posterior(
                 "output.curvature: true."
             )
         with open_curvature(str(curvature)) as file:
-            sampled = [n for n in model.tensors if n in file.shapes or tied_to(n, model) in file.shapes]
+            sampled = [name for name in model.tensors if {name, tied_to(name, model)} & file.shapes.keys()]
         inputs = model.files()
     if not sampled:
         raise InputError(f"{curvature}: has no tensor of {folder}")
     recipe = {
         "method": "posterior-sample",
-        "models": [{"model": str(Path(folder).absolute()), "curvature": str(curvature.absolute())}],
+        "models": [{"model": str(folder)}],
         "damping": damping,
         "reduction": reduction,
         "include": sampled,
@@ -92,7 +92,6 @@ def sample_posterior(
         return target
 
     recipe_of(0)  # raises if an argument is invalid
-
     if out is None:
         return _states(write, n)
     with AtomicDir(Path(out), "set of samples", force=force, reads=[*inputs, Path(folder)]) as staging:
