@@ -137,7 +137,7 @@ def _remove_rows(
         options |= {"force": force, "progress": bar, "command": typed(), **loading.as_keywords()}
         result: Any = remove_rows(base, out, **options)
     if printing.json:
-        print_json({"output": str(out), **result.facts(), "seconds": round(result.seconds, 3), "notes": result.notes})
+        print_json(result.to_dict())
         return
     print_notes(result.notes, printing.quiet)
     if printing.quiet:

@@ -149,6 +149,11 @@ class RemovalResult(Displayed):
             "steps": [asdict(step) for step in self.steps],
         }
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        output = None if self.output is None else str(self.output)
+        return {"output": output, **self.facts(), "seconds": round(self.seconds, 3), "notes": self.notes}
+
     def losses(self) -> list[tuple[str, Measured, Measured, Measured]]:
         """The forget set and the retain set: mean loss of an example before and after, and its increase."""
 
