@@ -16,7 +16,7 @@ from .workloads import State, Workload
 
 #: Settings that are compared with the defaults by ``--sweep``.
 ALPHAS_AND_RIDGES = ((0.25, 0.05), (1.0, 0.3), (1.0, 0.05))
-RATE_FACTORS = (0.5, 2.0)
+RATE_FACTORS = (0.25, 0.5, 2.0)
 
 
 class Recorder:
@@ -72,6 +72,12 @@ def run_seed(
         tuned[task] = record.add(name, lambda t=task, k=known: base if k else workload.train(base, [t]), [task])  # type: ignore[misc]
         own[task] = record.results[name]["tasks"][task]
     record.results["fine-tuned, each on its own task"] = {"tasks": own}
+    record.results["fine-tuned, each on its own task"]["rms_change"] = {
+        task: float(
+            torch.cat([(state[n] - base[n]).flatten() for n in base if base[n].dim() > 1]).square().mean().sqrt()
+        )
+        for task, state in tuned.items()
+    }
     merges = dict(_merges(record, workload, settings, base, tuned))
     anchor = merges[settings.anchor]
     _recover(record, workload, settings, anchor, tuned, sweep)
