@@ -30,7 +30,7 @@ from ..report.page import Page
 from ..report.refinement import calibration_page, calibration_verdict
 from ..tasks import LoadOptions, complete
 from ..tasks.models import device_of, encoder_prefix, with_encoder_of
-from ..text import count, parse_size
+from ..text import count, parse_size, some
 from .dry_run import PROCESS, JobSize, free_disk, free_memory
 from .refine import BATCH_TOKENS, RefinementResult, paths_by_name, refine_folder, refine_module
 
@@ -361,7 +361,7 @@ def _notes_on_layers(done: Calibration) -> list[str]:
     structure, report, notes = done.model.structure, done.report, []
     for why, layers in structure.skipped.items():
         if layers:
-            notes.append(f"{count(len(layers))} layers {why} and keep the merge's weights: {layers[0]}, …")
+            notes.append(f"layers that {why} keep the merge's weights: {some(layers)}")
     if report.idle_experts:
         number = sum(map(len, report.idle_experts.values()))
         notes.append(f"{count(number)} experts got no token of the rows and keep the merge's weights")

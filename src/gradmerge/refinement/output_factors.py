@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..curvature.losses import LOSSES, MASKED, ExampleLoss, unwrapped
 from ..tasks.models import representation_modules
-from ..text import count
+from ..text import some
 from .blocks import Batch, BlockModel, forward
 from .layers import CONVOLUTIONS, ExpertLayer, Layer
 
@@ -36,7 +36,7 @@ def layers_with_factors(
     layers = [name for name, (_, outputs, inputs) in sizes.items() if max(outputs, inputs) <= max_dim]
     notes = []
     if wide := [name for name in sizes if name not in layers]:
-        notes.append(f"{count(len(wide))} layers wider than {max_dim} have no output factor: {wide[0]}, …")
+        notes.append(f"layers wider than {max_dim} have no output factor: {some(wide)}")
     if len(sizes) < len(solved):
         notes.append("fused experts have no output factors")
     needed = 2 * tasks * sum(4 * sizes[name][1] ** 2 for name in layers)
