@@ -149,6 +149,7 @@ class Preview(Displayed):
     """Whether the recipe's own merge may be taken; not if it is outside the ranges of a search."""
 
     _ties: dict[int, list[Outcome]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _leading: dict[Any, Outcome | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def _line(self) -> list[str]:
         best = self.best()
@@ -221,8 +222,12 @@ class Preview(Displayed):
         """
         if is_removal(self.recipe):
             return None
-        known = [row for row in self.compared() if row.score is not None and not _removes(row)]
-        return min((row for row in known if method in (None, row.setting.method)), key=self._badness, default=None)
+        key = method, self.allows_own
+        if key not in self._leading:
+            known = [row for row in self.compared() if row.score is not None and not _removes(row)]
+            known = [row for row in known if method in (None, row.setting.method)]
+            self._leading[key] = min(known, key=self._badness, default=None)
+        return self._leading[key]
 
     def _badness(self, row: Outcome) -> tuple[float, float]:
         """A sort key: by score, then by the mean loss over tasks."""
@@ -295,6 +300,7 @@ class Preview(Displayed):
     def rank_all(self) -> None:
         """Set the ranks of all settings; those tied with the leading one have rank 1 too."""
         self._ties.clear()
+        self._leading.clear()
         overall = Ranking([row.score for row in self.compared()], self.criterion.higher)
         for row in (*self.rows, self.reference):
             row.rank = 1 if self.among_best(row) else overall.rank(row.score)
