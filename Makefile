@@ -31,8 +31,10 @@ test: install  ## Run the tests.
 coverage: install  ## Run the tests and show which lines of src/ they reach, line by line in htmlcov/.
 	$(PYTEST) --cov --cov-report=term --cov-report=html
 
-fuzz: install  ## Mutate inputs of every kind and kill commands at work (an hour; FUZZ_FLAGS='--inputs 5000 --kills 20').
-	$(BIN)/python -m tests.fuzz --out tests/fuzz/results.json $(FUZZ_FLAGS)
+fuzz: export FUZZ_INPUTS ?= 100000
+fuzz: export FUZZ_KILLS ?= 200
+fuzz: install  ## Mutate inputs of every kind and kill running commands (an hour; shorter with FUZZ_INPUTS=5000 FUZZ_KILLS=20).
+	$(BIN)/python -m pytest -n 2 --dist load --hypothesis-show-statistics tests/fuzz
 
 demo: install  ## Train, measure, merge by every rule and compare, on scikit-learn's digits, into demo/ (minutes).
 	$(BIN)/gradmerge demo -o demo
@@ -63,5 +65,5 @@ docs: install  ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## Remove everything that make has made.
-	rm -rf $(VENV) .venv-mergekit $(BENCH_DATA) demo fuzz-failures site build dist htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-mergekit $(BENCH_DATA) demo site build dist htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

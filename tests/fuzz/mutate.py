@@ -9,12 +9,10 @@ import warnings
 import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
 
-import hypothesis
 import torch
 import yaml
-from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 Draw = Callable[[SearchStrategy[Any]], Any]
@@ -47,24 +45,6 @@ json_values: SearchStrategy[Any] = st.sampled_from([*WRONG, *PATHS]) | st.recurs
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=6,
 )
-
-
-def generate(strategy: SearchStrategy[Any], count: int, seed: str) -> list[Any]:
-    """Up to so many values, the same for the same seed whatever else runs in the process."""
-    values: list[Any] = []
-
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=count, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck]
-    )
-    @given(strategy)
-    def collect(value: Any) -> None:
-        values.append(value)
-
-    # Hypothesis also draws constants of the modules of this repository that happen to be imported.
-    with patch("hypothesis.internal.conjecture.providers.is_local_module_file", lambda path: False, create=True):
-        collect()
-    return values
 
 
 def spliced(parts: Sequence[Any], new: SearchStrategy[Any]) -> SearchStrategy[list[Any]]:

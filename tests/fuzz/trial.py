@@ -1,24 +1,21 @@
-"""What every case must fulfil: a result or a refusal, in time and little memory, whole outputs, unchanged inputs."""
+"""What every case must fulfill: a result or a refusal, in time and little memory, whole outputs, unchanged inputs."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import json
 import os
 import shutil
 import signal
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
@@ -33,15 +30,9 @@ MOST_SECONDS = 20.0
 MOST_MEMORY = 500_000_000
 LONGEST_MESSAGE = 20_000
 
-#: How a case may end. All but the first three are failures.
+#: How a case may end. Everything else raises `Broken` or the exception itself.
 WORKED, REFUSED, MACHINE = "worked", "refused", "machine"
-OTHER, BROKEN, HANG, MEMORY, CRASH = "other exception", "broken output", "hang", "memory", "crash"
-GOOD = (WORKED, REFUSED, MACHINE)
-OUTCOMES = (*GOOD, OTHER, BROKEN, HANG, MEMORY, CRASH)
 
-
-#: Commands that were run in this process.
-_commands = 0
 #: Paths that a case opens, while they are watched.
 _opened: list[str] | None = None
 
@@ -51,7 +42,7 @@ class Broken(Exception):
 
 
 class TooLong(BaseException):
-    """The case has taken its time."""
+    """The case exceeds its time limit."""
 
 
 class Place:
@@ -66,7 +57,7 @@ class Place:
         self._sealed: dict[Path, bytes] = {}
         self.changed: dict[Path, bytes] = {}
         self.prepared: dict[Path, bytes] = {}
-        """What a case puts where outputs go before it begins."""
+        """Files that a case writes beside `out` before it begins."""
 
     def seal(self) -> None:
         """Remember the inputs as they are."""
@@ -81,19 +72,19 @@ class Place:
         write_files(self.inputs, {Path(name): content})
 
     def prepare(self, files: dict[Path, bytes]) -> None:
-        """Lay files, by their names beside `out`, where an earlier run would have left them."""
+        """Write files beside `out`, where an earlier run would have left them."""
         self.prepared = files
         write_files(self.out.parent, files)
 
     def check_inputs(self) -> None:
-        """Nothing but what the case has changed may have changed."""
+        """Raise if an input changed that the case did not change."""
         found, want = files_in(self.inputs), self._sealed | self.changed
         if found != want:
             odd = sorted(str(p) for p in found.keys() | want.keys() if found.get(p) != want.get(p))
             raise Broken(f"the inputs were changed: {', '.join(odd)}")
 
     def restore(self) -> None:
-        """As it was before the case."""
+        """Undo what the case did."""
         found = files_in(self.inputs)
         for name in found.keys() - self._sealed.keys():
             (self.inputs / name).unlink()
@@ -124,7 +115,7 @@ def write_files(folder: Path, files: dict[Path, bytes]) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """A folder under its final name is a whole model, as the safetensors library reads it."""
+    """Raise if a folder under its final name is not a whole model, as the safetensors library reads it."""
     try:
         json.loads((folder / "gradmerge.json").read_text("utf-8"))
         if not (folder / "README.md").is_file():
@@ -222,65 +213,40 @@ class Kind:
         return st.composite(lambda draw: self.case(draw))()
 
 
-@dataclass
-class Result:
-    """How one case ended."""
+class Result(NamedTuple):
+    """How a case ended."""
 
-    kind: str
-    number: int
     outcome: str
-    message: str = ""
-    seconds: float = 0.0
-    memory: int = 0
+    memory: int
     """Bytes by which the process grew, at most."""
-    trace: str = ""
-    files: dict[str, bytes] = field(default_factory=dict)
-    """The mutated inputs of a failure."""
 
 
-def run_case(kind: Kind, case: Case | None = None, number: int = -1) -> Result:
-    """One case, or the valid inputs."""
-    result = Result(kind.name, number, WORKED)
+def run_case(kind: Kind, case: Case | None = None) -> Result:
+    """Run a case, or the valid inputs. Raise `Broken` if it does what no case should do."""
     case = case if case is not None else kind.valid()
     for name, content in case.files.items():
         kind.place.put(name, content)
     if case.left is not None:
         kind.place.prepare(case.left)
-    before, held = open_descriptors(), _memory("VmRSS")
+    held = _memory("VmRSS")
     _forget_peak()
-    begun, commands = time.monotonic(), _commands
     try:
         with contextlib.chdir(kind.place.inputs), warnings.catch_warnings(), watched() as opened:
             warnings.simplefilter("ignore")
-            result.outcome, result.message = _ended(kind, case.how)
-        result.memory = max(0, _memory("VmHWM") - held)
+            outcome = _outcome(kind, case.how)
+        memory = max(0, _memory("VmHWM") - held)
         with contextlib.chdir(kind.place.inputs):
             kind.place.check_inputs()
-            kind.check(result.outcome)
+            kind.check(outcome)
         if kind.stays_inside and (outside := outside_of(kind.place.root, opened)):
             raise Broken(f"opened files elsewhere: {', '.join(outside)}")
-        if result.memory > MOST_MEMORY:
-            result.outcome, result.message = MEMORY, f"{result.memory / 1e6:.0f} MB"
-        # A command's files are closed by the end of its process.
-        elif _commands == commands and open_descriptors() > before and still_open() > before:
-            raise Broken("a file was left open")
-    except Broken as error:
-        result.outcome, result.message, result.trace = BROKEN, str(error), traceback.format_exc()
-    except TooLong:
-        result.outcome, result.message, result.trace = HANG, f"over {MOST_SECONDS:g} s", traceback.format_exc()
-    except MemoryError:
-        result.outcome, result.message, result.trace = MEMORY, "MemoryError", traceback.format_exc()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        result.outcome, result.trace = OTHER, traceback.format_exc()
-        result.message = f"{type(error).__name__}: {error}"[:300]
-    result.seconds = time.monotonic() - begun
-    if result.outcome not in GOOD:
-        changed = {f"in/{n}": c for n, c in kind.place.changed.items()}
-        result.files = changed | {f"out/{n}": c for n, c in kind.place.prepared.items()}
-    kind.place.restore()
-    return result
+        if memory > MOST_MEMORY:
+            raise Broken(f"took {memory / 1e6:.0f} MB")
+        return Result(outcome, memory)
+    except TooLong as error:
+        raise Broken(f"took more than {MOST_SECONDS:g} s") from error
+    finally:
+        kind.place.restore()
 
 
 def _listen(event: str, arguments: tuple[Any, ...]) -> None:
@@ -316,16 +282,15 @@ def outside_of(root: Path, paths: list[str]) -> list[str]:
     return [path for path in far if not path.endswith((".py", ".pyc", ".so")) and "/lib/python" not in path]
 
 
-def _ended(kind: Kind, how: dict[str, Any]) -> tuple[str, str]:
+def _outcome(kind: Kind, how: dict[str, Any]) -> str:
     with time_limit(MOST_SECONDS):
         try:
             kind.read(**how)
         except GradmergeError as error:
-            message = str(error)
-            if not message or len(message) > LONGEST_MESSAGE:
-                raise Broken(f"a message of {len(message)} characters") from error
-            return (REFUSED if isinstance(error, InputError) else MACHINE), message
-    return WORKED, ""
+            if not 0 < len(str(error)) <= LONGEST_MESSAGE:
+                raise Broken(f"a message of {len(str(error))} characters") from error
+            return REFUSED if isinstance(error, InputError) else MACHINE
+    return WORKED
 
 
 @contextlib.contextmanager
@@ -346,8 +311,6 @@ def command(*words: str) -> str:
     """Run the command line in this process as `gradmerge` does: its output, or the refusal that it printed."""
     from gradmerge.cli.app import main
 
-    global _commands
-    _commands += 1
     out, error = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     status: Any = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
@@ -368,15 +331,6 @@ def command(*words: str) -> str:
     if status == 1:
         raise MachineError(said[:1000] or "no message")
     return text
-
-
-def still_open() -> int:
-    gc.collect()
-    return open_descriptors()
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0  # noqa: PTH208 - the quicker
 
 
 def _forget_peak() -> None:

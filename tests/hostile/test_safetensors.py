@@ -75,7 +75,7 @@ def test_a_strange_config_is_read_or_refused(text: str, tmp_path: Path) -> None:
     kind = Weights(tmp_path / "weights")
     files = {f"{name}/config.json": text.encode() for name in ("base", "a", "b")}
     result = run_case(kind, Case(files, how={"changes": {"output": {"dtype": "bfloat16"}}}))
-    assert result.outcome == (WORKED if text.startswith('{"') or text == "{}" else REFUSED), result.trace
+    assert result.outcome == (WORKED if text.startswith('{"') or text == "{}" else REFUSED)
 
 
 def test_many_names_in_one_file_are_opened_in_little_more_than_the_time_to_read_them(tmp_path: Path) -> None:
@@ -99,4 +99,4 @@ def test_an_index_that_names_another_file_is_refused_and_that_file_not_opened(na
     assert run_case(kind, Case({file: json.dumps(index).encode()})).outcome == WORKED
     index["weight_map"]["a.weight"] = name
     result = run_case(kind, Case({file: json.dumps(index).encode()}))
-    assert result.outcome == REFUSED, result.trace
+    assert result.outcome == REFUSED
