@@ -49,7 +49,5 @@ def test_a_negative_weight_of_gradient_matching_is_noted_also_for_those_who_only
 
 
 def test_missing_curvature_is_refused(recipe: gm.Recipe) -> None:
-    with pytest.raises(gm.InputError, match=r"base\.curvature: looking at a merge"):
-        open_plan(recipe, reads=frozenset({"base", "prior"}), wanted_by="looking at a merge")
-    with pytest.raises(gm.InputError, match=r"base\.curvature: weighted-average"):
+    with pytest.raises(gm.InputError, match=r"base\.curvature"):
         open_plan(recipe, reads=frozenset({"base", "prior"}))

