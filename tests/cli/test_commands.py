@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,37 +91,6 @@ def test_curvature_can_be_given_by_name_or_in_order(models: tuple[Path, ...], tm
     assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / "out").items())
 
 
-def test_remove_by_negation(models: tuple[Path, ...], tmp_path: Path) -> None:
-    base, a, b = models
-    given = ["--base", base, "--model", f"{a}=0.5", "--model", b]
-    run("remove", "--method", "task-arithmetic", *given, "-o", tmp_path / "out")
-    states = [read_model(m) for m in models]
-    want = gm.merge_state_dicts(states[0], states[1:], "task-arithmetic", weights=[-0.5, -1.0])
-    assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / "out").items())
-
-
-def test_json_output_is_one_object(models: tuple[Path, ...], tmp_path: Path) -> None:
-    base, a, b = models
-    done = forked("merge", "-m", "average", "--model", a, "--model", b, "-o", tmp_path / "out", "--json")
-    facts = json.loads(done.stdout)
-    assert facts["merged_tensors"] == 6
-    assert facts["seconds"] > 0
-    assert done.stderr == ""
-    assert json.loads(run("methods", "--json"))[0]["name"] == "average"
-    assert json.loads(run("methods", "ties", "--json"))["options"][0]["name"] == "density"
-    assert json.loads(run("inspect", base, a, "--json"))["mergeable"] is True
-    assert json.loads(run("curvature", "show", base, "--json"))["examples"] == 100
-
-
-def test_methods_lists_every_rule_with_its_row() -> None:
-    text = run("methods")
-    assert all(name in text for name in gm.METHODS)
-    assert "F_0 + δ" in text
-    text = run("methods", "sparse-finetuning")
-    assert all(word in text for word in ("density", "scope", "normalize"))
-    assert "'ties'" in run("methods", "tie", status=2)
-
-
 def test_a_path_with_an_equals_sign_is_a_path(models: tuple[Path, ...], tmp_path: Path) -> None:
     base, a, _ = models
     odd = tmp_path / "lr=3"
@@ -170,17 +138,6 @@ def test_set_takes_penalties_caps_and_reductions(models: tuple[Path, ...], tmp_p
         run("merge", recipe, *words, "-o", tmp_path / f"out-{number}", "--accept-untrusted")
         want = gm.merge_state_dicts(states[0], states[1:], **given, **how)
         assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / f"out-{number}").items()), settings
-
-
-def test_a_dry_run_says_which_damping_and_penalties_are_used(models: tuple[Path, ...]) -> None:
-    base, a, b = models
-    given = ["--base", base, "--model", a, "--model", b, "--dry-run", "--json"]
-    found = json.loads(run("merge", "-m", "removal", *given))
-    mean = sum(float(t.double().sum()) for m in (a, b) for t in gm.Curvature.load(m).sum().values())
-    assert found["damping"] == pytest.approx(mean / sum(t.numel() for t in read_model(base).values()))
-    assert [one["from"] for one in found["penalty"]] == ["default", "default"]
-    found = json.loads(run("merge", "-m", "gradient-matching", *given, "--set", "base.penalty=none"))
-    assert found["damping"] == 1e-10 and [one["penalty"] for one in found["penalty"]] == ["none", "none"]
 
 
 def test_what_was_typed_and_what_is_named_are_without_the_secrets_of_urls(monkeypatch: pytest.MonkeyPatch) -> None:

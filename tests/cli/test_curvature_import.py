@@ -50,15 +50,6 @@ def test_an_imported_curvature_merges_by_gradient_matching(trained: Run, tmp_pat
         assert torch.allclose(got[name].double(), want, atol=1e-6), name
 
 
-def test_json(trained: Run, tmp_path: Path) -> None:
-    options = (*NUMBERS, "-o", tmp_path / "c", "--precision", "log8", "--json")
-    facts = json.loads(run("curvature", "import", trained.checkpoint, *options).stdout)
-    assert (facts["examples"], facts["batch_size"], facts["likelihood"]) == (10, 4, "adam")
-    assert (facts["tensors"], facts["missing"], facts["notes"]) == (40, [], [])
-    run("curvature", "import", trained.checkpoint, *options, status=2)
-    run("curvature", "import", trained.checkpoint, *options, "--force")
-
-
 def cut(folder: Path) -> None:
     path = folder / "optimizer.pt"
     path.write_bytes(path.read_bytes()[:2000])

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.cli.app import app
-from gradmerge.report.page import library
 from tests.making import read_model, write_recipe
 from tests.tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
 
@@ -137,51 +136,8 @@ def test_the_residual_and_the_true_mismatch_are_what_their_formulas_say(place: P
         assert norms["gradient-matching", task] == pytest.approx(want, rel=1e-3)
 
 
-def test_the_folder_holds_a_report_with_its_figures_and_tables(place: Path) -> None:
-    names = {path.name for path in (place / "report").iterdir()}
-    assert {
-        "report.html",
-        "recipe.yml",
-        "diagnosis.json",
-        "layers.csv",
-        "predicted-loss.csv",
-        "mismatch.csv",
-    } <= names
-    text = (place / "report" / "report.html").read_text()
-    assert "://" not in text.replace(library(), "")
-
-
 def test_removal_is_compared_with_negation(place: Path) -> None:
     write_recipe(place / "removal.yml", recipe(method="removal", damping=1.0))
     done = invoke(place / "removal.yml", "-o", place / "of-removal", "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["candidates"] == ["removal", "task-arithmetic (negated)"]
-
-
-def refused(*arguments: str | Path) -> str:
-    done = invoke(*arguments)
-    assert done.exit_code == 2, done.output
-    assert "Traceback" not in done.output
-    return done.output
-
-
-def test_what_is_wrong_gets_one_message(place: Path, tmp_path: Path) -> None:
-    out = tmp_path / "report"
-
-    def written(**changes: Any) -> Path:
-        return write_recipe(place / "wrong.yml", recipe(**changes))
-
-    without = [{"model": "./one"}, {"model": "./two"}]
-    assert "curvature" in refused(written(models=without), "-o", out)
-    assert "base" in refused(written(method="average", base=None, models=["./one", "./two"], damping=0.0), "-o", out)
-    tiny_bert_checkpoint(place / "wide", hidden_size=24)
-    assert "wide" in refused(written(models=[{"model": "./wide", "curvature": "./one-c"}]), "-o", out)
-    gm.Curvature({n: v.new_ones(3) for n, v in gm.Curvature.load(place / "one-c").items()}, 1).save(place / "small-c")
-    small = [{"model": "./one", "curvature": "./small-c"}]
-    assert "small-c" in refused(written(models=small), "-o", out)
-    said = refused(place / "recipe.yml", "--data", "onne=x.jsonl", "-o", out)
-    assert "'one'" in said and "one, two, base" in said
-    assert "--data" in refused(place / "recipe.yml", "--data", "one", "-o", out)
-    assert "--target" in refused(place / "recipe.yml", "--target", place / "joint", "-o", out)
-    refused(place / "recipe.yml", "-o", place / "report")
-    assert not out.exists() and not out.with_name("report.gradmerge-partial").exists()

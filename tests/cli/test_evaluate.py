@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.cli.app import app
-from tests.forked import forked
 from tests.tasks.making import (
     labelled,
     sentences,
@@ -66,14 +65,7 @@ def test_perplexity_of_a_language_model(place: Path) -> None:
     assert "perplexity" in quiet.stdout
 
 
-def test_a_process_of_its_own_prints_the_numbers_and_nothing_of_transformers(place: Path) -> None:
-    done = forked("evaluate", place / "bert", "--data", place / "odd.jsonl", "--columns", "text=review,label=stars")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "accuracy" in done.stdout
-
-
-#: Model, data and options, and what the message names.
+#: Model, data and options, and the field that the message names.
 WRONG: dict[str, tuple[list[str], list[str]]] = {
     "no such data": (["bert", "nothing.jsonl"], ["nothing.jsonl"]),
     "no such model": (["nothing", "labelled.jsonl"], ["nothing"]),

@@ -44,15 +44,6 @@ def bert(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("out", ["models/a", "models", "data", "tokenizer/out", "data/../models/a", "."])
-def test_estimate_with_force_deletes_none_of_its_inputs(bert: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
-    monkeypatch.chdir(bert)
-    before = contents(bert)
-    words = ("models/a", "--data", "data/rows.jsonl", "--model-args", "tokenizer=tokenizer", "--device", "cpu")
-    refused("curvature", "estimate", *words, "-o", out, "--force")
-    assert contents(bert) == before
-
-
 def test_estimate_may_write_into_its_model(bert: Path) -> None:
     estimate_curvature(
         str(bert / "models" / "a"), str(bert / "data" / "rows.jsonl"), out=bert / "models" / "a" / "curvature"
@@ -62,16 +53,6 @@ def test_estimate_may_write_into_its_model(bert: Path) -> None:
     (other / "mine").touch()
     with pytest.raises(gm.InputError, match=str(other)):
         estimate_curvature(str(bert / "models" / "a"), str(bert / "data" / "rows.jsonl"), out=other, force=True)
-
-
-def test_import_with_force_does_not_delete_the_checkpoint(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "runs" / "checkpoint-6"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "optimizer.pt").write_bytes(b"precious")
-    before = contents(tmp_path)
-    for out in (checkpoint, checkpoint.parent):
-        refused("curvature", "import", checkpoint, "--dataset-size", "6", "--batch-size", "2", "-o", out, "--force")
-    assert contents(tmp_path) == before
 
 
 @pytest.fixture
@@ -86,22 +67,6 @@ def recipe(tmp_path: Path) -> Path:
     return write_recipe(
         tmp_path / "recipe.yml", {"method": "gradient-matching", "base": models[0], "models": models[1:]}
     )
-
-
-@pytest.mark.parametrize("out", ["models", "models/a", "models/base/curvature", "data", "models/a/report", "target"])
-def test_reports_with_force_delete_none_of_their_inputs(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, out: str
-) -> None:
-    monkeypatch.chdir(recipe.parent)
-    before = contents(recipe.parent)
-    data = ("--data", "a=data/x.npz:test")
-    refused("diagnose", recipe, *data, "--target", "target", "-o", out, "--force")
-    refused("diagnose", recipe, *data, "--merged", "target", "-o", out, "--force")
-    if out != "target":
-        refused("preview", recipe, *data, "-o", out, "--force")
-    if out not in ("target", "data"):
-        refused("merge", recipe, "-o", out, "--force")
-    assert contents(recipe.parent) == before
 
 
 def test_the_best_setting_is_not_written_over_the_data_that_chose_it(recipe: Path) -> None:
@@ -140,17 +105,6 @@ def test_neither_a_merge_nor_another_measurement_takes_over_an_unfinished_one(be
     assert contents(bert / "out.gradmerge-partial") == before
     done = estimate_curvature(str(model), rows, out=out, batch_size=1, resume=True, device="cpu")
     assert done.resumed_from > 0
-
-
-def test_a_measurement_does_not_take_over_an_unfinished_merge(bert: Path, recipe: Path, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        gm.merge(recipe, tmp_path / "out", progress=Stop())
-    before = contents(tmp_path / "out.gradmerge-partial")
-    for more in ((), ("--resume",)):
-        words = ("curvature", "estimate", bert / "models" / "a", "-d", bert / "data" / "rows.jsonl", "--device", "cpu")
-        refused(*words, "-o", tmp_path / "out", *more)
-    assert contents(tmp_path / "out.gradmerge-partial") == before
-    gm.merge(recipe, tmp_path / "out", resume=True)
 
 
 # What has changed since.

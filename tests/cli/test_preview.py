@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.cli.app import app
-from tests.making import random_curvature, read_model, three_models, weight_bytes, write_model, write_recipe
+from tests.making import random_curvature, three_models, weight_bytes, write_recipe
 
 
 def invoke(*arguments: str | Path) -> Result:
@@ -85,21 +84,6 @@ def test_the_best_setting_is_merged_and_its_recipe_kept(place: Path) -> None:
     assert "../a" in (out / "recipe.yml").read_text()
 
 
-def test_suggested_weights_are_printed_and_kept_in_the_recipe(place: Path) -> None:
-    out = place / "report"
-    result = invoke(place / "recipe.yml", "--suggest", "-o", out)
-    assert result.exit_code == 0, result.output
-    want = gm.preview(place / "recipe.yml", suggest=True)
-    best = want.best()
-    assert best is not None
-    assert ", ".join(f"{name} {weight:g}" for name, weight in want.weights(best).items()) in result.stdout
-    assert gm.load_recipe(out / "recipe.yml").weights == list(best.setting.weights)
-    facts = json.loads((out / "preview.json").read_text())
-    assert facts["suggestion"]["weights"] == want.weights(best) and facts["suggestion"]["objective"] == "worst"
-    times = {task: want.relative(best, task) for task in want.tasks}
-    assert facts["suggestion"]["times_reference"] == pytest.approx(times)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -122,19 +106,3 @@ def test_wrong_requests_get_one_message_and_leave_nothing(place: Path, arguments
     assert result.exit_code == 2, result.output
     assert result.stderr.count("error:") == 1 and result.stdout == ""
     assert "Traceback" not in result.stderr and sorted(place.rglob("*")) == before
-
-
-def test_models_that_differ_missing_curvature_and_a_report_that_exists_are_refused(place: Path) -> None:
-    (place / "report").mkdir()
-    assert invoke(place / "recipe.yml", "-o", place / "report").exit_code == 2
-    (place / "report").rmdir()
-    shutil.rmtree(place / "a" / "curvature")
-    result = invoke(place / "recipe.yml", "-o", place / "report")
-    assert result.exit_code == 2 and "curvature" in result.stderr and not (place / "report").exists()
-    state = read_model(place / "b")
-    state["layers.0.linear.bias"] = state["layers.0.linear.bias"][:3]
-    shutil.rmtree(place / "b")
-    write_model(place / "b", state)
-    result = invoke(place / "recipe.yml", "-m", "task-arithmetic", "-d", "a=rows.jsonl", "-o", place / "report")
-    assert result.exit_code == 2 and "layers.0.linear.bias" in result.stderr
-    assert not list(place.glob("report*"))

@@ -30,11 +30,3 @@ def test_a_dry_run_of_several_recipes_merges_none(tmp_path: Path) -> None:
     plan = json.loads(run("merge", RECIPES / "multi.yml", "-o", out, "--dry-run", "--json"))
     assert [source["source"] for source in plan["inputs"]] == ["../models/base", "mean", "turned"]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_wrong_ends_with_status_2_and_its_key(tmp_path: Path) -> None:
-    recipe = tmp_path / "config.yml"
-    recipe.write_text((RECIPES / "ties.yml").read_text().replace("density: 0.3", "density: 3"))
-    for command in ("merge", "diagnose", "preview"):
-        assert "options: density" in run(command, recipe, "-o", tmp_path / "out", status=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yml"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -97,20 +98,7 @@ def test_invalid_input_ends_with_status_2_and_writes_nothing(place, tmp_path, co
     merged, data, more, named = CASES[command][case]
 
     def path(word):
-        found = word
-        for name in (
-            "yelp",
-            "imdb",
-            "wide",
-            "other-vocabulary",
-            "empty",
-            "one",
-            "images",
-            "nothing",
-            "infinite-teacher",
-        ):
-            found = found.replace("{" + name + "}", str(place / name))
-        return found
+        return re.sub(r"{([\w-]+)}", lambda found: str(place / found[1]), word)
 
     before = {file: file.stat().st_mtime_ns for file in place.rglob("*")}
     words = ["-o", tmp_path / "out", *map(path, more)]

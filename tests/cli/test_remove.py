@@ -18,7 +18,7 @@ import gradmerge as gm
 from gradmerge.cli.app import app
 
 from ..making import read_model, three_models
-from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
+from ..tasks.making import sentences, tiny_bert_checkpoint, write_jsonl
 
 
 def run(*arguments: str | Path | int, status: int = 0) -> Any:
@@ -140,14 +140,6 @@ def test_of_an_adapter_the_adapter_alone_is_moved_and_written(place: Path, tmp_p
     before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "out"))
     assert before.keys() == after.keys() and not (tmp_path / "out" / "model.safetensors").exists()
     assert any(not torch.equal(before[name], after[name]) for name in before if "lora" in name)
-
-
-def test_a_language_model_forgets_text(tmp_path: Path) -> None:
-    tiny_gpt2_checkpoint(tmp_path / "base")
-    write_jsonl(tmp_path / "retain.jsonl", [{"text": text} for text in sentences(20)])
-    write_jsonl(tmp_path / "forget.jsonl", [{"text": text} for text in sentences(6, 1)])
-    told = json.loads(run(*given(tmp_path, "base", "--json"), "-o", tmp_path / "out").stdout)
-    assert told["after"]["forget"] > told["before"]["forget"] and told["used"] <= 0.02
 
 
 @pytest.mark.parametrize(
