@@ -74,9 +74,9 @@ def variants(rows: int, quick: bool) -> Iterator[tuple[str, Callable[[str], obje
             yield f"calibrate, curvature none, alpha {alpha:g}", calibrate(curvature="none", alpha=alpha)
     yield "distill", distill(merged)
     yield "calibrate + distill", distill("variants/calibrate")
+    yield "calibrate + distill, 800 steps", distill("variants/calibrate", steps=800)
     if not quick:
         yield "calibrate + distill, lr 0.002", distill("variants/calibrate", lr=2e-3)
-        yield "calibrate + distill, 671 steps", distill("variants/calibrate", steps=671)
         yield "distill answers", distill(merged, match="answers", steps=670)
         yield "distill representations", distill(merged, match="representations")
         for rate in (3e-4, 3e-3):

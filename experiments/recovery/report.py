@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,14 @@ def _table(seeds: list[Any], metric: str) -> list[str]:
         scale = 100 if metric == "accuracy" else 1
         cells = [
             " / ".join(f"{scale * value:.{1 if scale > 1 else 3}f}" for value in values),
-            " / ".join(f"{share:.0f}" for share, _ in every),
-            " / ".join(f"{share:.0f}" for _, share in every),
-            " / ".join(f"{ratio:.2f}" for ratio in times),
+            " / ".join(_number(share, 0) for share, _ in every),
+            " / ".join(_number(share, 0) for _, share in every),
+            " / ".join(_number(ratio, 2) for ratio in times),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
+
+
+def _number(value: float, digits: int) -> str:
+    """Return a rounded number without a negative zero; a dash for none."""
+    return "–" if math.isnan(value) else f"{round(value, digits) + 0.0:.{digits}f}"

@@ -37,5 +37,7 @@ class Settings:
     layers: int = 2
     unlabeled: int = 200
     """Unlabeled images per task for calibration and distillation."""
+    distillation_steps: int = 800
+    """More than by default, since a step of this model takes a hundredth of a second."""
     weights: str = "0:1.2:0.1"
     """Weights of the preview."""

@@ -152,9 +152,9 @@ def steps_of(settings: Settings) -> list[Step]:
     def merged(name: str, folder: str = "merged", title: str = "Merge") -> Step:
         return Step(title, "merge", merge, {"recipe": f"recipes/{name}.yml", "out": f"{folder}/{name}"})
 
-    def improve(function: Any, start: str, out: str, batch_size: int) -> Step:
+    def improve(function: Any, start: str, out: str, batch_size: int, **options: Any) -> Step:
         arguments: dict[str, Any] = {"merged": start, "data": _data("train"), "teachers": {"base": "models/base"}}
-        arguments |= {"limit": settings.unlabeled, "batch_size": batch_size, "out": f"improved/{out}"}
+        arguments |= {"limit": settings.unlabeled, "batch_size": batch_size, **options, "out": f"improved/{out}"}
         return Step("Improve the merge on unlabeled images", function.__name__, function, arguments)
 
     def report(title: str, function: Any, **options: Any) -> Step:
@@ -184,7 +184,7 @@ def steps_of(settings: Settings) -> list[Step]:
         ),
         merged(TUNED),
         improve(calibrate, f"merged/{MATCHING}", CALIBRATED, 64),
-        improve(distill, f"improved/{CALIBRATED}", DISTILLED, 16),
+        improve(distill, f"improved/{CALIBRATED}", DISTILLED, 16, steps=settings.distillation_steps),
         report("Diagnose the merge", diagnose, target="models/joint", data=_data("train")),
         estimate("curvature/joint-rest", "joint", "rest"),
         estimate(f"curvature/joint-{REMOVED}", f"joint-{REMOVED}", REMOVED),
