@@ -187,7 +187,7 @@ def _recover(
             )
             training = done.distillation
             facts.update(match=training.match, steps=training.steps, lr=training.lr, best_step=training.best_step)
-            facts.update(held_out=[sum(losses.values()) / len(losses) for _, losses in training.losses])
+            facts.update(held_out=training.mean_losses)
             return workload.state_of(done.model)
 
         return run

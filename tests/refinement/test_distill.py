@@ -121,6 +121,20 @@ def test_a_module_comes_back_closer_to_the_fine_tuned_models_on_held_out_rows(na
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), done.model.parameters(), strict=True))
 
 
+def test_training_starts_again_if_the_default_learning_rate_is_too_high(monkeypatch):
+    monkeypatch.setattr("gradmerge.refinement.distill.default_rate", lambda model: 0.05)
+    merged, teachers = make("vit", scale=0.5)
+    merged.requires_grad_(True)
+    data = {task: split(batch, 8) for task, batch in rows("vit", count=40).items()}
+    options = {"teachers": teachers, "match": "representations", "steps": 30, "progress": False}
+    done = gm.distill(merged, data, **options)
+    assert done.improved and done.distillation.lr in (0.05 / 4, 0.05 / 16)
+    again = gm.distill(merged, data, **options, lr=done.distillation.lr)  # the same as with that rate from the start
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), done.model.parameters(), strict=True))
+    high = gm.distill(merged, data, **options, lr=0.05)
+    assert min(high.distillation.mean_losses) > min(done.distillation.mean_losses)
+
+
 def test_the_model_comes_back_if_no_step_is_better():
     merged, teachers = make("vit")
     merged.requires_grad_(True)

@@ -118,7 +118,7 @@ def distill(
             models match answers, classifiers that share a head both, and all others representations.
         steps: Number of steps. Default: 18 times the square root of the rows per task, or 6 times if answers are
             matched.
-        lr: Highest learning rate. Default: 0.06 over the width of the model.
+        lr: Highest learning rate. Default: 0.06 over the width of the model, or a quarter of it if that is too high.
         seed: Of the order of batches.
         progress: Show a bar; or an object that is told how far it is.
         force: Replace ``out`` if gradmerge wrote it.

@@ -28,6 +28,8 @@ RATE_TIMES_WIDTH = 0.06
 #: The default number of steps is one of these times the square root of the rows per task. A row of a language model has
 #: many answers to match, so that fewer steps are enough.
 STEPS_PER_ROOT, STEPS_PER_ROOT_OF_TOKENS = 18, 6
+#: If the first evaluation shows that the default learning rate is too high, training starts again with less.
+RESTART_FACTOR, MAX_RESTARTS = 0.25, 2
 WARMUP_SHARE = 0.1
 EVALUATIONS = 5
 MAX_NORM = 1.0
@@ -53,6 +55,11 @@ class Distillation:
     def improved(self) -> bool:
         """Whether some step was better than the model before."""
         return self.best_step > 0
+
+    @property
+    def mean_losses(self) -> list[float]:
+        """The mean over tasks of the loss on held-out rows, for every evaluation."""
+        return [sum(losses.values()) / len(losses) for _, losses in self.losses]
 
     def losses_at(self, step: int) -> dict[str, float]:
         """Task → loss on held-out rows at a step."""
@@ -107,32 +114,55 @@ def distill_model(
         rows: Task → rows. The weights with the lowest loss on those held out are kept.
         match: ``representations``, ``answers`` or ``both``.
         steps: Number of steps; by default it grows with the square root of the rows.
-        lr: Highest learning rate, after a warm-up and before a linear decay; by default it follows the width.
+        lr: Highest learning rate, after a warm-up and before a linear decay. By default it follows the width. If it is
+            too high, so that the loss on held-out rows rises, training starts again with a quarter of it.
         seed: Of the order of batches.
         memory: Bytes for what the fine-tuned models return. One whose outputs fit is freed before the next is loaded.
         progress: Is told how many steps are done.
     """
     steps = default_steps(rows, match) if steps is None else steps
-    lr = default_rate(model) if lr is None else lr
     progress = progress or NoProgress()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise InputError("the model has no parameters that require gradients")
-    done = Distillation(match, steps, lr)
+    done = Distillation(match, steps, default_rate(model) if lr is None else lr)
     model.eval()
     pad_token = getattr(getattr(unwrapped(model), "config", None), "pad_token_id", None) or 0
     guides = {
         task: Guide(load, rows[task], match, memory // len(teachers), pad_token) for task, load in teachers.items()
     }
     passes = Passes(model, guides, match, pad_token)
+    _evaluate(done, 0, passes)
+    for attempt in range(1 if lr is not None else MAX_RESTARTS + 1):
+        may_stop = lr is None and attempt < MAX_RESTARTS
+        if _train(done, trained, passes, {task: len(one.fit) for task, one in rows.items()}, seed, may_stop, progress):
+            break
+        done.lr *= RESTART_FACTOR
+        done.losses = done.losses[:1]
+    return done
+
+
+def _train(
+    done: Distillation,
+    trained: Mapping[str, nn.Parameter],
+    passes: Passes,
+    batches: Mapping[str, int],
+    seed: int,
+    may_stop: bool,
+    progress: Progress,
+) -> bool:
+    """Train, and keep the weights that are best on held-out rows.
+
+    Returns False, with the weights as before, if the loss is higher at the first evaluation and ``may_stop`` is set.
+    """
+    steps, lowest = done.steps, done.mean_losses[0]
     optimizer = torch.optim.AdamW(
-        trained.values(), lr, weight_decay=0.0, fused=all(p.is_cuda for p in trained.values())
+        trained.values(), done.lr, weight_decay=0.0, fused=all(p.is_cuda for p in trained.values())
     )
     warmup = max(1, round(WARMUP_SHARE * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1, (k + 1) / warmup) * (1 - k / steps))
-    orders = {task: _endless(len(one.fit), seed + number) for number, (task, one) in enumerate(rows.items())}
+    orders = {task: _endless(count, seed + number) for number, (task, count) in enumerate(batches.items())}
     best = _copied(trained)
-    lowest = _evaluate(done, 0, passes)
     every = max(1, steps // EVALUATIONS)
     progress.begin("distilling", steps)
     for step in range(1, steps + 1):
@@ -141,7 +171,7 @@ def distill_model(
             loss = torch.stack([value for _, value in losses]).sum()
             if not bool(loss.isfinite()):
                 tasks = ", ".join(task for task, _ in losses)
-                raise InputError(f"{tasks}: the loss is not finite at step {step}. Try an lr below {lr:g}.")
+                raise InputError(f"{tasks}: the loss is not finite at step {step}. Try an lr below {done.lr:g}.")
             loss.backward()
         nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)
         optimizer.step()
@@ -152,10 +182,11 @@ def distill_model(
             if value < lowest:
                 lowest, done.best_step = value, step
                 best = _copied(trained)
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.copy_(best[name])
-    return done
+            elif may_stop and step == every:
+                _restore(trained, best)
+                return False
+    _restore(trained, best)
+    return True
 
 
 class Guide:
@@ -265,6 +296,12 @@ def _copied(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: p.detach().cpu().clone() for name, p in parameters.items()}
 
 
+@torch.no_grad()
+def _restore(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])
+
+
 def _endless(count: int, seed: int) -> Iterator[int]:
     """Numbers of batches in random order, again and again."""
     generator = torch.Generator().manual_seed(seed)
@@ -284,4 +321,4 @@ def _evaluate(done: Distillation, step: int, passes: Passes) -> float:
         counts[task] += rows
     losses = {task: value / counts[task] for task, value in sums.items()}
     done.losses.append((step, losses))
-    return sum(losses.values()) / len(losses)
+    return done.mean_losses[-1]
