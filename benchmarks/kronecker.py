@@ -129,7 +129,7 @@ def measure(run: Run, device: str) -> dict[str, Any]:
     last = run.likelihoods[-1]
     for share in SHARES:
         name = f"kronecker, {last}, damping {share:g} × mean"
-        with mock.patch("gradmerge.engine.jobs.OF_MERGES", share):
+        with mock.patch("gradmerge.engine.jobs.LAYER_DAMPING", share):
             rows[name] = run.merged(run.recipe("gradient-matching", "kronecker", last), device)
         report(run.name, name, rows[name])
     if run.joint:

@@ -257,7 +257,7 @@ def test_a_worker_refuses_inputs_and_folders_that_differ_from_the_drivers(
     task = MergeTask(
         recipe=recipe.to_dict(),
         recipe_folder=str(Path.cwd()),
-        made={},
+        merged_folders={},
         plan_options={},
         block=block,
         options=MergeOptions(),

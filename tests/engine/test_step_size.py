@@ -15,7 +15,7 @@ import gradmerge as gm
 from gradmerge.api.merge import planned
 from gradmerge.engine.checks import check_step_size, step_sizes
 from gradmerge.engine.executor import LocalExecutor
-from gradmerge.engine.statistics import find_damping
+from gradmerge.engine.statistics import compute_mean_curvature
 from gradmerge.notes import Note
 
 from ..making import SHAPES, near, random_curvature, random_state, read_model, three_models, write_model
@@ -179,7 +179,7 @@ def test_the_damping_that_is_left_open_is_the_mean_of_the_removed_datas_curvatur
     found = set()
     for threads in (1, 3):
         with planned(tame) as plan:
-            find_damping(plan, LocalExecutor(threads))
+            compute_mean_curvature(plan, LocalExecutor(threads))
             found.add(plan.inputs.damping_of(plan.rule))
     assert len(found) == 1 and found.pop() == pytest.approx(mean, rel=1e-12)
     tame["options"] = {}

@@ -21,7 +21,7 @@ from ..curvature.offload import blocks_of
 from ..curvature.per_example_gradients import is_conv1d
 from ..engine.checks import check_step_size, coefficient_notes
 from ..engine.executor import LocalExecutor
-from ..engine.write_cards import used
+from ..engine.write_cards import damping_and_penalties
 from ..errors import InputError
 from ..io.reader import close_files, open_files
 from ..io.writer import split_into_shards
@@ -150,7 +150,7 @@ def dry_run_merge(recipe: Recipe, out: Path | None, *, threads: int | None = Non
             "inputs": inputs,
             "merged_tensors": len(plan.merged_tensors),
             "copied_tensors": plan.copied_tensors,
-            **used(recipe, plan),
+            **damping_and_penalties(recipe, plan),
             "output": str(out) if out else None,
             "output_files": 1 if adapter else sum(len(split_into_shards(t, recipe.output.shard_size)) for t in outputs),
             "threads": threads,

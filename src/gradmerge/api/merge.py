@@ -167,7 +167,7 @@ def _with_named_merges(
 
     With ``resume`` it resumes what an earlier process left there, and an error keeps the folder.
     """
-    if not recipe.merges or recipe.made:
+    if not recipe.merges or recipe.merged_folders:
         yield recipe
         return
     from ..engine.input_state import recipe_paths
@@ -180,20 +180,20 @@ def _with_named_merges(
         staging = AtomicDir(out.with_name(f"{out.name}.named"), "named merges", resume=resume, reads=reads)
         stack.enter_context(staging)
         staging.keep, staging.temporary = resume, True
-        made: dict[str, Path] = {}
+        merged_folders: dict[str, Path] = {}
         notes = list(recipe.notes)
         for number, (name, named) in enumerate(recipe.merges.items(), 1):
             folder = staging.folder / f"{number}"
-            notes += run(named.with_made(made), folder).notes
-            made[name] = folder
-        yield recipe.with_made(made, notes)
+            notes += run(named.with_merged_folders(merged_folders), folder).notes
+            merged_folders[name] = folder
+        yield recipe.with_merged_folders(merged_folders, notes)
 
 
 def _with_placeholders(recipe: Recipe) -> Recipe:
     """A recipe that can be planned before its named recipes are merged: each is replaced by its first model."""
     from ..io.reader import local_path
 
-    if not recipe.merges or recipe.made:
+    if not recipe.merges or recipe.merged_folders:
         return recipe
     placeholders: dict[str, Path] = {}
     notes = list(recipe.notes)
@@ -205,7 +205,7 @@ def _with_placeholders(recipe: Recipe) -> Recipe:
         first = named.references[0]
         placeholders[name] = placeholders.get(first) or local_path(first, named.folder)
         notes.append(Note(f"{name}: is merged first; in this plan {first} takes its place"))
-    return recipe.with_made(placeholders, notes)
+    return recipe.with_merged_folders(placeholders, notes)
 
 
 def _cluster(

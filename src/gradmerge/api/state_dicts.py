@@ -16,7 +16,7 @@ from ..engine.build_plan import inputs_of, make_plan
 from ..engine.executor import LocalExecutor, merge_blocks
 from ..engine.inputs import CurvatureInput
 from ..engine.jobs import MergedBlock, MergeOptions, torch_type
-from ..engine.statistics import compute_statistics, find_damping
+from ..engine.statistics import compute_mean_curvature, compute_statistics
 from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
 from ..recipe.method import is_rule_file, load_rule
@@ -130,7 +130,7 @@ def merge_state_dicts(
             result[name].view(-1)[merged.start : merged.start + len(values)] = values
 
     executor = LocalExecutor(threads or default_threads())
-    find_damping(plan, executor)
+    compute_mean_curvature(plan, executor)
     statistics = compute_statistics(plan, executor)
     how = MergeOptions(torch.device(device), allow_nonfinite)
     merge_blocks(plan, statistics, put, threads=executor.threads, options=how)

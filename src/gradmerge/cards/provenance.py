@@ -83,7 +83,7 @@ def model_paths(recipe: Recipe, out: Path) -> dict[str, str]:
     names = short_names(references, recipe.folder)
     models = {}
     for reference in references:
-        reference = str(recipe.made.get(reference, reference))
+        reference = str(recipe.merged_folders.get(reference, reference))
         path = local_path(reference, recipe.folder)
         models[names.get(reference, reference)] = os.path.relpath(path, out) if path.exists() else reference
     return models

@@ -136,7 +136,7 @@ class Checkpoint(OneLine):
 
 
 class View(Checkpoint):
-    """Another checkpoint under other names. Subclasses change ``tensors`` and ``read`` for other shapes or values."""
+    """A checkpoint with other tensor names. Subclasses override ``tensors`` and ``read`` to change shapes or values."""
 
     def __init__(self, inner: Checkpoint, inner_names: Mapping[str, str] | None = None) -> None:
         """``inner_names`` maps each tensor to its name in ``inner``. The default is all tensors, unchanged."""

@@ -82,7 +82,7 @@ def open_checkpoint(
     return checkpoint
 
 
-def put_adapter(
+def apply_adapter(
     reference: str, model: Checkpoint, *, relative_to: Path | None = None, allow_pickle: bool = False
 ) -> AdapterCheckpoint:
     """Apply a PEFT LoRA adapter to a model, whatever base its config names. Closing it also closes the model."""

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..checkpoints.checkpoint import Buffers, Checkpoint
 from ..checkpoints.tied_weights import tied_copies
-from ..engine.build_plan import dry_check_rule, open_plan, scope_problems
+from ..engine.build_plan import check_rule_settings, open_plan, scope_problems
 from ..engine.checks import check_step_size, coefficient_notes
 from ..engine.executor import Advance, LocalExecutor
 from ..engine.inputs import CONSTANT_DAMPING
 from ..engine.jobs import Block as PlanBlock, BlockJob, Job, LayerJob, random_inputs, rule_arguments
 from ..engine.match_curvature import Layer, layer_option_problems
 from ..engine.plan import Plan
-from ..engine.statistics import Statistics, compute_statistics, find_damping
+from ..engine.statistics import Statistics, compute_mean_curvature, compute_statistics
 from ..engine.thread_pool import run_parallel, with_buffers
 from ..errors import InputError
 from ..notes import Note
@@ -148,7 +148,7 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
     settings = plan.inputs.settings.changed(candidate.weights, options)
     inputs = replace(plan.inputs, settings=settings, options=options)
     if candidate.damping is not None:
-        inputs.damping_is_open = candidate.damping == "auto"
+        inputs.damping_is_auto = candidate.damping == "auto"
         inputs.damping = CONSTANT_DAMPING if candidate.damping == "auto" else candidate.damping
     weights = candidate.weights
     if weights is not None and len(weights) != len(inputs.tuned):
@@ -157,9 +157,9 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
         raise InputError(f"{rule.name} takes the base and one model, not {len(inputs.tuned)}")
     if "prior" in rule.needs(options) and inputs.prior is None:
         raise InputError(f"{rule.name} needs the curvature of the base, which has none here")
-    if plan.layers and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
+    if plan.kronecker_jobs and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
         raise InputError(f"{rule.name} takes diagonals, and the curvature of these models is Kronecker")
-    layers = {job.name: Layer(job.transposed, job.bias[0] if job.bias else None) for job in plan.layers}
+    layers = {job.name: Layer(job.transposed, job.bias[0] if job.bias else None) for job in plan.kronecker_jobs}
     problems = scope_problems(inputs)
     if layers and rule.layers is not None:
         problems += layer_option_problems(candidate.options or {}, inputs, layers)
@@ -181,8 +181,8 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
     if needs & RANDOM_INPUTS:
         inputs.tied_copies = tied_copies(inputs.template)
     own = Plan(rule, inputs, [other for job in plan.jobs for other in jobs_of(job)], needs | {"base"})
-    dry_check_rule(own)
-    find_damping(own, LocalExecutor())
+    check_rule_settings(own)
+    compute_mean_curvature(own, LocalExecutor())
     plan.inputs.mean_curvature = own.inputs.mean_curvature  # found once for all candidates
     return own
 
@@ -325,7 +325,7 @@ def open_for_methods(recipe: Recipe, methods: Sequence[str], **allowed: Any) -> 
     """A plan that reads what some methods need, and no more."""
     needs = frozenset[str]().union(*(_needs(recipe, method) for method in methods))
     reads = needs & {"prior", "curvature", "penalty"} | {"base"}
-    return open_plan(recipe, reads=reads, wanted_by=", ".join(methods), **allowed)
+    return open_plan(recipe, reads=reads, needed_by=", ".join(methods), **allowed)
 
 
 def _needs(recipe: Recipe, method: str) -> frozenset[str]:

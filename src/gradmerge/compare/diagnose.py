@@ -223,7 +223,7 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
             continue
         if "prior" in METHODS[method].inputs and "prior" not in METHODS[method].when and plan.inputs.prior is None:
             notes.append(f"{method} is not compared: it needs the base's curvature")
-        elif plan.layers and METHODS[method].layers is None and "curvature" in METHODS[method].inputs:
+        elif plan.kronecker_jobs and METHODS[method].layers is None and "curvature" in METHODS[method].inputs:
             notes.append(f"{method} is not compared: it needs diagonal curvature, and this is Kronecker curvature")
         else:
             found.append(Candidate(method, method, _weights(recipe, method)))

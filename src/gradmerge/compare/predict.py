@@ -141,7 +141,7 @@ def open_for_prediction(recipe: Recipe, **allowed: Any) -> Plan:
     plan = open_plan(
         recipe,
         reads=frozenset(reads),
-        wanted_by="predicting what a merge costs",
+        needed_by="predicting what a merge costs",
         **allowed,
     )
     if not known:

@@ -310,7 +310,7 @@ DESCRIPTIONS = {
     "inputs (`NAME.A`) and of the gradients of its outputs (`NAME.G`). For every other parameter, the sum over "
     "examples of the squared gradient.",
 }
-OF_MERGES = (
+MERGED_CURVATURE = (
     "The curvature of a merged model: H̄ = H_0 + Σ α_t H_t, in sums over examples. It is used when the model is merged "
     "again."
 )

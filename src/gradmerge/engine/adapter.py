@@ -90,7 +90,7 @@ class AdapterOutput:
         why = ""
         if not self._adapters:
             why = "not all models are LoRA adapters of the base"
-        elif not all(linear_weights(self._plan, job) for job in self._plan.merged):
+        elif not all(linear_weights(self._plan, job) for job in self._plan.merged_jobs):
             why = f"{self._plan.rule.name} is no weighted sum of what the adapters change"
         else:
             for name in self._stored:
@@ -123,7 +123,7 @@ class AdapterOutput:
             if not self._combine_factors(job):
                 left.add(job.name)
 
-        run_parallel(self._plan.merged, lambda: work, self._threads)
+        run_parallel(self._plan.merged_jobs, lambda: work, self._threads)
         return [block for block in self._plan.blocks() if block.job.name in left]
 
     def _combine_factors(self, job: Job) -> bool:

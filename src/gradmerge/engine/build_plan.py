@@ -12,7 +12,7 @@ import torch
 from ..checkpoints.checkpoint import Checkpoint, RenamedCheckpoint
 from ..checkpoints.comparison import compare
 from ..checkpoints.layers import compare_parts
-from ..checkpoints.open import open_checkpoint, put_adapter
+from ..checkpoints.open import apply_adapter, open_checkpoint
 from ..checkpoints.tied_weights import tied_copies
 from ..curvature.format import default_curvature, open_curvature
 from ..errors import InputError
@@ -30,30 +30,31 @@ from .slices import opened_once, settings_of_slices, stacked_models
 from .statistics import measure
 from .vocabularies import follow_rows, with_one_vocabulary
 
-_STORED = {word: code for code, word in FLOATS.items()}
+_STORED_TYPES = {dtype: code for code, dtype in FLOATS.items()}
+"""Name of a dtype in recipes → its code in safetensors."""
 
 
 def open_plan(
     recipe: Recipe,
     *,
     reads: frozenset[str] | None = None,
-    wanted_by: str | None = None,
+    needed_by: str | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     dequantize: bool = False,
 ) -> Plan:
-    """Open what a recipe names and plan its merge. Close ``plan.inputs`` when done.
+    """Open the models and curvature of a recipe, and plan its merge. The caller closes ``plan.inputs``.
 
     Args:
         recipe: The recipe.
-        reads: Inputs to read, by their names in :data:`gradmerge.rules.spec.INPUTS`; by default those of the method.
-        wanted_by: What needs ``reads``, for messages.
+        reads: Names in :data:`gradmerge.rules.spec.INPUTS` of the inputs to read. The default is what the method needs.
+        needed_by: What needs ``reads``, for error messages. The default is the method.
         allow_pickle: Also read .bin and .pt checkpoints (tensors only).
         allow_config: Keys in which the configs of the models may differ.
         dequantize: Dequantize fp8 and bitsandbytes weights on load.
     """
     needs = recipe.rule.needs(recipe.resolved_options) if reads is None else reads
-    inputs = open_inputs(recipe, needs, wanted_by or recipe.method, allow_pickle=allow_pickle, dequantize=dequantize)
+    inputs = open_inputs(recipe, needs, needed_by or recipe.method, allow_pickle=allow_pickle, dequantize=dequantize)
     try:
         return make_plan(recipe, inputs, reads=reads, allow_config=allow_config)
     except BaseException:
@@ -62,24 +63,24 @@ def open_plan(
 
 
 def open_inputs(
-    recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_pickle: bool = False, dequantize: bool = False
+    recipe: Recipe, needs: frozenset[str], needed_by: str, *, allow_pickle: bool = False, dequantize: bool = False
 ) -> Inputs:
     """Open the models of a recipe, and the curvature that ``needs`` asks for."""
     with ExitStack() as opened:
         allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "dequantize": dequantize}
 
         def open_model(part: Base | Model, base: Checkpoint | None) -> Checkpoint:
-            reference = recipe.made.get(part.model, part.model)
+            reference = recipe.merged_folders.get(part.model, part.model)
             model = open_checkpoint(reference, relative_to=recipe.folder, adapter_base=base, **allowed)
             opened.enter_context(model)
             model.label = part.model
             if part.adapter is not None:
-                model = put_adapter(part.adapter, model, relative_to=recipe.folder, allow_pickle=allow_pickle)
+                model = apply_adapter(part.adapter, model, relative_to=recipe.folder, allow_pickle=allow_pickle)
                 opened.enter_context(model)
             return RenamedCheckpoint(model, part.rename, f"{part.model}: rename") if part.rename else model
 
         def open_curvature_of(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
-            curvature = _open_curvature(source, model, key, recipe, wanted_by)
+            curvature = _open_curvature(source, model, key, recipe, needed_by)
             opened.callback(curvature.close)
             follow_rows(curvature, model)
             return curvature
@@ -126,13 +127,13 @@ def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) 
         tuned=tuned,
         settings=settings_of_slices(recipe, template, tuned) if recipe.slices else settings,
         damping=CONSTANT_DAMPING if recipe.damping == "auto" else recipe.damping,
-        damping_is_open=recipe.damping == "auto",
+        damping_is_auto=recipe.damping == "auto",
         options=options,
     )
 
 
 def _open_curvature(
-    source: CurvatureSource | None, model: Checkpoint, key: str, recipe: Recipe, wanted_by: str
+    source: CurvatureSource | None, model: Checkpoint, key: str, recipe: Recipe, needed_by: str
 ) -> CurvatureInput:
     if isinstance(source, Identity):
         return CurvatureInput(label=f"{key} (identity)", constant=source.identity)
@@ -141,16 +142,16 @@ def _open_curvature(
     if source is not None:
         file = open_curvature(source, relative_to=recipe.folder)
     else:
-        inside = default_curvature(model.folder)
-        if inside is None:
+        default = default_curvature(model.folder)
+        if default is None:
             raise InputError(
-                f"{key}: {wanted_by} needs the curvature of {model.label}, the recipe names none, and the model folder "
+                f"{key}: {needed_by} needs the curvature of {model.label}, the recipe names none, and the model folder "
                 "has no curvature/ folder. Estimate it with `gradmerge curvature estimate`, name a curvature folder or "
                 "file, or give {identity: 1.0} in a recipe (identity:1.0 on the command line) for the same number "
                 "everywhere."
             )
-        file = open_curvature(str(inside), relative_to=Path())
-        file.label = f"{model.label}/{inside.name}"
+        file = open_curvature(str(default), relative_to=Path())
+        file.label = f"{model.label}/{default.name}"
     follow_rename(file, model)
     dataset_size = recipe.base.examples if recipe.base is not None and key == "base.curvature" else None
     return CurvatureInput.of_file(file, recipe.reduction, dataset_size)
@@ -163,7 +164,7 @@ def make_plan(
 
     With ``reads``, the plan is for comparing merges: it reads these inputs, which need not suit the recipe's rule.
     """
-    rule, template, any_rule = recipe.rule, inputs.template, reads is not None
+    rule, template, for_comparison = recipe.rule, inputs.template, reads is not None
     others = [checkpoint for checkpoint in inputs.tuned if checkpoint is not template]
     one_tokenizer = recipe.tokenizer is not None
     parts = compare_parts(inputs.checkpoints, recipe.exclude, allow_config, one_tokenizer)
@@ -183,10 +184,10 @@ def make_plan(
         comparison.merged,
         missing=recipe.missing,
         penalty_is_recorded=recipe.base is not None and recipe.base.penalty is None,
-        any_rule=any_rule,
+        for_comparison=for_comparison,
     )
     problems = [*parts.problems, *comparison.problems, *scope_problems(inputs), *problems]
-    if layers and not any_rule and not inputs.grams:
+    if layers and not for_comparison and not inputs.grams:
         problems += layer_option_problems(recipe.options, inputs, layers, recipe.output.curvature)
     if problems:
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {problem}" for problem in problems))
@@ -200,9 +201,9 @@ def make_plan(
     plan.note(dict.fromkeys(note for checkpoint in inputs.checkpoints for note in checkpoint.notes))
     plan.note(penalty_notes(recipe, inputs))
     plan.note(inputs.settings.notes(list(plan.merged_tensors)))
-    plan.note(_method_notes(recipe, any_rule))
-    if not any_rule:
-        dry_check_rule(plan)
+    plan.note(_method_notes(recipe, for_comparison))
+    if not for_comparison:
+        check_rule_settings(plan)
     return plan
 
 
@@ -217,7 +218,7 @@ def _jobs(recipe: Recipe, inputs: Inputs, merged: set[str], layers: Layers) -> l
 
     def result_info(name: str) -> TensorInfo:
         dtype = _widest_type(read_types(name)) if recipe.output.dtype == "widest" else tensors[name].dtype
-        return TensorInfo(_STORED.get(recipe.output.dtype, dtype), tensors[name].shape)
+        return TensorInfo(_STORED_TYPES.get(recipe.output.dtype, dtype), tensors[name].shape)
 
     jobs: list[Job] = []
     for name, info in tensors.items():
@@ -250,13 +251,13 @@ def _widest_type(types: set[str]) -> str:
     return "F64" if "F64" in types else "F32"
 
 
-def _method_notes(recipe: Recipe, any_rule: bool) -> Iterator[Note]:
+def _method_notes(recipe: Recipe, for_comparison: bool) -> Iterator[Note]:
     if "positive-weights" in recipe.rule.checks and smallest(recipe.weights) < 0:
         yield Note(
             "a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum, and 0 is "
             "written as its curvature. To remove a task from the base, use the method removal."
         )
-    if any_rule:
+    if for_comparison:
         return
     # Curvature that the method does not read is fine when methods are compared, but worth a note.
     needs = recipe.rule.needs(recipe.resolved_options)
@@ -274,8 +275,8 @@ def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
     return needs - (rule.optional & {"base"}) if idle else needs
 
 
-def dry_check_rule(plan: Plan) -> None:
-    """Run the rule once on single numbers, so that invalid settings fail before any tensor is read."""
+def check_rule_settings(plan: Plan) -> None:
+    """Run the rule once on a tensor of one element, so that invalid settings fail before any weight is read."""
     unit = torch.ones(1, 1)
     tensors: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), unit) | {"damping": plan.inputs.damping}
     all_settings = plan.inputs.settings.distinct(plan.merged_tensors)

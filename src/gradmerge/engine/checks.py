@@ -31,7 +31,7 @@ from ..text import count
 from .executor import THIS_THREAD, Advance, Executor, chunks, exact_sum, ignore, sample_blocks, whole_tensors
 from .jobs import Block, BlockJob, LayerJob, converted, rule_arguments
 from .plan import Plan
-from .statistics import find_damping
+from .statistics import compute_mean_curvature
 
 LONGEST_STEP = 2.0
 """A longer step, relative to fine-tuning's, is not trusted. Negation at strength 1 has 1; curvature may lengthen it."""
@@ -120,7 +120,7 @@ def check_step_size(
     """Return a note if the plan is a removal whose step is too long; with ``refuse``, raise it as an error."""
     if "step-size" not in plan.rule.checks:
         return []
-    find_damping(plan, executor)
+    compute_mean_curvature(plan, executor)
     (sizes,) = step_sizes(plan, [plan.inputs.damping_of(plan.rule)], executor, advance)
     if sizes.excess <= 1:
         return []
@@ -163,7 +163,7 @@ def step_sizes(
     parts = executor.reduce(plan, functools.partial(block_steps, dampings=tuple(dampings)), chunks(plan), advance)
     result = []
     for number, damping in enumerate(dampings):
-        groups: dict[str, list[Step]] = {group_of(job.name): [] for job in plan.merged}
+        groups: dict[str, list[Step]] = {group_of(job.name): [] for job in plan.merged_jobs}
         for group, steps in parts:
             groups[group].append(steps[number])
         result.append(StepSizes(damping, {group: Step.total(steps) for group, steps in groups.items() if steps}))
@@ -260,11 +260,11 @@ def share_above(plan: Plan, executor: Executor = THIS_THREAD, above: float = ABO
     # A block of the sample stands for other entries too, and a layer for itself.
     scale = sum(job.info.numel for job in plan.block_jobs) / max(1, seen)
     changes = executor.reduce(
-        plan, functools.partial(block_change, above=above), [*blocks, *whole_tensors(plan.layers)]
+        plan, functools.partial(block_change, above=above), [*blocks, *whole_tensors(plan.kronecker_jobs)]
     )
     scaled = [(large, all_) if is_layer else (scale * large, scale * all_) for is_layer, large, all_ in changes]
     large, whole = (exact_sum(column) for column in zip(*scaled, strict=True)) if scaled else (0.0, 0.0)
-    seen += sum(job.numel for job in plan.layers)
+    seen += sum(job.numel for job in plan.kronecker_jobs)
     return large / whole if whole > 0 and math.isfinite(large) else 0.0, seen
 
 

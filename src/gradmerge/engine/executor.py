@@ -167,7 +167,7 @@ def chunks(plan: Plan, size: int | None = None) -> list[Block]:
         for job in plan.block_jobs
         for start in range(0, job.info.numel, size)
     ]
-    return blocks + whole_tensors(plan.layers)
+    return blocks + whole_tensors(plan.kronecker_jobs)
 
 
 def sample_blocks(jobs: Iterable[Job], length: int, step: int) -> Iterator[Block]:

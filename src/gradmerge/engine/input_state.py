@@ -109,18 +109,18 @@ def _with_inner(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
 
 def fingerprint_of(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:
     """Return a hash of the recipe, the settings, and the inputs by path, size, modification times and inode."""
-    made = {name: str(folder) for name, folder in recipe.made.items()}
-    named = {name: read_json(Path(folder) / RECORD, MAX_TOKENIZER)["fingerprint"] for name, folder in made.items()}
+    folders = {name: str(folder) for name, folder in recipe.merged_folders.items()}
+    named = {name: read_json(Path(folder) / RECORD, MAX_TOKENIZER)["fingerprint"] for name, folder in folders.items()}
 
-    def is_made(path: object) -> bool:
-        return any(Path(str(path)).is_relative_to(folder) for folder in made.values())
+    def is_named_merge(path: object) -> bool:
+        return any(Path(str(path)).is_relative_to(folder) for folder in folders.values())
 
     content = {
         "versions": [__version__, torch.__version__],
         "recipe": recipe.to_dict(),
         "code": recipe.rule.digest,
         "named": named,
-        "files": [entry for entry in files if not is_made(entry[0])],
+        "files": [entry for entry in files if not is_named_merge(entry[0])],
         "block": plan.block,
         "allow_nonfinite": allow_nonfinite,
         "kinds": [[type(layer).__name__ for layer in unwrap_chain(c)] for c in plan.inputs.checkpoints],

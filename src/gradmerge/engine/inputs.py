@@ -26,7 +26,7 @@ from ..text import one_line
 from .settings import LayerSettings
 
 LARGEST = 1e35
-"""Larger curvature is refused: sums over some models, times their weights, must fit float32."""
+"""Larger curvature is refused, because weighted sums over models must fit float32."""
 CONSTANT_DAMPING = 1e-10
 """δ of `damping: auto`, unless the rule takes the mean curvature."""
 PENALTY = "gradmerge_penalty.json"
@@ -46,7 +46,7 @@ class CurvatureInput:
     factor: float = 1.0
     """Factor of the stored sums: 1, or 1/examples for the mean."""
     examples: int = 0
-    stands_for: int = 0
+    dataset_size: int = 0
     """The dataset size that the recipe scales it to; by default the examples that it was estimated on."""
     likelihood: str = ""
     tokens: Mapping[str, int] | None = None
@@ -64,15 +64,17 @@ class CurvatureInput:
             raise InputError(f"{self.label}: {self.constant:g} is too large for a curvature; the limit is {LARGEST:g}")
 
     @classmethod
-    def of_file(cls, file: CurvatureFile, reduction: str | MeanTimes, stands_for: int | None = None) -> CurvatureInput:
-        """Return the sums of a file, reduced, or scaled to a dataset size (``stands_for``)."""
-        factor = reduction_factor(reduction, file.examples) if stands_for is None else stands_for / file.examples
+    def of_file(
+        cls, file: CurvatureFile, reduction: str | MeanTimes, dataset_size: int | None = None
+    ) -> CurvatureInput:
+        """Return the sums of a file, reduced, or scaled to a dataset size (``dataset_size``)."""
+        factor = reduction_factor(reduction, file.examples) if dataset_size is None else dataset_size / file.examples
         return cls(
             file.label,
             file=file,
             factor=factor,
             examples=file.examples,
-            stands_for=file.examples if stands_for is None else stands_for,
+            dataset_size=file.examples if dataset_size is None else dataset_size,
             likelihood=file.likelihood,
             tokens=file.tokens if file.kind == "kronecker" else None,
             transposed=file.transposed,
@@ -205,7 +207,7 @@ class Inputs:
     grams: list[CurvatureInput] = field(default_factory=list)
     damping: float = 0.0
     """δ, unless the rule computes its own for `damping: auto`."""
-    damping_is_open: bool = False
+    damping_is_auto: bool = False
     """The recipe has `damping: auto`."""
     mean_curvature: float | None = None
     """The mean over all entries of Σ F_t, once it is computed: δ of rules with this damping."""
@@ -237,17 +239,17 @@ class Inputs:
     @property
     def damps_layers(self) -> bool:
         """Whether each layer with Kronecker curvature has its own δ: `damping: auto`, and no base of c · I."""
-        return self.damping_is_open and not (self.prior is not None and self.prior.constant)
+        return self.damping_is_auto and not (self.prior is not None and self.prior.constant)
 
-    def lacks_damping(self, rule: Rule) -> bool:
-        """Return whether the mean curvature has to be computed for a rule's δ."""
-        return rule.auto_damping == "mean-curvature" and self.damping_is_open and self.mean_curvature is None
+    def needs_mean_curvature(self, rule: Rule) -> bool:
+        """Return whether the rule takes the mean curvature as δ, and the mean is not computed yet."""
+        return rule.auto_damping == "mean-curvature" and self.damping_is_auto and self.mean_curvature is None
 
     def damping_of(self, rule: Rule) -> float:
         """Return δ for a rule."""
-        if not (self.damping_is_open and rule.auto_damping == "mean-curvature"):
+        if not (self.damping_is_auto and rule.auto_damping == "mean-curvature"):
             return self.damping
-        assert self.mean_curvature is not None, "call find_damping first"
+        assert self.mean_curvature is not None, "call compute_mean_curvature first"
         return self.mean_curvature
 
     def tuned_of(self, name: str) -> list[Checkpoint]:

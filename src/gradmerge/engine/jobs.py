@@ -19,7 +19,7 @@ from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint
 from ..errors import InputError
 from ..io.reader import FLOATS, TensorInfo
 from ..rules import Rule
-from ..rules.kronecker_matching import OF_MERGES, KroneckerFactors, LayerHessian, mean_eigenvalue
+from ..rules.kronecker_matching import LAYER_DAMPING, KroneckerFactors, LayerHessian, mean_eigenvalue
 from ..rules.spec import RANDOM_INPUTS, Granularity, per_model
 from ..text import one_line
 from .inputs import CurvatureInput
@@ -294,7 +294,7 @@ class LayerJob(Job):
         if not plan.inputs.damps_layers or rule.auto_damping == "mean-curvature":
             return None
         weights = plan.inputs.settings.of(self.name).weights
-        return OF_MERGES * mean_eigenvalue(weights, tensors["curvature"], tensors["base"].numel())
+        return LAYER_DAMPING * mean_eigenvalue(weights, tensors["curvature"], tensors["base"].numel())
 
     def solve(self, plan: Plan, tensors: Mapping[str, Any]) -> Tensor:
         """Return the rule's result for the whole layer."""

@@ -34,15 +34,15 @@ def match_curvature(
     *,
     missing: str,
     penalty_is_recorded: bool,
-    any_rule: bool,
+    for_comparison: bool,
 ) -> tuple[Layers, list[str]]:
     """Return the layers that are solved as a whole, and all problems of the curvature.
 
-    With ``any_rule``, the curvature need not suit the recipe's rule. What a recorded penalty lacks counts as 0.
+    With ``for_comparison``, the curvature need not suit the recipe's rule. What a recorded penalty lacks counts as 0.
     """
     diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
     _use_tied_curvature(diagonals, inputs.template, names)
-    layers, problems = _kronecker_layers(inputs, None if any_rule else rule, names)
+    layers, problems = _kronecker_layers(inputs, None if for_comparison else rule, names)
     for source in diagonals:
         recorded = penalty_is_recorded and source in inputs.penalty
         held = _held_by_factors(source, layers)

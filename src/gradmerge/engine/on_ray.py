@@ -62,7 +62,7 @@ class MergeTask:
     recipe: dict[str, Any]
     recipe_folder: str
     """Where relative paths of the recipe start."""
-    made: dict[str, str]
+    merged_folders: dict[str, str]
     """Results of named recipes."""
     plan_options: dict[str, Any]
     """Options of :func:`gradmerge.engine.build_plan.open_plan`."""
@@ -96,7 +96,7 @@ class MergeWorker:
             self._task = None
         allow_many_files()
         recipe = make_recipe(task.recipe, folder=Path(task.recipe_folder), allow_code=True)
-        recipe = recipe.with_made({name: Path(folder) for name, folder in task.made.items()})
+        recipe = recipe.with_merged_folders({name: Path(folder) for name, folder in task.merged_folders.items()})
         try:
             self._plan = open_plan(recipe, **task.plan_options)
         except InputError as error:
@@ -199,7 +199,7 @@ class RayCluster:
         task = MergeTask(
             recipe=recipe.to_dict(),
             recipe_folder=str(recipe.folder.absolute()),
-            made={name: str(folder) for name, folder in recipe.made.items()},
+            merged_folders={name: str(folder) for name, folder in recipe.merged_folders.items()},
             plan_options={**self.allowed, "allow_config": list(self.allowed.get("allow_config", ()))},
             block=plan.block,
             options=options,
@@ -252,7 +252,7 @@ class RayCluster:
             shares += self._cut(list(group), blocks)
         with closing(self._map(plan, shares, None, statistics)) as results:
             for share, _, read in results:
-                output.done(share)
+                output.record_blocks(share)
                 advance(read)
 
     def _cut(self, blocks: Sequence[Block], every: Sequence[Block]) -> list[list[Block]]:

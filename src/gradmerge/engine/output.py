@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoints.sidecars import copy_sidecars, sidecars, stems
-from ..curvature.curvature import OF_MERGES, write_curvature_card
+from ..curvature.curvature import MERGED_CURVATURE, write_curvature_card
 from ..curvature.format import STEM, metadata
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
@@ -54,7 +54,7 @@ class Output:
     """The unfinished result of a merge. An error keeps it for a later run to resume, unless the input is to blame."""
 
     report: None = None
-    """An adapter has a report of what it lacks of the merge."""
+    """Only :class:`~gradmerge.engine.adapter.AdapterOutput` has a report."""
 
     def __init__(self, recipe: Recipe, plan: Plan, folder: AtomicDir, fingerprint: str, resume: bool) -> None:
         self._recipe, self._plan, self._folder = recipe, plan, folder
@@ -109,10 +109,10 @@ class Output:
     def put(self, merged: MergedBlock) -> None:
         """Write a block, then its line of the journal; may be called from several threads at once."""
         self.files.write(merged)
-        self.done([merged.block])
+        self.record_blocks([merged.block])
 
-    def done(self, blocks: Sequence[Block]) -> None:
-        """Record in the journal that blocks are written, and close and upload the files that they complete."""
+    def record_blocks(self, blocks: Sequence[Block]) -> None:
+        """Record written blocks in the journal. Close and upload the files that these blocks complete."""
         self._journal.blocks(block.number for block in blocks)
         files = [file for block in blocks for file in self.files.files_of(block.job)]
         with self._lock:
@@ -126,11 +126,11 @@ class Output:
                 self._upload.send(name)
 
     def finish(self) -> dict[str, int]:
-        """Complete the weight files, copy the small files, and return the bytes of the former by name."""
+        """Complete the weight files, copy the small files, and return the size of each weight file."""
         for writer in self.files.writers:
             writer.finish()
         if len(self.files.writers) > 1:
-            write_curvature_card(self.files.writers[1].folder, what=OF_MERGES)
+            write_curvature_card(self.files.writers[1].folder, what=MERGED_CURVATURE)
         template, folder = self._plan.inputs.template, self._folder.folder
         self._plan.note(sidecars(template).note(template.label))
         copy_sidecars(template, folder, config_dtype(self._recipe, self._plan))

@@ -19,9 +19,9 @@ from .jobs import Block, BlockJob, Job, LayerJob
 BLOCK = 1 << 18
 """Entries that go through a rule at once. Smaller blocks stay in a core's cache, but threads then spend their time
 waiting for the interpreter's lock. Larger ones take more memory."""
-FEW = 12
-"""A thread with at most so many blocks in memory takes blocks of twice the size. Threads wait half as often for each
-other. With more blocks in memory, these would no longer fit the processor's cache."""
+FEW_BLOCKS = 12
+"""A thread that holds at most this many blocks in memory takes blocks of twice the size, so that threads wait half as
+often for each other. More blocks of that size would not fit the processor's cache."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Plan:
         self.notes += [text if isinstance(text, Note) else Note(text) for text in texts]
 
     @property
-    def merged(self) -> list[Job]:
+    def merged_jobs(self) -> list[Job]:
         """The jobs of tensors that go through the rule."""
         return [job for job in self.jobs if job.rule is not None]
 
@@ -54,18 +54,18 @@ class Plan:
         return [job for job in self.jobs if isinstance(job, BlockJob)]
 
     @property
-    def layers(self) -> list[LayerJob]:
-        """The layers with Kronecker curvature."""
+    def kronecker_jobs(self) -> list[LayerJob]:
+        """The jobs of layers with Kronecker curvature. Layers with Gram matrices are not among them."""
         return [] if self.inputs.grams else [job for job in self.jobs if isinstance(job, LayerJob)]
 
     @property
     def merged_tensors(self) -> dict[str, TensorInfo]:
         """The tensors of the result that go through the rule."""
-        return {name: info for job in self.merged for name, info in job.tensors.items()}
+        return {name: info for job in self.merged_jobs for name, info in job.tensors.items()}
 
     @property
     def copied_tensors(self) -> int:
-        return len(self.jobs) - len(self.merged)
+        return len(self.jobs) - len(self.merged_jobs)
 
     def blocks(self, size: int | None = None) -> Iterator[Block]:
         """Yield all blocks of about ``size`` entries, in the order of the template's files."""
@@ -98,7 +98,7 @@ class Plan:
         """The number of examples behind the curvature of the result: the sum over all inputs."""
         inputs = self.inputs
         sources = (*([inputs.prior] if inputs.prior else []), *inputs.curvature, *inputs.grams)
-        return max(1, sum(source.stands_for for source in sources))
+        return max(1, sum(source.dataset_size for source in sources))
 
     def bytes_read(self, job: Job) -> int:
         """Return how many bytes one pass over a job's inputs reads."""
@@ -111,7 +111,7 @@ class Plan:
     @property
     def merged_read(self) -> int:
         """Bytes that one pass over the merged tensors reads."""
-        return sum(map(self.bytes_read, self.merged))
+        return sum(map(self.bytes_read, self.merged_jobs))
 
     @property
     def statistics_read(self) -> int:
@@ -123,7 +123,7 @@ class Plan:
     def damping_read(self) -> int:
         """Bytes of curvature that are read to compute the damping, if the recipe has `damping: auto`."""
         inputs = self.inputs
-        if not inputs.lacks_damping(self.rule):
+        if not inputs.needs_mean_curvature(self.rule):
             return 0
         return sum(source.nbytes(name) for source in inputs.curvature for name in self.merged_tensors)
 
@@ -155,5 +155,5 @@ class Plan:
     @property
     def block_size(self) -> int:
         """Entries of a block. Random masks take memory too, so that their blocks are not doubled."""
-        few = self._blocks_in_memory <= FEW and not self._needs_float64 and not self.needs & RANDOM_INPUTS
+        few = self._blocks_in_memory <= FEW_BLOCKS and not self._needs_float64 and not self.needs & RANDOM_INPUTS
         return 2 * self.block if few else self.block

@@ -24,7 +24,7 @@ from .jobs import MergeOptions
 from .journal import NAME
 from .output import Output
 from .plan import Plan
-from .statistics import compute_statistics, find_damping
+from .statistics import compute_mean_curvature, compute_statistics
 from .write_cards import write_cards
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def check_merge(recipe: Recipe, plan: Plan, executor: Executor, progress: Progre
     """Compute the damping, check step size, coefficients and licenses, and add their notes to the plan."""
     if plan.damping_read:
         progress.begin("computing the damping", plan.merged_read)
-    find_damping(plan, executor, progress.advance)
+    compute_mean_curvature(plan, executor, progress.advance)
     if "step-size" in plan.rule.checks:
         progress.begin("checking the step size", plan.merged_read)
     plan.note(check_step_size(plan, executor, progress.advance, refuse=not accept_untrusted))

@@ -58,21 +58,23 @@ def compute_statistics(plan: Plan, executor: Executor, advance: Advance = ignore
         if plan.inputs.options["scope"] == "model":
             result.thresholds[""] = model_thresholds(plan, executor, advance)
         else:
-            result.thresholds = dict(executor.reduce(plan, tensor_thresholds, whole_tensors(plan.merged), advance))
+            result.thresholds = dict(executor.reduce(plan, tensor_thresholds, whole_tensors(plan.merged_jobs), advance))
     if measures := plan.measures:
         function = functools.partial(measure_tensor, statistics=result)
         result.measured = dict(
-            executor.reduce(plan, function, whole_tensors(plan.merged), lambda nbytes: advance(len(measures) * nbytes))
+            executor.reduce(
+                plan, function, whole_tensors(plan.merged_jobs), lambda nbytes: advance(len(measures) * nbytes)
+            )
         )
     return result
 
 
-def find_damping(plan: Plan, executor: Executor, advance: Advance = ignore) -> None:
-    """Set the mean curvature of the plan's inputs, Σ F_t over all merged entries / entries, if the rule needs it.
+def compute_mean_curvature(plan: Plan, executor: Executor, advance: Advance = ignore) -> None:
+    """Compute the mean of Σ F_t over all merged entries, if the rule uses it as its damping δ.
 
-    A δ of that size bounds the step where the retain set has no curvature.
+    A δ of that size bounds the step where the retain set has no curvature. The plan's inputs keep the mean.
     """
-    if plan.inputs.lacks_damping(plan.rule):
+    if plan.inputs.needs_mean_curvature(plan.rule):
         sums = executor.reduce(plan, curvature_sum, chunks(plan), advance)
         entries = sum(info.numel for info in plan.merged_tensors.values())
         plan.inputs.mean_curvature = exact_sum(sums) / max(1, entries)

@@ -12,7 +12,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.layers import StackedCheckpoint
 from ..io.atomic_dir import AtomicDir
 from ..recipe import NONE, Recipe, plain
-from ..rules.kronecker_matching import OF_MERGES
+from ..rules.kronecker_matching import LAYER_DAMPING
 from .inputs import CurvatureInput, Inputs, Source
 from .plan import Plan
 from .slices import layer_table
@@ -45,7 +45,7 @@ def write_cards(
         report: For an adapter, its base and what it lacks of the merge.
     """
     inputs = plan.inputs
-    settings = used(recipe, plan)
+    settings = damping_and_penalties(recipe, plan)
     options = {} if recipe.slices else {"options": {name: plain(value) for name, value in inputs.options.items()}}
     facts: dict[str, Any] = {
         "fingerprint": fingerprint,
@@ -86,24 +86,24 @@ def write_cards(
     )
 
 
-def used(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """Return the damping and the penalty of every model, for the record."""
+def damping_and_penalties(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """Return the damping of the merge and the penalty of every model, for the record."""
     inputs = plan.inputs
     facts: dict[str, Any] = {}
     if "damping" in plan.rule.inputs:
         facts["damping"] = inputs.damping_of(plan.rule)
-        if plan.layers and inputs.damps_layers and plan.rule.auto_damping != "mean-curvature":
-            facts["damping_of_layers"] = f"{OF_MERGES:g} × the mean curvature of the layer"
+        if plan.kronecker_jobs and inputs.damps_layers and plan.rule.auto_damping != "mean-curvature":
+            facts["damping_of_layers"] = f"{LAYER_DAMPING:g} × the mean curvature of the layer"
     if "penalty" in plan.rule.inputs:
         penalties = inputs.penalty or [None] * len(inputs.tuned)
         facts["penalty"] = [
-            {"model": model.label, **_used_penalty(recipe, penalty)}
+            {"model": model.label, **_penalty_entry(recipe, penalty)}
             for model, penalty in zip(inputs.tuned, penalties, strict=True)
         ]
     return facts
 
 
-def _used_penalty(recipe: Recipe, penalty: CurvatureInput | None) -> dict[str, Any]:
+def _penalty_entry(recipe: Recipe, penalty: CurvatureInput | None) -> dict[str, Any]:
     if penalty is None:
         return {"penalty": "H_0", "from": "default"}
     origin = "recipe" if recipe.base is not None and recipe.base.penalty is not None else "recorded"

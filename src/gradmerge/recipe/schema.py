@@ -122,8 +122,8 @@ class Origin:
     """The rule, if the method is a Python file."""
     merges: dict[str, Recipe] = field(default_factory=dict)
     """Recipes of the same file that this one uses by name, in the order in which to merge them."""
-    made: dict[str, Path] = field(default_factory=dict)
-    """The folders of their results."""
+    merged_folders: dict[str, Path] = field(default_factory=dict)
+    """Name → folder of the result of each named recipe that is merged already."""
     notes: list[Note] = field(default_factory=list)
     """Notes on how the recipe was read."""
 
@@ -199,20 +199,20 @@ class Recipe(OneLine, RecipePart):
         return self._origin.merges
 
     @property
-    def made(self) -> dict[str, Path]:
-        """Name → folder of the results of named recipes."""
-        return self._origin.made
+    def merged_folders(self) -> dict[str, Path]:
+        """Name → folder of the result of each named recipe that is merged already."""
+        return self._origin.merged_folders
 
     @property
     def notes(self) -> list[Note]:
         """Notes on how the recipe was read."""
         return self._origin.notes
 
-    def with_made(self, made: dict[str, Path], notes: list[Note] | None = None) -> Recipe:
+    def with_merged_folders(self, merged_folders: dict[str, Path], notes: list[Note] | None = None) -> Recipe:
         """Return a copy that finds the results of named recipes in these folders."""
         copy = self.model_copy(deep=True)
-        used = {name: folder.absolute() for name, folder in made.items() if name in self.references}
-        copy._origin = replace(self._origin, made=used, notes=self.notes if notes is None else notes)
+        used = {name: folder.absolute() for name, folder in merged_folders.items() if name in self.references}
+        copy._origin = replace(self._origin, merged_folders=used, notes=self.notes if notes is None else notes)
         return copy
 
     def with_origin(self, other: Recipe) -> Recipe:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .averages import weighted_average
 from .spec import Help, extreme_weights, rule
-from .task_arithmetic import positive, task_arithmetic
+from .task_arithmetic import all_positive, task_arithmetic
 
 
 def _terms(
@@ -86,7 +86,7 @@ def fisher_averaging(
     merged = torch.zeros_like(total)
     for model, precision in terms:
         merged += (precision / total).mul_(model)
-    if positive(total):
+    if all_positive(total):
         return merged
     plain = weighted_average(None, tuned, weights, None) if base is None else task_arithmetic(base, tuned, weights)
     return torch.where(total == 0, plain, merged)
@@ -118,4 +118,4 @@ def fa1(
     merged = (scaling / total).mul(base)
     for model, fisher, weight in zip(tuned, curvature, weights, strict=True):
         merged += (fisher / total).mul_(weight).mul_(model - base)
-    return merged if positive(total) else torch.where(total == 0, task_arithmetic(base, tuned, weights), merged)
+    return merged if all_positive(total) else torch.where(total == 0, task_arithmetic(base, tuned, weights), merged)

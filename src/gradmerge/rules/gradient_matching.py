@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .kronecker_matching import match_layer, remove_layer
 from .spec import Help, OrNone, extreme_weights, rule
-from .task_arithmetic import positive
+from .task_arithmetic import all_positive
 
 PAPER = "Daheim et al., Model merging by uncertainty-based gradient matching, ICLR 2024"
 Penalty = Sequence[Tensor | None] | Tensor | None
@@ -20,7 +20,7 @@ Penalty = Sequence[Tensor | None] | Tensor | None
 def _share(part: Tensor, whole: Tensor) -> Tensor:
     """part / whole, and 1 where whole is 0, so that the entry falls back to task arithmetic."""
     ratio = part / whole
-    return ratio if positive(whole) else torch.where(whole == 0, 1.0, ratio)
+    return ratio if all_positive(whole) else torch.where(whole == 0, 1.0, ratio)
 
 
 def penalties(penalty: Penalty, prior: Tensor, models: int) -> list[Tensor]:

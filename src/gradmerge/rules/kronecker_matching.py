@@ -19,8 +19,8 @@ STEPS = 2000
 LOOSE = 1e-5
 #: Eigenvalues below this share of the largest are rounding.
 ROUNDING = 1e-14
-#: Default damping of a merge, as a share of the mean eigenvalue of Σ |α_t| H_t in the layer.
-OF_MERGES = 0.2
+#: `damping: auto` of a layer, as a share of the mean eigenvalue of its Σ |α_t| H_t.
+LAYER_DAMPING = 0.2
 
 
 class KroneckerFactors(NamedTuple):

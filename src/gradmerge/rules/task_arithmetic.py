@@ -35,6 +35,6 @@ def task_arithmetic(
     return merged
 
 
-def positive(values: Tensor) -> bool:
-    """Return whether every value is above 0; a minimum is ten times cheaper than a comparison."""
+def all_positive(values: Tensor) -> bool:
+    """Return whether every value is above 0. The minimum is ten times faster than a comparison of every value."""
     return values.numel() == 0 or float(values.amin()) > 0

@@ -128,7 +128,7 @@ class Choices:
         self._recipe = recipe
         self.methods = methods_of(recipe, plan)
         self.models = task_names(recipe)
-        self.layer_groups = layer_groups([job.name for job in plan.merged])
+        self.layer_groups = layer_groups([job.name for job in plan.merged_jobs])
 
     def controls(self, method: str) -> list[Control]:
         self._check(method)
