@@ -15,7 +15,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
 from .errors import InputError
 from .text import nearest
-from .urls import UrlPath, as_url, redact_urls
+from .urls import UrlPath, is_url
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -26,7 +26,7 @@ _ACCEPTED: dict[Any, Any] = {int: Integral, float: Real, Path: os.PathLike}
 def checked(*unchecked: str) -> Callable[[Function], Function]:
     """Check arguments at every call, except those named; raise InputError if one does not fit.
 
-    URLs in arguments are passed on without passwords and signatures, so that nothing prints or writes them.
+    A path that is a URL becomes a :class:`UrlPath`, whose text is the URL.
     """
 
     def decorate(function: Function) -> Function:
@@ -36,7 +36,7 @@ def checked(*unchecked: str) -> Callable[[Function], Function]:
                 for name, value in inspect.signature(function).bind(*args, **kwargs).arguments.items():
                     if name not in ("loading", *unchecked):
                         check(name, value, annotation(function, name))
-            return function(*map(_redacted, args), **{name: _redacted(value) for name, value in kwargs.items()})
+            return function(*map(_with_urls, args), **{name: _with_urls(value) for name, value in kwargs.items()})
 
         return cast(Function, call)
 
@@ -104,9 +104,5 @@ def _name(option: Any) -> str:
     return inspect.formatannotation(option).replace("collections.abc.", "")
 
 
-def _redacted(value: Any) -> Any:
-    if isinstance(value, Path):
-        return UrlPath(url) if (url := as_url(value)) is not None else value
-    if type(value) is dict:  # such as tasks and their data
-        return {key: _redacted(item) for key, item in value.items()}
-    return redact_urls(value) if isinstance(value, str) else value
+def _with_urls(value: Any) -> Any:
+    return UrlPath(value) if isinstance(value, Path) and is_url(value) else value

@@ -1,7 +1,6 @@
-"""URLs of models, data and results, and how to show them without passwords and signatures.
+"""URLs of models, data and results.
 
-:func:`as_url` redacts every URL on input. Records, cards, journals and messages therefore contain no secrets. Only the
-file system gets the original, from :func:`unredact`.
+The program passes complete URLs on. Whatever it prints or writes goes through :func:`redact` first.
 """
 
 from __future__ import annotations
@@ -9,20 +8,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/{1,3})(.*)", re.DOTALL)
 #: `user:password@` before the host, where S3 keys may contain a slash. `@revision` in hf://org/name@revision is none.
-_USER = re.compile(r"(?<![\w+.-])((?!hf:)[A-Za-z][A-Za-z0-9+.-]+:/{1,2})([^/\s@:'\"?]+:[^\s@'\"?]+|[^/\s@'\"?]+)@")
-_QUERY = re.compile(r"(?<![\w+.-])([A-Za-z][A-Za-z0-9+.-]+:/{1,2}[^\s'\"?]*\?)([^\s'\"]+)")
-#: Query parameters that select a version of a file. All others may be signatures.
-_PUBLIC_PARAMETERS = {"versionid", "version_id", "generation", "download", "revision", "ref"}
-REDACTED = "***"
-_originals: dict[str, str] = {}
-"""Redacted URLs and their prefixes up to the host → the originals."""
-_secrets: dict[str, str] = {}
-"""`user:password@` → what to show instead, for errors of file systems that quote it without the protocol."""
+_USER = re.compile(r"(?<![\w+.-])((?!hf:)[A-Za-z][A-Za-z0-9+.-]+:/{1,2})(?:[^/\s@:'\"?]+:[^\s@'\"?]+|[^/\s@'\"?]+)@")
+#: A query string, without punctuation of the sentence after it.
+_QUERY = re.compile(r"(?<![\w+.-])([A-Za-z][A-Za-z0-9+.-]+:/{1,2}[^\s'\"?]*)\?[^\s'\"]*[^\s'\".:,;)]")
 _local_copies: dict[str, str] = {}
 """Path of a local copy → URL."""
 
@@ -33,7 +25,7 @@ def is_url(reference: object) -> bool:
 
 
 def as_url(reference: str | Path) -> str | None:
-    """Return a reference as a redacted URL, or None if it is a local path.
+    """Return a reference as a URL, or None if it is a local path.
 
     A :class:`Path` has lost one slash of `s3://`; this restores it. A folder that is really named `s3:` is a path.
     """
@@ -43,25 +35,11 @@ def as_url(reference: str | Path) -> str | None:
     protocol = match[1].lower()
     absolute = protocol in ("file", "local") or (protocol == "hdfs" and match[2] == "///")
     rest = "/" + match[3].lstrip("/") if absolute else match[3]
-    url = f"{protocol}://{rest if '?' in rest else rest.rstrip('/')}"
-    redacted = redact(url)
-    if redacted == url:
-        return url
-    # Two URLs that differ only in redacted query parameters may be two files: number them.
-    before, _, after = redacted.rpartition(REDACTED)
-    number = 1
-    while "?" in before and _originals.get(redacted, url) != url:
-        number += 1
-        redacted = f"{before}{REDACTED}{number}{after}"
-    _originals[redacted] = url
-    if (user := _USER.match(redacted)) and (original := _USER.match(url)):
-        _originals[user[0]] = original[0]
-        _secrets[f"{original[2]}@"] = f"{REDACTED}@"
-    return redacted
+    return f"{protocol}://{rest if '?' in rest else rest.rstrip('/')}"
 
 
 def remote_url(reference: str | Path) -> str | None:
-    """Return a reference as a redacted URL, or None if it is a local path or a `file://` URL."""
+    """Return a reference as a URL, or None if it is a local path or a `file://` URL."""
     url = as_url(reference)
     return None if url is None or url.startswith("file://") else url
 
@@ -74,40 +52,15 @@ def strip_file_scheme(reference: str | Path) -> str:
     return unquote(url.removeprefix("file://")) or "/"
 
 
-def unredact(url: str) -> str:
-    """Return the original of a URL that :func:`as_url` has redacted."""
-    if url in _originals:
-        return _originals[url]
-    user = _USER.match(url)
-    return _originals.get(user[0], user[0]) + url[user.end() :] if user else url
-
-
 def redact(text: str) -> str:
-    """Remove passwords and signatures of URLs from a text, and replace paths of local copies by their URLs."""
+    """Remove users, passwords and query strings from URLs in a text, and replace paths of local copies by URLs."""
     for path, url in _local_copies.items():
-        text = text.replace(path, url)
-    for secret, replacement in _secrets.items():
-        text = text.replace(secret, replacement)
-    if ":/" not in text:
-        return text
-    text = _USER.sub(rf"\g<1>{REDACTED}@", text)
-    return _QUERY.sub(lambda match: match[1] + "&".join(map(_redact_parameter, match[2].split("&"))), text)
+        text = text.replace(path, _without_secrets(url))
+    return _without_secrets(text) if ":/" in text else text
 
 
-def _redact_parameter(text: str) -> str:
-    key, equals, value = text.partition("=")
-    if key.lower() in _PUBLIC_PARAMETERS or text.startswith(REDACTED) or value.startswith(REDACTED):
-        return text
-    return f"{key}={REDACTED}" if equals else REDACTED
-
-
-def redact_urls(value: Any) -> Any:
-    """Return a value such as a recipe with every URL in it redacted."""
-    if isinstance(value, str):
-        return as_url(value) or value
-    if isinstance(value, dict):
-        return {key: redact_urls(item) for key, item in value.items()}
-    return [redact_urls(item) for item in value] if isinstance(value, list) else value
+def _without_secrets(text: str) -> str:
+    return _QUERY.sub(r"\1", _USER.sub(r"\1", text))
 
 
 def register_local_copy(path: Path, url: str) -> None:

@@ -9,6 +9,7 @@ import yaml
 
 from .errors import InputError
 from .text import printable
+from .urls import redact
 
 
 class _Loader(yaml.SafeLoader):
@@ -66,9 +67,12 @@ def parse_documents(raw: bytes | str, where: str) -> list[Any]:
 
 
 def to_yaml(value: Mapping[str, Any]) -> str:
-    """Return YAML without aliases, and with lists of numbers on one line. Control characters are escaped."""
+    """Return YAML without aliases, with lists of numbers on one line, and without secrets of URLs.
+
+    Control characters are escaped.
+    """
     text = yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return text if printable(text) == text else yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False)
+    return redact(text if printable(text) == text else yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False))
 
 
 class _Dumper(yaml.SafeDumper):

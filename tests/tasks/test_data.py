@@ -236,9 +236,9 @@ def test_splits_and_secrets_of_data_at_a_url(web: Web, tmp_path: Path) -> None:
     url = f"http://me:word@{web.address}/a.npz?signature=secret"
     rows = read_rows(f"{url}:test")
     assert [row["label"] for row in rows.rows] == [2, 1, 0] and np.array_equal(rows.rows[0]["image"], images[1, 0])
-    assert rows.label == f"http://***@{web.address}/a.npz?signature=***"
+    assert rows.label == f"http://{web.address}/a.npz"
     assert dataset_metadata(f"{url}:test")[0] == "a.npz"
-    with pytest.raises(InputError, match=r"^http://\*\*\*@[^ ]*=\*\*\*"):
+    with pytest.raises(InputError, match=f"^http://{web.address}/a.npz: "):
         read_rows(url)
     with pytest.raises(InputError, match=r"none\.csv"):
         read_rows(f"http://me:word@{web.address}/none.csv")

@@ -22,6 +22,7 @@ from ..report.page import made, write_report
 from ..tasks import LoadOptions, complete, tokenizer_of
 from ..tasks.data.read import data_paths
 from ..text import to_json
+from ..urls import redact
 from ..yaml import to_yaml
 from .calibrate_command import calibrate_command
 from .merge import default_threads, merged_first, recipe_of_models
@@ -96,7 +97,7 @@ def diagnose(
             page = diagnosis_page(found, provenance(recipe, data or {}), text, [command] if command else [])
             write_report(staging.folder, page)
             (staging.folder / "recipe.yml").write_text(text, "utf-8")
-            (staging.folder / "diagnosis.json").write_text(to_json(as_json(found)) + "\n", "utf-8")
+            (staging.folder / "diagnosis.json").write_text(redact(to_json(as_json(found))) + "\n", "utf-8")
     return found
 
 

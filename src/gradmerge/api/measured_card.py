@@ -13,7 +13,7 @@ from ..io.atomic_file import atomic_file
 from ..io.small_files import MAX_TOKENIZER, read_bounded, read_json
 from ..tasks.data.read import dataset_metadata, dataset_type
 from ..text import to_json
-from ..urls import remote_url, strip_file_scheme
+from ..urls import redact, remote_url, strip_file_scheme
 
 
 class MeasuredCard:
@@ -48,7 +48,7 @@ class MeasuredCard:
         write_record(self._folder, record)
 
     def _on_data(self, source: str, numbers: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        path = remote_url(source) or str(Path(strip_file_scheme(source)).absolute())
+        path = redact(remote_url(source) or "") or str(Path(strip_file_scheme(source)).absolute())
         for parts in range(1, 6):  # as many parts of the path as distinguish files of the same name
             name, dataset = dataset_metadata(source, parts)
             if all(one.get("source") == path for one in earlier if one.get("dataset") == dataset):
@@ -58,4 +58,4 @@ class MeasuredCard:
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     with atomic_file(folder / RECORD) as partial:
-        partial.write_text(to_json(record) + "\n", "utf-8")
+        partial.write_text(redact(to_json(record)) + "\n", "utf-8")

@@ -18,6 +18,7 @@ from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
 from ..recipe import Recipe, make_recipe
 from ..text import to_json
+from ..urls import redact
 from .merge import merge
 
 
@@ -97,7 +98,8 @@ def sample_posterior(
     with AtomicDir(Path(out), "set of samples", force=force, reads=[*inputs, Path(folder)]) as staging:
         for sample in range(n):
             write(sample, staging.folder / str(sample))
-        (staging.folder / "gradmerge.json").write_text(to_json({"samples": n, "recipe": recipe}) + "\n", "utf-8")
+        record = redact(to_json({"samples": n, "recipe": recipe}))
+        (staging.folder / "gradmerge.json").write_text(f"{record}\n", "utf-8")
     return [Path(out) / str(sample) for sample in range(n)]
 
 

@@ -34,6 +34,7 @@ from ..report.page import write_report
 from ..report.preview import preview_page, settings_table
 from ..tasks import Generation, LoadOptions, complete, tokenizer_of
 from ..text import to_json
+from ..urls import redact
 from .calibrate_command import OUT, calibrate_command
 from .diagnose import provenance, recipe_text, report_folder
 from .merge import default_threads, merge, merged_first, recipe_of_models
@@ -169,7 +170,7 @@ def write_preview(
     facts = provenance(found.recipe, data)
     write_report(folder.folder, preview_page(found, recipe_text(found.recipe), facts, [command] if command else []))
     (folder.folder / "preview.csv").write_text(settings_table(found).csv(), "utf-8")
-    (folder.folder / "preview.json").write_text(to_json(as_json(found)) + "\n", "utf-8")
+    (folder.folder / "preview.json").write_text(redact(to_json(as_json(found))) + "\n", "utf-8")
     best = found.best()
     if best is not None:
         tied = len(found.all_tied())

@@ -25,6 +25,7 @@ from ..errors import InputError, MachineError
 from ..io.atomic_dir import MARK
 from ..progress import Progress
 from ..tasks import LoadedTask
+from ..urls import redact
 
 #: The files of sums: of one process, of all earlier runs, and a file that replaces one of them once it is complete.
 STEM, JOINED, NEW = "saved-sums", "saved-sums-joined", "saved-sums-new"
@@ -37,7 +38,7 @@ class SavedSums:
     """
 
     def __init__(self, folder: Path, request: dict[str, Any], rank: int = 0) -> None:
-        self._folder, self._request = folder, json.dumps(request, sort_keys=True)
+        self._folder, self._request = folder, redact(json.dumps(request, sort_keys=True))
         self._path = folder / f"{STEM}-{rank}.safetensors"
         self._joined = folder / f"{JOINED}.safetensors"
         self._new = f"{NEW}-{rank}"

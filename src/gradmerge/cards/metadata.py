@@ -22,6 +22,7 @@ from ..errors import InputError
 from ..io.reader import local_path
 from ..io.small_files import lies_within, read_bounded, readable_json
 from ..text import one_line
+from ..urls import redact
 from ..yaml import parse_yaml
 
 CARD, RECORD = "README.md", "gradmerge.json"
@@ -172,7 +173,7 @@ def license_notes(models: Sequence[ModelMetadata], chosen: str | None) -> list[s
 def name_of(reference: str, relative_to: Path | None = None) -> str:
     """Return a model's Hub id, or the name of its folder or file without the path."""
     is_id = HUB_ID.fullmatch(reference) and not local_path(reference, relative_to).exists()
-    return reference if is_id else _last_part(reference)
+    return reference if is_id else _last_part(redact(reference))
 
 
 def _last_part(reference: str) -> str:
@@ -186,5 +187,5 @@ def short_names(references: Iterable[str], relative_to: Path | None = None) -> d
     for length in range(2, 6):
         counts = Counter(names.values())
         for text in [text for text, name in names.items() if counts[name] > 1]:
-            names[text] = "/".join(part for part in Path(text).parts[-length:] if part.strip("/"))
+            names[text] = "/".join(part for part in Path(redact(text)).parts[-length:] if part.strip("/"))
     return names

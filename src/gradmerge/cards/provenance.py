@@ -16,6 +16,7 @@ from .._version import __version__
 from ..io.reader import local_path
 from ..recipe import Recipe
 from ..text import to_json
+from ..urls import redact, url_of
 from .metadata import RECORD, short_names
 
 
@@ -60,7 +61,7 @@ def write_record(
         "timings": {name: round(seconds, 3) for name, seconds in timings.items()},
         "notes": list(notes),
     }
-    (folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
+    (folder / RECORD).write_text(redact(to_json(record)) + "\n", "utf-8")
 
 
 def input_entry(
@@ -85,5 +86,6 @@ def model_paths(recipe: Recipe, out: Path) -> dict[str, str]:
     for reference in references:
         reference = str(recipe.merged_folders.get(reference, reference))
         path = local_path(reference, recipe.folder)
-        models[names.get(reference, reference)] = os.path.relpath(path, out) if path.exists() else reference
+        stored = url_of(path) or (os.path.relpath(path, out) if path.exists() else reference)
+        models[names.get(reference, reference)] = stored
     return models

@@ -15,7 +15,7 @@ from ..errors import GradmergeError, InputError
 from ..io.reader import PositionalFile, TensorFile, is_plain_name, local_path, open_files, read_index
 from ..io.small_files import MAX_CONFIG, read_bounded, read_json, require_within
 from ..text import first_line, listed
-from ..urls import as_url
+from ..urls import as_url, redact
 from .adapter_config import is_adapter, read_adapter_config
 from .checkpoint import Checkpoint
 from .lora import AdapterCheckpoint
@@ -62,6 +62,7 @@ def open_checkpoint(
     ...     print(model.parameters, list(model.tensors))
     """
     reference = as_url(reference) or str(reference)
+    label = redact(reference)
     path, hub_id = _resolve(reference, relative_to, allow_pickle)
     with ExitStack() as opened:
         if path.is_dir() and is_adapter(path):
@@ -70,12 +71,12 @@ def open_checkpoint(
                 base = base.base
             if base is None:
                 base = opened.enter_context(_open_named_base(path, allow_pickle, dequantize))
-            checkpoint: Checkpoint = _open_adapter(reference, path, base, adapter_base is None, allow_pickle, hub_id)
+            checkpoint: Checkpoint = _open_adapter(label, path, base, adapter_base is None, allow_pickle, hub_id)
         else:
             if path.is_dir():
-                stored = _open_folder(reference, path, allow_pickle, hub_id)
+                stored = _open_folder(label, path, allow_pickle, hub_id)
             else:
-                stored = Checkpoint(reference, files=[_open_file(path, allow_pickle)])
+                stored = Checkpoint(label, files=[_open_file(path, allow_pickle)])
             opened.enter_context(stored)
             checkpoint = dequantized(stored) if dequantize else stored
         opened.pop_all()
@@ -89,7 +90,7 @@ def apply_adapter(
     folder, hub_id = _resolve(reference, relative_to, allow_pickle)
     if not folder.is_dir() or not is_adapter(folder):
         raise InputError(f"{reference}: not a PEFT adapter: no folder with an adapter_config.json ({folder})")
-    adapter = _open_adapter(f"{model.label}+{reference}", folder, model, True, allow_pickle, hub_id)
+    adapter = _open_adapter(f"{model.label}+{redact(reference)}", folder, model, True, allow_pickle, hub_id)
     adapter.notes += model.notes
     return adapter
 

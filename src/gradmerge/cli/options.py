@@ -22,7 +22,7 @@ import typer
 from ..arguments import annotation, argument_help
 from ..distributed import launched, stop_on_sigterm
 from ..errors import InputError
-from ..urls import as_url, output_path
+from ..urls import output_path
 from .completion import WORDS, words_of
 from .output import handle_errors, note_downloads
 
@@ -297,7 +297,7 @@ def command_with(
             errors = handle_errors(values["debug"], values["json"], parameters)
             with errors, _name_variable(dict(values)), note_downloads(values["quiet"] or values["json"]):
                 _check_processes(function.__name__, processes)
-                values = {name: _redacted(value) for name, value in values.items()}
+                values |= {name: output_path(value) for name, value in values.items() if isinstance(value, Path)}
                 if api is not None:
                     values["options"] = {name: values.pop(name) for name in from_api}
                 for name, group in groups.items():
@@ -336,13 +336,6 @@ def api_options(function: Callable[..., Any], without: Sequence[str]) -> dict[st
         option = typer.Option("--" + name.replace("_", "-"), **settings)
         options[name] = parameter.replace(annotation=Annotated[kind, option], default=default)
     return options
-
-
-def _redacted(value: Any) -> Any:
-    """Return a value with URLs redacted, and a path that is a URL as one."""
-    if isinstance(value, Path):
-        return output_path(value)
-    return (as_url(value) or value) if isinstance(value, str) else value
 
 
 def _check_processes(name: str, processes: bool) -> None:
@@ -397,5 +390,5 @@ def named(pairs: list[str], option: str = "data") -> dict[str, str]:
             raise InputError(f"--{option} {pair}: write NAME=VALUE, such as --{option} {example}")
         if name in found:
             raise InputError(f"--{option} {pair}: {name} is repeated")
-        found[name] = as_url(text) or text
+        found[name] = text
     return found

@@ -209,7 +209,7 @@ def default_curvature(folder: Path | None) -> Path | None:
 
 def metadata(examples: int, likelihood: str, model: str, precision: str = "float32", **more: str) -> Mapping[str, str]:
     """The header of a curvature file."""
-    facts = {"format": FORMAT, "examples": str(examples), "likelihood": likelihood, "model": model}
+    facts = {"format": FORMAT, "examples": str(examples), "likelihood": likelihood, "model": redact(model)}
     return {**facts, "precision": precision, **more}
 
 

@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..io.reader import local_path
 from ..io.small_files import MAX_TOKENIZER, read_json
 from ..recipe import Recipe
-from ..urls import count_local_copies, is_url
+from ..urls import count_local_copies, is_url, redact
 from .inputs import PENALTY
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def fingerprint_of(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bo
         "allow_nonfinite": allow_nonfinite,
         "kinds": [[type(layer).__name__ for layer in unwrap_chain(c)] for c in plan.inputs.checkpoints],
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(redact(json.dumps(content, sort_keys=True)).encode()).hexdigest()
 
 
 def is_complete(out: Path, fingerprint: str) -> bool:

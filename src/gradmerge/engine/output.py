@@ -82,7 +82,7 @@ class Output:
         if self._upload is not None:
             if finished is not None and not self._upload.resume(model.sizes):
                 finished = None  # a file that was sent has disappeared
-            model.uploaded = set(self._upload.sent) if finished is not None else set()
+            model.uploaded = set(self._upload.uploaded) if finished is not None else set()
             needed -= max(0, model.nbytes - 6 * max(model.sizes.values(), default=0))  # a few files at a time
         if finished is None:
             self._folder.clear()

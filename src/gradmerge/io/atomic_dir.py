@@ -80,9 +80,8 @@ class AtomicDir:
         self.temporary = False
         """Whether the folder is removed at the end, and never renamed."""
         self.notes: list[str] = []
-        local = self.out if self.upload is None else self.upload.local
-        self.folder = local.with_name(local.name + PARTIAL)
-        self._replaced = local.with_name(local.name + REPLACED)
+        self.folder = self.out.with_name(self.out.name + PARTIAL) if self.upload is None else self.upload.folder
+        self._replaced = self.folder.with_name(self.folder.name.removesuffix(PARTIAL) + REPLACED)
         self._lock = -1
         try:
             self._check_places(list(reads), inside)
@@ -94,8 +93,6 @@ class AtomicDir:
                 self._check_replaceable(resume)
             if not resume:
                 self.clear()
-            if self.upload is not None:
-                self.upload.reserve()
         except BaseException as error:
             if self._lock >= 0:
                 if {path.name for path in self.folder.iterdir()} <= {MARK}:
@@ -148,7 +145,7 @@ class AtomicDir:
 
     def _check_replaceable(self, resume: bool) -> None:
         if self.upload is not None:
-            self.upload.check_replaceable(self.folder, self.force, resume)
+            self.upload.check_replaceable(self.force, resume)
         elif self.out.exists() or self.out.is_symlink():
             if not self.force:
                 raise InputError(

@@ -17,16 +17,17 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ..errors import GradmergeError, InputError, MachineError
-from ..text import first_line, size
-from ..urls import REDACTED, redact, register_local_copy, unredact
+from ..errors import InputError, MachineError
+from ..text import size
+from ..urls import redact, register_local_copy
+from .file_system import cache_folder, file_system, protocol_of, retry
 from .reader import is_plain_name
 from .small_files import MAX_TOKENIZER, read_start
 
@@ -35,8 +36,6 @@ SMALL_FILES = (
     *("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.yml", "*.yaml"),
     *("README.md", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*"),
 )
-#: Limit on the bytes of all small files of a folder.
-MAX_SMALL_BYTES = 1_000_000_000
 #: Seconds for which a listing is reused while a recipe is being opened.
 FRESH = 10.0
 #: Bytes of each request when a whole file is downloaded.
@@ -48,9 +47,6 @@ VERSION_KEYS = (
 )
 #: The first bytes of a placeholder. As the length of a safetensors header, they exceed every file.
 INVALID_HEADER = b"\xff" * 8
-#: Number of attempts for each request, and seconds before the second one. The pause doubles every time.
-TRIES, PAUSE = 4, 0.25
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,9 +55,8 @@ class RemoteFile:
 
     fs: Any
     path: str
-    """In the file system. May contain secrets."""
+    """In the file system."""
     url: str
-    """Redacted."""
     size: int
     version: str
 
@@ -116,13 +111,6 @@ _files: dict[str, tuple[LocalCopy, RemoteFile]] = {}
 _lock = threading.RLock()
 
 
-def cache_folder() -> Path:
-    """Return the folder for copies of remote files and for results that are being uploaded."""
-    if folder := os.environ.get("GRADMERGE_CACHE"):
-        return Path(folder).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "gradmerge"  # noqa: PTH111
-
-
 def local_copy(url: str) -> Path:
     """Return the local stand-in of a URL: a folder with its small files, or a file."""
     return _local_copy(url, FRESH).path
@@ -151,7 +139,7 @@ def download(paths: Iterable[Path]) -> None:
     files = {path: file for path in paths if (file := remote_file_at(path)) is not None}
     total = sum(file.size for file in files.values())
     for path, file in files.items():
-        logging.getLogger(__name__).warning("%s: downloading %s to %s", file.url, size(file.size), path)
+        logging.getLogger(__name__).warning("%s: downloading %s to %s", redact(file.url), size(file.size), path)
         if (free := shutil.disk_usage(path.parent).free) < total:
             raise MachineError(f"{path.parent}: the download takes {size(total)}, but only {size(free)} are free")
         try:
@@ -181,7 +169,7 @@ def states_of(paths: Iterable[Path]) -> dict[Path, list[Any]]:
     with ThreadPoolExecutor(8, "gradmerge-list") as pool:
         listings = pool.map(lambda copy: copy.files if copy.commit else list_files(copy.url)[0], copies.values())
         now = {file.url: [file.size, file.version] for files in listings for file in files.values()}
-    return {path: [file.url, *now.get(file.url, [])] for path, (_, file) in known.items()}
+    return {path: [redact(file.url), *now.get(file.url, [])] for path, (_, file) in known.items()}
 
 
 def read_whole(url: str, limit: int) -> bytes:
@@ -210,10 +198,8 @@ def _local_copy(url: str, max_age: float) -> LocalCopy:
 
 def _cached_path(url: str, files: dict[str, RemoteFile]) -> Path:
     """Return the path in the cache of these versions of the files."""
-    # A new signature does not change a file. Without versions, only the full URL identifies it.
-    identity = redact(unredact(url)) if all(file.version for file in files.values()) else unredact(url)
-    key = json.dumps([identity, sorted((name, file.size, file.version) for name, file in files.items())])
-    name = last_part(url.partition("://")[2])
+    key = json.dumps([url, sorted((name, file.size, file.version) for name, file in files.items())])
+    name = last_part(redact(url).partition("://")[2])
     name = name if "" in files else name.partition("@")[0]  # of a Hub repository without its revision
     name = name if is_plain_name(name) else "model"
     return cache_folder() / "models" / hashlib.sha256(key.encode()).hexdigest()[:16] / name
@@ -224,8 +210,6 @@ def _create(copy: LocalCopy) -> None:
     if copy.path.exists():
         return
     small = {name: file for name, file in copy.files.items() if is_small(file)}
-    if sum(file.size for file in small.values()) > MAX_SMALL_BYTES:
-        raise InputError(f"{copy.url}: has more than {size(MAX_SMALL_BYTES)} of small files. That is not a model.")
     try:
         copy.path.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -278,9 +262,7 @@ def _list(fs: Any, path: str, url: str) -> dict[str, RemoteFile]:
 def _remote_file(fs: Any, url: str, info: dict[str, Any]) -> RemoteFile:
     if not isinstance(info.get("size"), int):
         raise InputError(f"{url}: the server does not report the size of the file, so gradmerge cannot read ranges")
-    lfs = info.get("lfs")
-    version = lfs.get("sha256") if isinstance(lfs, dict) else None
-    version = version or next((str(info[key]) for key in VERSION_KEYS if info.get(key) is not None), "")
+    version = next((str(info[key]) for key in VERSION_KEYS if info.get(key) is not None), "")
     return RemoteFile(fs, info["name"], url, info["size"], version)
 
 
@@ -301,63 +283,3 @@ def _pin_commit(fs: Any, path: str) -> tuple[str, str | None]:
     info = fs._api.repo_info(resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision)
     kind = "" if resolved.repo_type == "model" else f"{resolved.repo_type}s/"
     return f"{kind}{resolved.repo_id}@{info.sha}/{resolved.path_in_repo}".rstrip("/"), str(info.sha)
-
-
-def protocol_of(fs: Any) -> str:
-    return fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
-
-
-def file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the path in it."""
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
-    options: dict[str, Any] = {}
-    if url.startswith("hf://"):
-        from huggingface_hub import constants
-
-        options["endpoint"] = constants.ENDPOINT
-    try:
-        fs, path = url_to_fs(unredact(url), **options)
-    except Exception as error:
-        raise translate_fs_error(url, error) from None  # its text may contain secrets
-    return fs, str(path)
-
-
-def retry(url: str, request: Callable[[], T]) -> T:
-    """Return what ``request`` returns. Repeat it if the network or the store fails."""
-    for attempt in range(1, TRIES + 1):
-        try:
-            return request()
-        except GradmergeError:
-            raise
-        except Exception as error:
-            translated = translate_fs_error(url, error)
-            if isinstance(translated, InputError):
-                raise translated from None
-            if attempt == TRIES:
-                raise MachineError(f"{translated} (tried {TRIES} times)") from None
-            time.sleep(PAUSE * 2 ** (attempt - 1))
-    raise AssertionError
-
-
-def translate_fs_error(url: str, error: Exception) -> GradmergeError:
-    """Return an InputError if the request is wrong, and a MachineError if the network or the store failed."""
-    cause = error.__cause__
-    if isinstance(cause, Exception) and type(cause).__module__.startswith("aiohttp"):  # fsspec: FileNotFoundError
-        return translate_fs_error(url, cause)
-    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
-    kind = type(error).__name__
-    reason = redact(first_line(error) or kind)
-    if isinstance(error, FileNotFoundError) or status == 404 or kind in ("RepositoryNotFoundError", "NoSuchBucket"):
-        return InputError(f"{url}: does not exist, or you may not see it ({reason})")
-    if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in kind or "Token" in kind:
-        return InputError(
-            f"{url}: access denied ({reason}). Set the credentials of this file system, for example in the environment "
-            f"or a profile. Records do not contain secrets: give a URL with {REDACTED} again in full."
-        )
-    if isinstance(error, ImportError):
-        package = "pip install 'gradmerge[remote]'" if url.startswith(("s3://", "s3a://")) else reason
-        return InputError(f"{url}: a package is not installed: {package}")
-    if isinstance(error, ValueError | NotImplementedError) or kind == "ParamValidationError":
-        return InputError(f"{url}: cannot be used: {reason}. Check the address, or download the file.")
-    return MachineError(f"{url}: the network or the store failed: {kind}: {reason}")

@@ -16,7 +16,7 @@ from ..io.small_files import read_bounded
 from ..notes import Note
 from ..rules import METHODS
 from ..text import nearest
-from ..urls import UrlPath, is_url, redact_urls, remote_url, strip_file_scheme
+from ..urls import UrlPath, is_url, remote_url, strip_file_scheme
 from ..yaml import parse_documents
 from .fields import CurvatureSource, Identity, explain
 from .method import is_rule_file, load_rule
@@ -144,7 +144,7 @@ def _read(value: Any, folder: Path, where: str, names: Collection[str], allow_co
         if method is not None and (not isinstance(method, str) or method not in METHODS):
             known = f"{nearest(str(method), METHODS)}\n  Known are {', '.join(METHODS)}."
             raise InputError(f"method: there is no method {str(method)[:60]!r}{known}")
-        recipe = Recipe.model_validate(redact_urls(dict(value)))
+        recipe = Recipe.model_validate(dict(value))
         recipe._origin = origin
         _check_fit(recipe)
     except ValidationError as error:

@@ -19,6 +19,7 @@ from ..display import FIGURES
 from ..errors import MachineError
 from ..io.atomic_file import atomic_file
 from ..text import printable, to_json
+from ..urls import redact
 from . import theme
 from .tables import Column, Table, Value, columns_of
 
@@ -198,8 +199,8 @@ def template(name: str) -> Template:
 
 
 def visible(text: str) -> str:
-    """Text without characters that HTML cannot contain or that have an effect."""
-    return re.sub("[\ufffe\uffff]", "\ufffd", printable(text))
+    """Text without secrets of URLs, and without characters that HTML cannot contain or that have an effect."""
+    return re.sub("[\ufffe\uffff]", "\ufffd", printable(redact(text)))
 
 
 def rich(words: str) -> Markup:

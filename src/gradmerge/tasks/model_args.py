@@ -15,7 +15,6 @@ from ..distributed import launched
 from ..errors import InputError
 from ..io.remote_code_guard import check_implementation
 from ..text import nearest
-from ..urls import as_url
 
 #: Keys for models that load and compute on one device.
 BASIC_KEYS = ("attn_implementation", "tokenizer")
@@ -127,7 +126,7 @@ def parse_model_args(text: str) -> dict[str, Any]:
         if key in result:
             raise InputError(f"--model-args {text}: {key} is repeated")
         boolean = {"true": True, "false": False}.get(value.lower())
-        result[key] = boolean if boolean is not None else as_url(value) or value
+        result[key] = boolean if boolean is not None else value
     return result
 
 

@@ -19,7 +19,7 @@ from ...errors import InputError, MachineError
 from ...io.reader import local_path, require_utf8_path
 from ...io.small_files import require_unpackable
 from ...text import first_line, listed, size
-from ...urls import as_url, remote_url, strip_file_scheme, unredact
+from ...urls import redact, remote_url, strip_file_scheme
 
 FORMATS = (
     ".jsonl, .csv, .parquet or .txt (each also .gz), .npz, a folder of images by class, or org/name:split of the Hub"
@@ -42,7 +42,7 @@ class Rows(OneLine):
     """Rows of data, and facts about their columns."""
 
     label: str
-    """The source as the user wrote it, for messages."""
+    """The source as the user wrote it, without secrets, for messages."""
     rows: Sequence[Row]
     columns: tuple[str, ...]
     class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -134,18 +134,18 @@ def read_rows(source: str | Path, *, limit: int | None = None) -> Rows:
         raise InputError(f"{source}: no such file or folder. Data is {FORMATS}")
     if not len(rows):
         raise InputError(f"{source}: the data has no rows")
-    return rows
+    return replace(rows, label=redact(source))
 
 
 def split_source(source: str) -> tuple[str, str | None]:
     """Split `digits.npz:test` into location and split. The name of an existing file may contain a colon."""
     url = remote_url(source)
-    match = SPLIT.fullmatch(source if url is None else unredact(url))
+    match = SPLIT.fullmatch(source)
     if match is None:
         return source, None
     if local_path(source, None).exists() if url is None else _format(match["location"].partition("?")[0]) is None:
         return source, None
-    return as_url(match["location"]) or match["location"], match["split"]
+    return match["location"], match["split"]
 
 
 def _local_file(location: str) -> Path:
@@ -177,7 +177,7 @@ def dataset_metadata(source: str, parts: int = 1) -> tuple[str, dict[str, str]]:
         if match := HUB_DATASET.fullmatch(location):
             entry = {"type": match["name"], "name": match["name"], "config": match["config"], "split": split}
             return source, {key: text for key, text in entry.items() if text}
-    path = Path(strip_file_scheme(source)).absolute().parts[1:] if url is None else url.partition("?")[0].split("/")[2:]
+    path = Path(strip_file_scheme(source)).absolute().parts[1:] if url is None else redact(url).split("/")[2:]
     name = "/".join(path[-parts:]) or source
     return name, {"type": dataset_type(name), "name": name}
 
