@@ -51,11 +51,15 @@ def annotation(function: Callable[..., Any], name: str) -> Any:
 
 
 class _PublicNames(dict[str, Any]):
-    """The public names of gradmerge, which some modules import only for type checkers, because they need PyTorch."""
+    """The names that some modules import only for type checkers, because they need PyTorch: `nn` and public ones."""
 
     def __missing__(self, name: str) -> Any:
         import gradmerge
 
+        if name == "nn":
+            from torch import nn
+
+            return nn
         if name not in gradmerge.__all__:
             raise KeyError(name)
         return getattr(gradmerge, name)

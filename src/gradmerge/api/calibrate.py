@@ -1,4 +1,7 @@
-"""Calibrate a merge on unlabeled rows: in memory, or disk to disk."""
+"""Calibrate a merge on unlabeled rows: in memory, or disk to disk.
+
+Heavy modules are imported in the functions: the command line reads the signature of :func:`calibrate` without PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Unpack
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from ..arguments import check_known, checked
-from ..curvature.batches import batch_rows, examples_in
 from ..errors import InputError
 from ..progress import Progress, shown
-from ..refinement.blocks import Batch, BlockModel, Stage, float32_precision, weights_by_block
-from ..refinement.calibrate import ALPHA, CANDIDATES, MERGE, RIDGE, Calibration, Settings, calibrate_model
-from ..refinement.distances import Distances
-from ..refinement.hidden_cache import HiddenCache
-from ..refinement.inputs import MergeInputs, find_teachers, opened_inputs
-from ..refinement.layers import Layer, find_layers
-from ..refinement.output_factors import layers_with_factors, output_factors
-from ..refinement.rows import TaskRows, positions_in
-from ..refinement.streaming import WeightMemory, load_model_whole, load_whole
-from ..refinement.structure import block_lists, examine
 from ..report.page import Page
-from ..report.refinement import calibration_page, calibration_verdict
-from ..tasks import LoadOptions, complete
-from ..tasks.models import device_of, encoder_prefix, with_encoder_of
 from ..text import count, parse_size, some
-from .dry_run import PROCESS, JobSize, free_disk, free_memory
 from .refine import BATCH_TOKENS, RefinementResult, paths_by_name, refine_folder, refine_module
 
-#: Layers with more inputs or outputs have no output factor.
-MAX_KRONECKER_DIM = 16384
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from ..refinement.blocks import Batch, BlockModel, Stage
+    from ..refinement.calibrate import Calibration, Settings
+    from ..refinement.distances import Distances
+    from ..refinement.inputs import MergeInputs
+    from ..refinement.layers import Layer
+    from ..refinement.rows import TaskRows
+    from ..tasks import LoadOptions
+    from .dry_run import JobSize
+
 #: Rows of a batch.
 BATCH_SIZE = 32
 #: Share of the free memory that hidden states may take, that all G matrices together may take, and that the values
@@ -59,11 +55,15 @@ class CalibrationResult(RefinementResult):
     @property
     def verdict(self) -> list[str]:
         """What the report says first."""
+        from ..report.refinement import calibration_verdict
+
         return calibration_verdict(self.chosen, self.distances)
 
     @property
     def improved(self) -> bool:
         """Whether the result differs from the merge."""
+        from ..refinement.calibrate import MERGE
+
         return self.chosen != MERGE
 
     def facts(self) -> dict[str, Any]:
@@ -80,6 +80,8 @@ class CalibrationResult(RefinementResult):
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Return columns and rows: the distances of every task before and after."""
+        from ..refinement.calibrate import MERGE
+
         columns = ["task", "rows", "distance before", "distance after", "KL before", "KL after"]
         before, after = self.distances.get(MERGE), self.distances.get(self.chosen)
         if before is None or after is None:
@@ -103,6 +105,8 @@ class CalibrationResult(RefinementResult):
 
     def page(self, merged: str, provenance: Mapping[str, str], commands: list[str]) -> Page:
         """Build the report."""
+        from ..report.refinement import calibration_page
+
         notes, title = list(map(str, self.notes)), f"Calibration of {merged}"
         return calibration_page(title, self.chosen, self.layers, self.distances, notes, provenance, commands)
 
@@ -119,9 +123,9 @@ def calibrate(
     teachers: Mapping[str, nn.Module | str | Path] | None = None,
     out: str | Path | None = None,
     curvature: str = "auto",
-    alpha: float = ALPHA,
-    ridge: float = RIDGE,
-    max_kronecker_dim: int = MAX_KRONECKER_DIM,
+    alpha: float = 0.25,
+    ridge: float = 0.3,
+    max_kronecker_dim: int = 16384,
     cache_memory: int | str | None = None,
     check: bool = True,
     seed: int = 0,
@@ -142,17 +146,17 @@ def calibrate(
         teachers: Task → its fine-tuned model. For a folder the default is the model of that name in the merge's
             record. For a module: a module for every task.
         out: For a folder: the new folder to write.
-        curvature: ``none``; ``merge``, which weights errors by output factors, the curvature of a layer's output; or
-            ``auto``, which tries both.
+        curvature: Output factors, which weight errors by the curvature of a layer's output: ``none``; ``merge``; or
+            ``auto``, which compares both on held-out rows.
         alpha: Share of the fine-tuned model's activations in the targets, from 0 to 1.
         ridge: How strongly the weights are held to the merge.
         max_kronecker_dim: Layers with more inputs or outputs have no output factor.
         cache_memory: Bytes of hidden states in memory, or a size such as "8GB"; more go to a temporary file. Default:
             half of the free memory.
         check: Hold out rows and compare with the merge. Without it, all rows are used once.
-        seed: Of the labels that are sampled for output factors.
+        seed: Seed of the labels that are sampled for output factors.
         progress: Show a bar; or an object that is told how far it is.
-        force: Replace ``out`` if gradmerge wrote it.
+        force: Replace the output if gradmerge wrote it, or if it is empty.
         command: What the report says to repeat the run with.
         loading: For folders: how models and rows are loaded, as :class:`gradmerge.LoadOptions` says. ``limit`` is the
             number of rows per task, 256 by default. ``batch_size`` is 32 by default, or fewer rows of long texts.
@@ -163,6 +167,11 @@ def calibrate(
     >>> calibrate("merged/", {"yelp": "yelp.jsonl", "imdb": "imdb.jsonl"}, out="calibrated/")  # doctest: +SKIP
     >>> calibrate(module, {"yelp": batches}, teachers={"yelp": yelp_module}).model  # doctest: +SKIP
     """
+    from torch import nn
+
+    from ..refinement.calibrate import CANDIDATES, Settings
+    from ..tasks import complete
+
     check_known(f"curvature {curvature!r}", curvature, CANDIDATES)
     if not 0 <= alpha <= 1:
         raise InputError(f"alpha {alpha}: must be from 0 to 1")
@@ -207,8 +216,9 @@ def calibrate(
     )
 
 
-Run = Callable[..., tuple[CalibrationResult, Calibration]]
-"""`_calibrate` with the options of `calibrate`."""
+if TYPE_CHECKING:
+    Run = Callable[..., tuple[CalibrationResult, Calibration]]
+    """`_calibrate` with the options of `calibrate`."""
 
 
 def _bytes(size: int | str) -> int:
@@ -221,6 +231,10 @@ def _bytes(size: int | str) -> int:
 def _calibrate_module(
     run: Run, model: nn.Module, copies: dict[str, nn.Module], rows: dict[str, TaskRows], shared: bool
 ) -> CalibrationResult:
+    from ..refinement.blocks import BlockModel
+    from ..refinement.structure import examine
+    from ..tasks.models import encoder_prefix, with_encoder_of
+
     model.requires_grad_(False)
     structure, prefix = examine(model, _two_rows(rows)), encoder_prefix(model)
 
@@ -242,6 +256,12 @@ def _calibrate_module(
 
 def _calibrate_files(run: Run, inputs: MergeInputs, folder: Path) -> tuple[CalibrationResult, dict[str, Any]]:
     """Calibrate block by block, with weights that stay in their files. Return tensor → new value too."""
+    from ..refinement.blocks import BlockModel
+    from ..refinement.hidden_cache import HiddenCache
+    from ..refinement.streaming import WeightMemory, load_model_whole, load_whole
+    from ..refinement.structure import examine
+    from ..tasks.models import with_encoder_of
+
     files, device, notes = inputs.merged, inputs.device, []
     batch, source = _two_rows(inputs.rows), files.source(device)
     structure = examine(files.module, batch, source)
@@ -308,6 +328,12 @@ def _calibrate(
 
     ``with_head`` returns the whole merge with the head of a task; None if the model has no answers.
     """
+    from ..refinement.blocks import float32_precision
+    from ..refinement.calibrate import calibrate_model
+    from ..refinement.hidden_cache import HiddenCache
+    from ..refinement.output_factors import layers_with_factors, output_factors
+    from .dry_run import free_memory
+
     structure, notes, find_factors = merged.structure, list(merged.structure.notes), None
     if all(keep(merged.layers[name]) for groups in structure.groups.values() for group in groups for name in group):
         raise InputError("the merge has no linear layer that calibration can solve")
@@ -352,6 +378,8 @@ def _calibrate(
 
 
 def _two_rows(rows: Mapping[str, TaskRows]) -> Batch:
+    from ..curvature.batches import batch_rows, examples_in
+
     first = next(iter(rows.values())).fit[0]
     two: Batch = batch_rows(first, slice(0, min(2, examples_in(first))))
     return two
@@ -389,6 +417,15 @@ def dry_run_calibrate(
     **loading: Unpack[LoadOptions],
 ) -> JobSize:
     """Return how much a calibration with curvature none reads, writes and holds in memory."""
+    from ..refinement.blocks import weights_by_block
+    from ..refinement.inputs import find_teachers, opened_inputs
+    from ..refinement.layers import find_layers
+    from ..refinement.rows import positions_in
+    from ..refinement.structure import block_lists
+    from ..tasks import complete
+    from ..tasks.models import device_of
+    from .dry_run import PROCESS, JobSize, free_disk, free_memory
+
     options = complete({"batch_size": BATCH_SIZE, **loading}, dry_run_calibrate)
     free = free_memory(device_of(options["device"]))
     sources = paths_by_name("data", data)

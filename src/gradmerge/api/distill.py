@@ -1,4 +1,7 @@
-"""Distill the fine-tuned models into a merge on unlabeled rows: in memory, or disk to disk."""
+"""Distill the fine-tuned models into a merge on unlabeled rows: in memory, or disk to disk.
+
+Heavy modules are imported in the functions: the command line reads the signature of :func:`distill` without PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Unpack
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from ..arguments import check_known, checked
 from ..errors import InputError
 from ..progress import Progress, shown
-from ..refinement.distill import MATCHES, Distillation, default_match, distill_model
-from ..refinement.inputs import MergeInputs
-from ..refinement.rows import TaskRows
-from ..refinement.streaming import load_model_whole, load_trainable
 from ..report.page import Page
-from ..report.refinement import distillation_page, distillation_verdict
-from ..tasks import LoadOptions, complete
-from ..tasks.models import encoder_prefix
-from .dry_run import free_memory
 from .refine import RefinementResult, paths_by_name, refine_folder, refine_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..refinement.distill import Distillation
+    from ..refinement.inputs import MergeInputs
+    from ..refinement.rows import TaskRows
+    from ..tasks import LoadOptions
 
 #: Rows of a task in a step, and their most tokens.
 BATCH_SIZE, BATCH_TOKENS = 16, 2048
@@ -47,6 +48,8 @@ class DistillationResult(RefinementResult):
     @property
     def verdict(self) -> list[str]:
         """What the report says first."""
+        from ..report.refinement import distillation_verdict
+
         return distillation_verdict(self.distillation)
 
     def facts(self) -> dict[str, Any]:
@@ -77,6 +80,8 @@ class DistillationResult(RefinementResult):
 
     def page(self, merged: str, provenance: Mapping[str, str], commands: list[str]) -> Page:
         """Build the report."""
+        from ..report.refinement import distillation_page
+
         notes = list(map(str, self.notes))
         return distillation_page(f"Distillation of {merged}", self.distillation, notes, provenance, commands)
 
@@ -114,14 +119,14 @@ def distill(
         teachers: Task → its fine-tuned model. For a folder the default is the model of that name in the merge's
             record. For a module: a module for every task.
         out: For a folder: the new folder to write.
-        match: What is compared with the teachers: ``representations``, ``answers`` or ``both``. By default language
-            models match answers, classifiers that share a head both, and all others representations.
-        steps: Number of steps. Default: 18 times the square root of the rows per task, or 6 times if answers are
-            matched.
+        match: What is compared with the teachers: ``representations``, ``answers``, ``both`` or ``auto``. With auto,
+            language models match answers, classifiers that share a head both, and all others representations.
+        steps: Number of steps. Default: 18 times the square root of the rows per task (273 for 256 rows), or 6 times if
+            answers are matched (91).
         lr: Highest learning rate. Default: 0.06 over the width of the model, or a quarter of it if that is too high.
-        seed: Of the order of batches.
+        seed: Seed of the order of batches.
         progress: Show a bar; or an object that is told how far it is.
-        force: Replace ``out`` if gradmerge wrote it.
+        force: Replace the output if gradmerge wrote it, or if it is empty.
         command: What the report says to repeat the run with.
         loading: For folders: how models and rows are loaded, as :class:`gradmerge.LoadOptions` says. ``limit`` is the
             number of rows per task, 256 by default. ``batch_size`` is the number of rows of a task in a step, 16 by
@@ -133,6 +138,13 @@ def distill(
     >>> distill("calibrated/", {"yelp": "yelp.jsonl", "imdb": "imdb.jsonl"}, out="distilled/")  # doctest: +SKIP
     >>> distill(module, {"yelp": batches}, teachers={"yelp": yelp_module}).model  # doctest: +SKIP
     """
+    from torch import nn
+
+    from ..refinement.distill import MATCHES
+    from ..refinement.streaming import load_model_whole, load_trainable
+    from ..tasks import complete
+    from ..tasks.models import encoder_prefix
+
     if match != "auto":
         check_known(f"match {match!r}", match, MATCHES)
     if steps is not None and steps < 1:
@@ -204,6 +216,9 @@ def _train(
     progress: bool | Progress,
 ) -> DistillationResult:
     """Train a model in place."""
+    from ..refinement.distill import distill_model
+    from .dry_run import free_memory
+
     with shown(progress, "steps") as bar:
         done = distill_model(
             model,
@@ -221,6 +236,8 @@ def _train(
 
 def _matched(match: str, task: str, shared_head: bool) -> str:
     """What is matched; raise if the tasks cannot be compared in it."""
+    from ..refinement.distill import default_match
+
     match = default_match(task, shared_head) if match == "auto" else match
     if match != "representations" and not shared_head:
         raise InputError(f"match {match}: the tasks do not share a head. Use representations.")

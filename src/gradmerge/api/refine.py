@@ -9,34 +9,21 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..cards.markdown import as_text, markdown_table
-from ..cards.metadata import name_of
-from ..cards.provenance import input_entry
-from ..checkpoints.lora import AdapterCheckpoint
-from ..curvature.batches import is_out_of_memory, moved
 from ..display import Displayed, View
-from ..engine.input_state import changed, model_paths, state_of
 from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..notes import Note
-from ..refinement.inputs import (
-    MergeInputs,
-    differences,
-    find_teachers,
-    model_reference,
-    opened_inputs,
-    recorded_models,
-    same_head,
-)
-from ..refinement.model_io import write_folder
-from ..refinement.rows import TaskRows, as_batches, hold_out
 from ..report.page import Page, write_report
-from ..tasks import LoadOptions
-from ..tasks.data.read import data_paths
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..refinement.inputs import MergeInputs
+    from ..refinement.rows import TaskRows
+    from ..tasks import LoadOptions
 
 #: By default, batches of texts with more tokens (with padding) are split: activations and answers take memory for each.
 BATCH_TOKENS = 8192
@@ -109,6 +96,8 @@ def paths_by_name(parameter: str, values: Mapping[str, Any]) -> dict[str, str]:
 @contextlib.contextmanager
 def enough_memory(advice: str) -> Iterator[None]:
     """Turn running out of memory into a MachineError that names parameters which need less."""
+    from ..curvature.batches import is_out_of_memory
+
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -135,6 +124,9 @@ def refine_module(
             whether all tasks share a head.
         check: Hold out rows.
     """
+    from ..curvature.batches import moved
+    from ..refinement.rows import TaskRows, as_batches, hold_out
+
     begun = time.perf_counter()
     shared = _check_modules(merged, data, teachers)
     device = next(merged.parameters()).device
@@ -155,6 +147,10 @@ def refine_module(
 
 def _check_modules(merged: nn.Module, data: Mapping[str, Any], teachers: Mapping[str, Any]) -> bool:
     """Return whether all modules share a head. Raise for a missing teacher, or one with other parameters."""
+    from torch import nn
+
+    from ..refinement.inputs import differences, same_head
+
     if set(teachers) != set(data):
         raise InputError(f"teachers: give a module for every task: {', '.join(data)}")
     for task, teacher in teachers.items():
@@ -204,6 +200,14 @@ def refine_folder(
         force: Replace ``out`` if gradmerge wrote it.
         command: What repeats the run, for the report.
     """
+    from ..cards.metadata import name_of
+    from ..cards.provenance import input_entry
+    from ..checkpoints.lora import AdapterCheckpoint
+    from ..engine.input_state import changed, model_paths, state_of
+    from ..refinement.inputs import find_teachers, model_reference, opened_inputs, recorded_models
+    from ..refinement.model_io import write_folder
+    from ..tasks.data.read import data_paths
+
     begun = time.perf_counter()
     if options["dtype"] not in ("auto", "float32"):
         raise InputError(f"dtype {options['dtype']}: must be float32, the type of the computation")

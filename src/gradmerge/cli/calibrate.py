@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import DryRun, Force, LoadingOptions, Printing, command, named
-from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
+from ..api.calibrate import calibrate as calibrate_model
+from .options import DryRun, LoadingOptions, Printing, command_with, named
+from .output import heavy_imports, print_result, print_table, progress, typed
 from .stdio import echo
+
+if TYPE_CHECKING:
+    from ..api.refine import RefinementResult
+    from ..tasks import LoadOptions
 
 EXAMPLE = (
     "Examples: gradmerge calibrate ./merged --data yelp=yelp.jsonl --data imdb=imdb.jsonl -o ./calibrated   ·   "
@@ -27,16 +32,10 @@ NamedTeacher = Annotated[
         help="The fine-tuned model of a task. Default: the model of that name in MERGED/gradmerge.json. Repeatable.",
     ),
 ]
-if TYPE_CHECKING:
-    from ..tasks import LoadOptions
-
-CacheMemory = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Hidden states kept in memory, such as 8GB; more go to a file. Default: half of what is free.",
-    ),
+Merged = Annotated[
+    str, typer.Argument(metavar="MERGED", help="Merged or calibrated model: folder, Hub id or LoRA adapter.")
 ]
+Out = Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")]
 
 
 @dataclass(frozen=True)
@@ -62,32 +61,15 @@ class RowOptions(LoadingOptions):
         return keywords
 
 
-@command
+@command_with(api=calibrate_model, without=["teachers"])
 def calibrate(
     *,
-    merged: Annotated[str, typer.Argument(metavar="MERGED", help="Merged model: folder, Hub id or LoRA adapter.")],
+    merged: Merged,
     data: NamedRows,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
+    out: Out,
     teacher: NamedTeacher = None,
-    curvature: Annotated[
-        str,
-        typer.Option(metavar="C", help="Output factors: none, merge, or auto, which compares both on held-out rows."),
-    ] = "auto",
-    alpha: Annotated[
-        float, typer.Option(metavar="A", help="Share of the fine-tuned model's activations in the targets, 0 to 1.")
-    ] = 0.25,
-    ridge: Annotated[float, typer.Option(metavar="L", help="How strongly weights are held to the merge.")] = 0.3,
-    max_kronecker_dim: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Layers with more inputs or outputs have no output factor.")
-    ] = 16384,
-    cache_memory: CacheMemory = None,
-    check: Annotated[
-        bool,
-        typer.Option("--check/--no-check", help="Hold out a tenth of the rows, and keep the merge if it is closer."),
-    ] = True,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the labels that are sampled.")] = 0,
+    options: dict[str, Any],
     loading: RowOptions,
-    force: Force = False,
     dry_run: DryRun = False,
     printing: Printing,
 ) -> None:
@@ -95,43 +77,25 @@ def calibrate(
 
     Labels are not read. If the result is not closer on held-out rows, OUT is the merge unchanged.
     """
-    sources, teachers = named(data), named(teacher or [], "teacher")
-    with heavy_imports():
-        from ..api.calibrate import calibrate as calibrate_model, dry_run_calibrate
-
+    rows: dict[str, Any] = {"teachers": named(teacher or [], "teacher"), "out": out, **loading.as_keywords()}
     if dry_run:
-        from .dry_run import print_dry_run
+        with heavy_imports():
+            from ..api.calibrate import dry_run_calibrate
+            from .dry_run import print_dry_run
 
-        job = dry_run_calibrate(
-            merged, sources, teachers=teachers, out=out, cache_memory=cache_memory, check=check, **loading.as_keywords()
-        )
-        print_dry_run(job, printing)
+        settings = {name: options[name] for name in ("cache_memory", "check")}
+        print_dry_run(dry_run_calibrate(merged, named(data), **settings, **rows), printing)
         return
-    with progress(printing.silent, "blocks") as bar:
-        done = calibrate_model(
-            merged,
-            sources,
-            teachers=teachers,
-            out=out,
-            curvature=curvature,
-            alpha=alpha,
-            ridge=ridge,
-            max_kronecker_dim=max_kronecker_dim,
-            cache_memory=cache_memory,
-            check=check,
-            seed=seed,
-            progress=bar,
-            force=force,
-            command=typed(),
-            **loading.as_keywords(),
-        )
-    if printing.json:
-        print_json(done.to_dict())
-        return
-    print_notes(map(str, done.notes), printing.quiet)
-    if printing.quiet:
+    with heavy_imports(), progress(printing.silent, "blocks") as bar:
+        done = calibrate_model(merged, named(data), progress=bar, command=typed(), **options, **rows)
+    print_refinement(done, printing, "the distance after each block")
+
+
+def print_refinement(done: RefinementResult, printing: Printing, figures: str) -> None:
+    """Print the result of `calibrate` or `distill`; ``figures`` says what the report shows."""
+    if not print_result(done, printing):
         return
     columns, rows = done.table()
     print_table(columns, rows, right=range(1, len(columns)))
     echo("\n" + " ".join(done.verdict).replace("**", "").replace("`", ""))
-    echo(f"{out}: written in {done.seconds:.1f} s; report.html shows the distance after each block.")
+    echo(f"{done.output}: written in {done.seconds:.1f} s; report.html shows {figures}.")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .calibrate import NamedRows, NamedTeacher, RowOptions
-from .options import Force, Printing, command, named
-from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
-from .stdio import echo
+from ..api.distill import distill as distill_model
+from .calibrate import Merged, NamedRows, NamedTeacher, Out, RowOptions, print_refinement
+from .options import Printing, command_with, named
+from .output import heavy_imports, progress, typed
 
 EXAMPLE = (
     "Examples: gradmerge distill ./calibrated --data yelp=yelp.jsonl --data imdb=imdb.jsonl -o ./distilled   ·   "
@@ -29,33 +28,15 @@ class BatchOptions(RowOptions):
     ] = None
 
 
-@command
+@command_with(api=distill_model, without=["teachers"])
 def distill(
     *,
-    merged: Annotated[
-        str, typer.Argument(metavar="MERGED", help="Merged or calibrated model: folder, Hub id or LoRA adapter.")
-    ],
+    merged: Merged,
     data: NamedRows,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
+    out: Out,
     teacher: NamedTeacher = None,
-    match: Annotated[
-        str,
-        typer.Option(
-            metavar="M",
-            help="representations, answers, both, or auto, which goes by the task.",
-        ),
-    ] = "auto",
-    steps: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Steps. Default: 273 for 256 rows per task; to match answers, 91."),
-    ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(metavar="R", help="Highest learning rate. Default: 0.06 over the model's width."),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the order of batches.")] = 0,
+    options: dict[str, Any],
     loading: BatchOptions,
-    force: Force = False,
     printing: Printing,
 ) -> None:
     """Train a merge on unlabeled rows, with the fine-tuned models as teachers. Best after calibrate.
@@ -63,31 +44,15 @@ def distill(
     Labels are not read. If no step is better on held-out rows, OUT is MERGED unchanged.
     """
     sources, teachers = named(data), named(teacher or [], "teacher")
-    with heavy_imports():
-        from ..api.distill import distill as distill_merge
-
-    with progress(printing.silent, "steps") as shown:
-        done = distill_merge(
+    with heavy_imports(), progress(printing.silent, "steps") as bar:
+        done = distill_model(
             merged,
             sources,
             teachers=teachers,
             out=out,
-            match=match,
-            steps=steps,
-            lr=lr,
-            seed=seed,
-            progress=shown,
-            force=force,
+            progress=bar,
             command=typed(),
+            **options,
             **loading.as_keywords(),
         )
-    if printing.json:
-        print_json(done.to_dict())
-        return
-    print_notes(done.notes, printing.quiet)
-    if printing.quiet:
-        return
-    columns, rows = done.table()
-    print_table(columns, rows, right=range(1, len(columns)))
-    echo("\n" + " ".join(done.verdict).replace("**", "").replace("`", ""))
-    echo(f"{out}: written in {done.seconds:.1f} s; report.html shows the loss over the steps.")
+    print_refinement(done, printing, "the loss over the steps")

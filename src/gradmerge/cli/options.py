@@ -87,6 +87,8 @@ Precision = Annotated[
 ]
 #: Options whose default can be set in the environment.
 VARIABLES = {"device": "GRADMERGE_DEVICE", "threads": "GRADMERGE_THREADS"}
+#: Keywords of functions of `api/` that are no options.
+INTERNAL = ("progress", "command", "block")
 #: What help shows for the value of an option, if it is neither N nor the name.
 METAVARS = {
     "base": "MODEL",
@@ -95,6 +97,7 @@ METAVARS = {
     "exclude": "GLOB",
     "allow_config": "KEY",
     "ray_address": "HOST:PORT",
+    "cache_memory": "SIZE",
 }
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or if it is empty.")]
 
@@ -315,11 +318,12 @@ def api_options(function: Callable[..., Any], without: Sequence[str]) -> dict[st
     """Return the keyword-only parameters of a function of `api/` as options."""
     options = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY or name in (*without, "progress", "block"):
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY or name in (*without, *INTERNAL):
             continue
         kind, text = annotation(function, name), argument_help(function)[name]
         several = get_origin(kind) is Sequence
         kinds = [option for option in get_args(kind) if option not in (Path, NoneType)]
+        kinds.sort(key=lambda option: option is not str)  # of `int | str`, the command line takes text
         settings: dict[str, Any] = {"help": f"{text} Repeatable." if several else text}
         if name in VARIABLES:
             settings["envvar"] = VARIABLES[name]
@@ -333,7 +337,8 @@ def api_options(function: Callable[..., Any], without: Sequence[str]) -> dict[st
         settings["metavar"] = (
             None if kind is bool else METAVARS.get(name, "N" if kind in (int, int | None) else name.upper())
         )
-        option = typer.Option("--" + name.replace("_", "-"), **settings)
+        words = name.replace("_", "-")
+        option = typer.Option(f"--{words}/--no-{words}" if default is True else f"--{words}", **settings)
         options[name] = parameter.replace(annotation=Annotated[kind, option], default=default)
     return options
 

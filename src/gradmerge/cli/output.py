@@ -187,6 +187,15 @@ def print_notes(texts: Iterable[str], quiet: bool) -> None:
         note(text, quiet)
 
 
+def print_result(result: Any, printing: Any) -> bool:
+    """Print a result as JSON, or its notes. Return whether text about it follows."""
+    if printing.json:
+        print_json(result.to_dict())
+        return False
+    print_notes(map(str, result.notes), printing.quiet)
+    return not printing.quiet
+
+
 def typed() -> str:
     """Return the command line, for reports that tell how to repeat the command."""
     return redact(shlex.join(["gradmerge", *sys.argv[1:]]))
