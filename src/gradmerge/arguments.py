@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import re
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin
 
 from .errors import InputError
 from .text import nearest
@@ -47,19 +48,20 @@ def checked(*unchecked: str) -> Callable[[Function], Function]:
 def annotation(function: Callable[..., Any], name: str) -> Any:
     """Return the type of a parameter; Any if it has none."""
     function = inspect.unwrap(function)
-    return eval(str(function.__annotations__.get(name, "Any")), function.__globals__ | {"Any": Any}, _PublicNames())
+    return eval(str(function.__annotations__.get(name, "Any")), function.__globals__ | {"Any": Any}, _HeavyNames())
 
 
-class _PublicNames(dict[str, Any]):
-    """The names that some modules import only for type checkers, because they need PyTorch: `nn` and public ones."""
+class _HeavyNames(dict[str, Any]):
+    """The names that some modules import only for type checkers, because they need PyTorch."""
+
+    #: Those that gradmerge does not export, and their modules.
+    HEAVY: ClassVar[dict[str, str]] = {"nn": "torch", "ExampleLoss": "gradmerge.curvature.losses"}
 
     def __missing__(self, name: str) -> Any:
         import gradmerge
 
-        if name == "nn":
-            from torch import nn
-
-            return nn
+        if name in self.HEAVY:
+            return getattr(importlib.import_module(self.HEAVY[name]), name)
         if name not in gradmerge.__all__:
             raise KeyError(name)
         return getattr(gradmerge, name)

@@ -1,4 +1,8 @@
-"""Estimating the curvature of a model on data: in memory, or disk to disk."""
+"""Estimate the curvature of a model on data: in memory, or disk to disk.
+
+Heavy modules are imported in the functions: the command line reads the signature of :func:`estimate_curvature` without
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +17,24 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Unpack, cast, overload
-
-import numpy as np
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 from ..arguments import check_known, checked
-from ..cards.metadata import name_of
-from ..curvature.batches import with_progress
-from ..curvature.curvature import Curvature, write_curvature_card
-from ..curvature.estimate import LIKELIHOODS, estimate_curvature as estimate_in_memory
-from ..curvature.experts import expert_notes
-from ..curvature.format import KINDS, PRECISIONS
-from ..curvature.kfac import MAX_KRONECKER_DIM
-from ..curvature.losses import ExampleLoss, TokenLoss
-from ..curvature.offload import elsewhere
-from ..curvature.sum_storage import LOCATIONS, SumStorage
 from ..display import Displayed
 from ..distributed import SINGLE, join
-from ..engine.input_state import changed, digest_of_state, model_paths, state_of
 from ..errors import GradmergeError, InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
-from ..tasks import LoadedTask, LoadOptions, complete, load_model, load_task
-from ..tasks.data.read import data_paths, dataset_metadata
-from ..tasks.model_args import ModelArgs
 from ..urls import output_path
-from .saved_sums import SavedSums, estimate_with_saves
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..curvature.curvature import Curvature
+    from ..curvature.losses import ExampleLoss
+    from ..curvature.sum_storage import SumStorage
+    from ..tasks import LoadedTask, LoadOptions
+    from ..tasks.model_args import ModelArgs
 
 #: Seconds between two copies of the sums so far.
 SAVE_EVERY = 180.0
@@ -88,7 +82,7 @@ def estimate_curvature(
     out: str | Path | None = None,
     seed: int = 0,
     progress: bool | Progress = True,
-    max_kronecker_dim: int = MAX_KRONECKER_DIM,
+    max_kronecker_dim: int = 16384,
     output: str | ExampleLoss | None = None,
     at_delta: str | Path | None = None,
     precision: str = "float32",
@@ -112,23 +106,26 @@ def estimate_curvature(
             model on disk: its data, as for `gradmerge curvature estimate --data`.
         likelihood: ``empirical``: the data's labels; ``sampled``: labels drawn from the model; ``exact``: expectation
             over the model's classes.
-        kind: ``diagonal``; ``kronecker``: for every linear layer the factors A = Σ x̃x̃ᵀ and G = Σ ggᵀ over tokens, and
-            the diagonal for other parameters; ``gram``: XᵀX of the inputs of every linear layer, for ``regmean``.
+        kind: ``diagonal``: squared gradients; ``gram``: XᵀX of linear layers' inputs, for ``regmean``; ``kronecker``:
+            factors A = Σ x̃x̃ᵀ and G = Σ ggᵀ of linear layers and a diagonal for others, for ``gradient-matching`` and
+            ``removal``.
         out: For a model on disk: the new folder to write, such as the model's own `curvature/`.
-        seed: Of sampled labels. They depend only on the seed and on the example's index in the data.
+        seed: Seed of sampled labels. They depend only on the seed and on the example's index in the data.
         progress: True shows a progress bar, False none. Or an object that receives the progress, in batches for a
             module and in examples for a model on disk.
-        max_kronecker_dim: Layers with more inputs or outputs have a diagonal instead of Kronecker factors.
+        max_kronecker_dim: With kind ``kronecker``: layers with more inputs or outputs have a diagonal instead.
         output: For a module: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``. Default: by the model
             and its labels. See :mod:`gradmerge.curvature.losses`.
-        at_delta: On disk: a base, to estimate at MODEL − BASE, for ``fa1``.
-        precision, shard_size, force: On disk: as for :meth:`Curvature.save`.
-        resume: On disk: resume an unfinished run, from the sums that it saved every ``save_every`` seconds.
+        at_delta: A base model on disk, to estimate at MODEL − BASE instead of MODEL, for ``fa1``.
+        precision: How to store it: float32, bfloat16 or log8 (one byte).
+        shard_size: Bytes of a file, as for :meth:`Curvature.save`.
+        resume: Resume an unfinished run, which saves its sums every few minutes.
+        force: Replace the output if gradmerge wrote it, or if it is empty.
         save_every: On disk: seconds between two saves.
         processes: On disk: divide the rows over the processes that torchrun or `accelerate launch` started. All call
             this alike; the first one writes. For a module, add up the curvature of the processes' batches yourself.
-        accumulate_on: Where to keep the sums: on the ``device`` of each layer, the ``cpu`` or ``disk``. Default: where
-            the model's weights are.
+        accumulate_on: Where to keep the sums: ``device`` (of each layer), ``cpu`` or ``disk``. Default: where the
+            model's weights are.
         loading: On disk: how to load the model and its data, as in :class:`gradmerge.LoadOptions`. For a module only
             ``device``, where batches are moved to; default: where the model is.
 
@@ -138,6 +135,15 @@ def estimate_curvature(
     >>> estimate_curvature(module, batches).save("./yelp/curvature")  # doctest: +SKIP
     >>> estimate_curvature("./yelp", "reviews.jsonl", out="./yelp/curvature", limit=1000)  # doctest: +SKIP
     """
+    from torch import nn
+
+    from ..curvature.batches import with_progress
+    from ..curvature.estimate import estimate_curvature as estimate_in_memory
+    from ..curvature.experts import expert_notes
+    from ..curvature.format import KINDS
+    from ..curvature.sum_storage import SumStorage
+    from ..tasks import LoadOptions, complete
+
     on_disk: Any = {"out": out, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
     on_disk |= {"resume": resume, "force": force, "save_every": save_every, "processes": processes}
     both: Any = {"kind": kind, "seed": seed, "max_kronecker_dim": max_kronecker_dim}
@@ -181,7 +187,7 @@ def estimate_to_disk(
     likelihood: str = "empirical",
     kind: str = "diagonal",
     at_delta: str | Path | None = None,
-    max_kronecker_dim: int = MAX_KRONECKER_DIM,
+    max_kronecker_dim: int = 16384,
     seed: int = 0,
     precision: str = "float32",
     shard_size: int = 5_000_000_000,
@@ -194,6 +200,19 @@ def estimate_to_disk(
     **loading: Unpack[LoadOptions],
 ) -> Estimate:
     """``estimate_curvature`` of a model on disk."""
+    import numpy as np
+    import torch
+
+    from ..curvature.curvature import write_curvature_card
+    from ..curvature.experts import expert_notes
+    from ..curvature.format import KINDS
+    from ..curvature.losses import TokenLoss
+    from ..engine.input_state import changed, digest_of_state, model_paths, state_of
+    from ..tasks import complete, load_task
+    from ..tasks.data.read import data_paths
+    from ..tasks.model_args import ModelArgs
+    from .saved_sums import SavedSums, estimate_with_saves
+
     options = complete(loading, estimate_to_disk, None)
     args = ModelArgs.parse(options["model_args"])
     check_estimate_options(likelihood, kind, precision, at_delta, max_kronecker_dim, accumulate_on, args)
@@ -289,6 +308,9 @@ def estimate_to_disk(
 
 def _card_facts(source: str, loaded: LoadedTask, options: LoadOptions, at_delta: str | None) -> dict[str, str]:
     """What a card tells beyond the header of the file."""
+    from ..cards.metadata import name_of
+    from ..tasks.data.read import dataset_metadata
+
     known = {"data": dataset_metadata(source)[0], "task": loaded.task}
     known |= {"max length": f"{options['max_length']} tokens"} if options["max_length"] is not None else {}
     return known | ({"estimated at": f"the model minus {name_of(at_delta)}"} if at_delta is not None else {})
@@ -304,6 +326,10 @@ def check_estimate_options(
     args: ModelArgs,
 ) -> None:
     """Raise for unknown values, and for options that exclude each other."""
+    from ..curvature.estimate import LIKELIHOODS
+    from ..curvature.format import KINDS, PRECISIONS
+    from ..curvature.sum_storage import LOCATIONS
+
     for option, value, known in (
         ("likelihood", likelihood, LIKELIHOODS),
         ("kind", kind, tuple(KINDS)),
@@ -329,6 +355,8 @@ def check_estimate_options(
 
 
 def _check_max_kronecker_dim(max_kronecker_dim: int, kind: str) -> None:
+    from ..curvature.kfac import MAX_KRONECKER_DIM
+
     if max_kronecker_dim < 1:
         raise InputError(f"max_kronecker_dim is {max_kronecker_dim}, but must be at least 1")
     if kind != "kronecker" and max_kronecker_dim != MAX_KRONECKER_DIM:
@@ -337,6 +365,9 @@ def _check_max_kronecker_dim(max_kronecker_dim: int, kind: str) -> None:
 
 def _storage_for(model: nn.Module, accumulate_on: str | None, folder: Path) -> SumStorage:
     """Return the storage of a model's sums: by default, where its weights are."""
+    from ..curvature.offload import elsewhere
+    from ..curvature.sum_storage import SumStorage
+
     if accumulate_on is None:
         offloaded = [hook.weights_map for _, _, hook in elsewhere(model)]
         on_disk = any(getattr(getattr(weights, "dataset", None), "index", None) for weights in offloaded)
@@ -346,6 +377,8 @@ def _storage_for(model: nn.Module, accumulate_on: str | None, folder: Path) -> S
 
 def _peak_memory() -> dict[str, int]:
     """The peak memory of this process so far, in bytes: of the machine, and of its GPUs if it uses any."""
+    import torch
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     status = Path("/proc/self/status")  # on Linux, ru_maxrss may be that of the program that started this one
     if status.is_file() and (line := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
@@ -358,6 +391,10 @@ def _peak_memory() -> dict[str, int]:
 
 def _subtract(loaded: LoadedTask, base: str, options: LoadOptions) -> list[str]:
     """Turn θ_t into θ_t − θ_0, tensor by tensor; what the base does not have, such as a head of its own, stays."""
+    import torch
+
+    from ..tasks import load_model
+
     try:
         other, info = load_model(
             base,

@@ -98,6 +98,8 @@ METAVARS = {
     "allow_config": "KEY",
     "ray_address": "HOST:PORT",
     "cache_memory": "SIZE",
+    "at_delta": "BASE",
+    "accumulate_on": "WHERE",
 }
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or if it is empty.")]
 
