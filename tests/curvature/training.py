@@ -63,9 +63,29 @@ def fresh(family: str) -> Any:
     return moved(BertForMaskedLM(config), 7).double()
 
 
-def train(folder: Path, family: str, number: int = 10, model: Any = None, **changes: Any) -> Run:
-    """Train with weight decay; by default 2 epochs of 10 examples in steps of 4, without clipping."""
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    """Training on the CPU: 2 epochs in steps of 4 examples, with weight decay, without clipping or checkpoints."""
     logging.set_verbosity_error()
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.0,
+        "adam_beta2": 0.9,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(output_dir=str(folder), **settings | changes)
+
+
+def train(folder: Path, family: str, number: int = 10, model: Any = None, **changes: Any) -> Run:
+    """Train a model, with a checkpoint at the end."""
     model = model or fresh(family)
     start = copy.deepcopy(model)
     batches: list[Batch] = []
@@ -74,26 +94,12 @@ def train(folder: Path, family: str, number: int = 10, model: Any = None, **chan
         batches.append(default_data_collator(items))
         return batches[-1]
 
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.1,
-        "max_grad_norm": 0.0,
-        "adam_beta2": 0.9,
-        "save_strategy": "epoch",
-        "save_total_limit": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    arguments = TrainingArguments(output_dir=str(folder), **settings | changes)
-    trainer = Trainer(model, arguments, train_dataset=examples(family, number), data_collator=collate)
+    settings: Any = {"learning_rate": 1e-3, "save_strategy": "epoch", "save_total_limit": 1}
+    args = arguments(folder, **settings | changes)
+    trainer = Trainer(model, args, train_dataset=examples(family, number), data_collator=collate)
     trainer.train()
     (checkpoint,) = folder.glob("checkpoint-*")
-    return Run(checkpoint, start, model, batches, arguments)
+    return Run(checkpoint, start, model, batches, args)
 
 
 def moments_by_hand(run: Run) -> dict[str, Tensor]:

@@ -10,40 +10,21 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
-from transformers.utils import logging
+from transformers import Trainer, TrainerCallback, default_data_collator
 
 import gradmerge as gm
 
 from ..checkpoints.families import make
 from ..curvature import slow
-
-Batch = dict[str, Tensor]
-SETTINGS: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "num_train_epochs": 2,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "weight_decay": 0.1,
-    "max_grad_norm": 0.0,
-    "adam_beta2": 0.9,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-}
+from ..curvature.training import Batch, arguments, examples
 
 
 def bert(dropout: float = 0.0, **changes: Any) -> Any:
     return make("bert", hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **changes)
 
 
-def sentences(number: int, seed: int = 0, classes: int = 3) -> list[Batch]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(5, 60, (number, 6), generator=generator)
-    return [{"input_ids": t, "labels": torch.tensor(i % classes)} for i, t in enumerate(tokens)]
+def sentences(number: int, seed: int = 0) -> list[Batch]:
+    return examples("bert", number, seed)
 
 
 def texts(number: int, seed: int = 0) -> list[Batch]:
@@ -74,7 +55,6 @@ def trainer_for(
     **changes: Any,
 ) -> Trainer:
     """Return a Trainer that appends its batches to ``batches``."""
-    logging.set_verbosity_error()
 
     def collate(items: list[Batch]) -> Batch:
         batch = default_data_collator(items)
@@ -85,11 +65,11 @@ def trainer_for(
     own = {
         name: value for name, value in changes.items() if name in ("optimizers", "compute_loss_func", "eval_dataset")
     }
-    settings = SETTINGS | {name: value for name, value in changes.items() if name not in own}
+    settings = {name: value for name, value in changes.items() if name not in own}
     callbacks = [*([callback] if callback is not None else []), *more]
     return Trainer(
         model,
-        TrainingArguments(output_dir=str(folder), **settings),
+        arguments(folder, **{"save_strategy": "steps", "save_steps": 2} | settings),
         train_dataset=data,
         data_collator=collate,
         callbacks=callbacks,
