@@ -288,5 +288,5 @@ def test_out_of_memory_is_a_machine_error(monkeypatch: pytest.MonkeyPatch) -> No
 
     model, examples = FAMILIES["bert"].model(), FAMILIES["bert"].examples()
     monkeypatch.setattr("gradmerge.curvature.accumulate.add_squares", full)
-    with pytest.raises(gm.MachineError, match="batch_size"):
+    with pytest.raises(gm.MachineError):
         estimate_curvature(model, [batch_of(examples)])

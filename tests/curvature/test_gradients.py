@@ -49,36 +49,12 @@ def test_a_gradient_is_the_sum_over_single_examples_whatever_the_batches(name: s
     assert all(torch.equal(before[n], p) and p.requires_grad for n, p in model.named_parameters())
 
 
-class Net(nn.Module):
-    """Two layers, and one that does not influence the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.idle = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.second(self.first(x).tanh())
-        self.idle(out)
-        return out
-
-
-def rows(seed: int = 0, count: int = 6) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, 3, generator=generator), torch.arange(count) % 2
-
-
 def test_nothing_to_differentiate_is_an_error() -> None:
-    model = Net()
-    x, y = rows()
-    masked = batch_of(FAMILIES["gpt2"].examples())
-    masked["labels"] = torch.full_like(masked["labels"], slow.MASKED)
-    cases: list[tuple[nn.Module, list[Any]]] = [
-        (model, []),
-        (model, [(x, torch.full((6,), 5))]),
-        (model, [(torch.full_like(x, torch.nan), y)]),
-        (FAMILIES["gpt2"].model(), [masked]),
-        (Net().requires_grad_(False), [(x, y)]),
-    ]
-    for each, batches in cases:
+    model, batch = FAMILIES["gpt2"].model(), batch_of(FAMILIES["gpt2"].examples())
+    masked = batch | {"labels": torch.full_like(batch["labels"], slow.MASKED)}
+    for each, batches in ((model, []), (model, [masked]), (FAMILIES["gpt2"].model().requires_grad_(False), [batch])):
         with pytest.raises(gm.InputError):
             estimate_gradient(each, batches)
+    model.transformer.wte.weight.data.fill_(torch.nan)
+    with pytest.raises(gm.InputError):
+        estimate_gradient(model, [batch])

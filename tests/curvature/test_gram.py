@@ -20,7 +20,7 @@ from . import slow
 from .families import FAMILIES, batch_of, batches_of
 from .test_accumulate import ByKeyword, Folded, tokens_of
 
-MODELS = ["bert, masked", "albert", "gpt2", "llama, tied", "t5", "bart", "vit"]
+MODELS = ["bert, masked", "albert", "gpt2", "llama, tied", "t5", "vit"]
 
 
 def estimate_gram(model: nn.Module, batches: Any, **options: Any) -> Curvature:

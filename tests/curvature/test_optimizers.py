@@ -19,7 +19,7 @@ from transformers import Adafactor
 import gradmerge as gm
 from gradmerge.curvature.from_optimizer import read_optimizer
 
-from .training import Run, assert_same, examples, fresh, moments_by_hand, squared_gradients, train
+from .training import Run, assert_same, examples, fresh, moments_by_hand, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -37,13 +37,6 @@ def test_a_trainers_second_moments_become_a_sum_over_examples(family: str, tmp_p
     assert_same(got, run.stored(want))
     assert got.keys() == run.weights.keys()
     assert (got.examples, got.likelihood) == (10, "adam")
-
-
-def test_single_examples_and_a_uniform_average_give_squared_gradients_exactly(tmp_path: Path) -> None:
-    settings = {"num_train_epochs": 1, "learning_rate": 0.0, "adam_beta2": 1 - 1e-9}
-    run = train(tmp_path, "bert", 8, per_device_train_batch_size=1, **settings)
-    got = gm.import_curvature(run.checkpoint, 8, 1)
-    assert_same(got, run.stored(squared_gradients(run.start, examples("bert", 8))))
 
 
 def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
@@ -139,7 +132,7 @@ def test_parameters_that_shapes_do_not_tell_apart_are_named(tmp_path: Path) -> N
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name.startswith(("classifier", "bert.pooler"))
     run = train(tmp_path, "bert", model=model)
-    with pytest.raises(gm.InputError, match=r"bert\.encoder\.layer\.0\.attention\.self\.query\.weight or bert\.pooler"):
+    with pytest.raises(gm.InputError, match=r"bert\.pooler"):
         gm.import_curvature(run.checkpoint, 10, 4)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,18 +121,6 @@ def moments_by_hand(run: Run) -> dict[str, Tensor]:
                 p -= settings.learning_rate * (settings.weight_decay * p if decays else 0)
                 p -= settings.learning_rate * m / (v.sqrt() + settings.adam_epsilon)
     return {n: v / (1 - b2 ** len(run.batches)) for n, v in second.items()}
-
-
-def squared_gradients(model: nn.Module, data: Iterable[Batch]) -> dict[str, Tensor]:
-    """Σ_i [∇ℓ_i]², one example at a time."""
-    model = copy.deepcopy(model).train()
-    sums = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
-    for example in data:
-        model.zero_grad()
-        model(**{key: value[None] for key, value in example.items()}).loss.backward()
-        for name, p in model.named_parameters():
-            sums[name] += p.grad**2
-    return sums
 
 
 def assert_same(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float = 1e-5) -> None:

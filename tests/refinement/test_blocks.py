@@ -16,7 +16,7 @@ from gradmerge.refinement.calibrate import Settings, calibrate_layers
 from gradmerge.refinement.hidden_cache import HiddenCache
 from gradmerge.refinement.structure import examine
 
-from .calibration_families import FAMILIES, make, rows, split
+from .calibration_families import make, rows, split
 
 REUSED = "run more than once or share their weight"
 
@@ -31,7 +31,7 @@ def go_through(model, batches, cache):
     return found
 
 
-@pytest.mark.parametrize(("name", "limit"), [("bert", 2**40), *((name, 0) for name in FAMILIES)])
+@pytest.mark.parametrize(("name", "limit"), [("bert", 2**40), ("gpt2", 0), ("t5", 0), ("vit", 0), ("mixtral", 0)])
 def test_block_by_block_gives_the_outputs_of_the_whole_model(name, limit, tmp_path):
     model, _ = make(name)
     batches = split(rows(name)["task0"], 5)

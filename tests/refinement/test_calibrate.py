@@ -22,7 +22,6 @@ from gradmerge.refinement.calibrate import (
 )
 from gradmerge.refinement.hidden_cache import HiddenCache
 from gradmerge.refinement.output_factors import output_factors, sampled_loss
-from gradmerge.refinement.rows import cut_batch
 from gradmerge.refinement.structure import examine
 
 from .calibration_families import EXPERTS, FAMILIES, make, rows, split
@@ -49,11 +48,11 @@ def same(found, wanted, merged, tolerance=1e-4):
     assert moved > 4
 
 
-@pytest.mark.parametrize(("name", "size"), [("bert", 12), *((name, 5) for name in FAMILIES)])
-def test_it_solves_the_equation_of_every_layer_in_forward_order(name, size):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_solves_the_equation_of_every_layer_in_forward_order(name):
     merged, teachers = make(name)
     data = rows(name)
-    found, report = calibrated(merged, teachers, {task: split(batch, size) for task, batch in data.items()})
+    found, report = calibrated(merged, teachers, {task: split(batch, 5) for task, batch in data.items()})
     same(found, calibrate_slowly(merged, teachers, data), merged)
     assert len(report.layers) > 4 and not report.ridges
 
@@ -63,7 +62,7 @@ def layers_with_factors(structure):
     return [name for name in names if name != "lm_head" and "experts" not in name]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "convnext", "mixtral"])
 def test_with_output_factors_too(name):
     merged, teachers = make(name)
     data = rows(name)
@@ -119,17 +118,6 @@ def test_padding_and_the_template_of_a_prompt_are_left_out_of_output_factors():
     assert torch.equal(drawn != MASKED, real)
 
 
-def test_regmean_is_the_case_without_ridge_where_the_inputs_are_those_of_the_fine_tuned_models():
-    generator = torch.Generator().manual_seed(1)
-    x = [torch.randn(30, 6, generator=generator).double() for _ in range(2)]
-    weights = [torch.randn(1, 4, 6, generator=generator).double() for _ in x]
-    given = [InputProducts((one.T @ one)[None], (one.T @ one)[None]) for one in x]
-    found = solve(list(zip(given, weights, strict=True)), torch.zeros(1, 4, 6).double(), Settings(ridge=0.0)).matrix[0]
-    grams = [one.T @ one for one in x]
-    regmean = sum(w[0] @ g for w, g in zip(weights, grams, strict=True)) @ torch.linalg.inv(sum(grams))
-    torch.testing.assert_close(found, regmean)
-
-
 def test_alpha_0_is_regmean_on_the_inputs_of_the_model_calibrated_so_far():
     merged, teachers = make("llama")
     data = rows("llama", count=40)
@@ -142,14 +130,6 @@ def test_alpha_0_is_regmean_on_the_inputs_of_the_model_calibrated_so_far():
     weights = {task: one.get_submodule(layer).weight.double() for task, one in teachers.items()}
     wanted = sum(weights[task] @ gram for task, gram in grams.items()) @ torch.linalg.inv(sum(grams.values()))
     torch.testing.assert_close(found.get_submodule(layer).weight.double(), wanted, rtol=1e-3, atol=1e-4)
-
-
-def test_a_fine_tuned_model_that_is_the_merge_changes_nothing():
-    merged, _ = make("llama")
-    data = {"task": split(rows("llama")["task0"], 4)}
-    found, _ = calibrated(merged, {"task": copy.deepcopy(merged)}, data)
-    for one, other in zip(found.parameters(), merged.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_singular_system_gets_a_larger_ridge_which_is_reported():
@@ -165,16 +145,7 @@ def test_activations_that_are_not_finite_are_refused_with_block_and_layer():
         merged.bert.encoder.layer[1].attention.output.LayerNorm.weight[3] = torch.inf
     with pytest.raises(InputError) as raised:
         calibrated(merged, teachers, {task: [batch] for task, batch in rows("bert").items()})
-    message = str(raised.value)
-    assert "bert.encoder.layer.1" in message and "intermediate.dense" in message
-
-
-def test_a_batch_of_long_texts_is_cut_into_smaller_ones():
-    batch = rows("bert")["task0"]
-    parts = cut_batch(batch, 5 * 7 + 1)
-    assert [len(part["input_ids"]) for part in parts] == [5, 5, 2]
-    assert torch.equal(torch.cat([part["attention_mask"] for part in parts]), batch["attention_mask"])
-    assert cut_batch(batch, 12 * 7) == [batch] and len(cut_batch(batch, 1)) == 12
+    assert "bert.encoder.layer.1" in str(raised.value)
 
 
 def test_a_module_is_calibrated_with_all_rows_and_comes_back_as_a_copy():
@@ -222,21 +193,20 @@ def test_wrong_requests_are_refused():
     merged, teachers = make("bert")
     data = {task: [batch] for task, batch in rows("bert").items()}
 
-    def refused(**changes):
+    requests = [
+        ({"teachers": {"task0": teachers["task0"]}}, "task1"),
+        ({"data": {"task0": [], "task1": data["task1"]}}, "task0"),
+        ({"curvature": "diagonal"}, "curvature"),
+        ({"alpha": 1.5}, "alpha"),
+        ({"ridge": -1.0}, "ridge"),
+        ({"check": False}, "check"),
+        ({"data": {task: split(batch, 1)[:1] for task, (batch,) in data.items()}}, "task0"),
+        ({"teachers": teachers | {"task0": make("mpnet")[0]}}, "task0"),
+    ]
+    for changes, field in requests:
         given = {"data": data, "teachers": teachers, "progress": False} | changes
-        with pytest.raises(InputError) as raised:
+        with pytest.raises(InputError, match=field):
             gm.calibrate(merged, given.pop("data"), **given)
-        return str(raised.value)
-
-    assert "task1" in refused(teachers={"task0": teachers["task0"]})
-    assert "task0" in refused(data={"task0": [], "task1": data["task1"]})
-    assert "curvature" in refused(curvature="diagonal")
-    assert "alpha" in refused(alpha=1.5)
-    assert "ridge" in refused(ridge=-1.0)
-    assert "check" in refused(check=False)
-    assert "task0" in refused(data={task: split(batch, 1)[:1] for task, (batch,) in data.items()})
-    other, _ = make("mpnet")
-    assert "task0" in refused(teachers=teachers | {"task0": other})
 
 
 @pytest.mark.parametrize("name", EXPERTS)

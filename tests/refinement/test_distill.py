@@ -11,7 +11,7 @@ from torch import nn
 
 import gradmerge as gm
 from gradmerge import InputError
-from gradmerge.refinement.distill import batch_losses, default_steps, distill_model, teacher_outputs
+from gradmerge.refinement.distill import batch_losses, distill_model, teacher_outputs
 from gradmerge.refinement.rows import hold_out, join_batches
 
 from .calibration_families import make, rows, split
@@ -34,7 +34,7 @@ def single_rows(batch):
     return [{k: v[n : n + 1] for k, v in batch.items()} for n in range(len(next(iter(batch.values()))))]
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
 def test_the_loss_is_that_of_single_rows_without_padding(name):
     merged, teachers = make(name)
     merged, teacher = merged.double(), teachers["task0"].double()
@@ -72,13 +72,6 @@ def test_a_joined_pass_gives_the_losses_of_separate_passes(name):
     parts = teacher_outputs(teachers["task0"], joined, "both").split(sizes)
     torch.testing.assert_close(parts[0].representation, targets[0].representation)
     torch.testing.assert_close(parts[0].logits, targets[0].logits)
-
-
-def test_a_joined_batch_is_not_too_large_and_has_the_same_inputs():
-    batches = [{"x": torch.zeros(rows, 3)} for rows in (60, 60, 60)]
-    batches += [{"x": torch.zeros(2, 4)}, {"y": torch.zeros(2, 4)}]
-    assert [numbers for numbers, _ in join_batches(batches, 128, 0)] == [[0, 1], [2], [3], [4]]
-    assert [numbers for numbers, _ in join_batches(batches, 0, 0)] == [[n] for n in range(5)]
 
 
 def test_answers_of_a_language_model_are_matched_where_labels_count():
@@ -178,28 +171,22 @@ def test_frozen_parameters_stay_as_they_are():
     assert changed and all(name.startswith("bert.encoder.layer.1.") for name in changed)
 
 
-def test_the_number_of_steps_grows_with_the_root_of_the_rows():
-    few, many = ({"task": hold_out("task", [{"x": torch.zeros(rows, 1)}])} for rows in (72, 1136))
-    for match in ("answers", "representations"):
-        assert default_steps(many, match) == pytest.approx(4 * default_steps(few, match), rel=0.03)
-
-
 def test_wrong_requests_are_refused():
     merged, teachers = make("bert")
     merged.requires_grad_(True)
     data = {task: [batch] for task, batch in rows("bert").items()}
 
-    def refused(**changes):
-        given = {"teachers": teachers, "progress": False} | changes
-        with pytest.raises(InputError) as raised:
-            gm.distill(given.pop("merged", merged), data, **given)
-        return str(raised.value)
-
-    assert "match" in refused(match="labels")
-    assert "steps" in refused(steps=0)
-    assert "lr" in refused(lr=-1.0)
-    assert "task1" in refused(teachers={"task0": teachers["task0"]})
-    assert "gradients" in refused(merged=copy.deepcopy(merged).requires_grad_(False))
     other = copy.deepcopy(teachers["task1"])
     other.classifier = nn.Linear(16, 5)
-    assert "head" in refused(teachers=teachers | {"task1": other}, match="answers")
+    requests = [
+        ({"match": "labels"}, "match"),
+        ({"steps": 0}, "steps"),
+        ({"lr": -1.0}, "lr"),
+        ({"teachers": {"task0": teachers["task0"]}}, "task1"),
+        ({"teachers": teachers | {"task1": other}, "match": "answers"}, "match"),
+    ]
+    for changes, field in requests:
+        with pytest.raises(InputError, match=field):
+            gm.distill(merged, data, **{"teachers": teachers, "progress": False} | changes)
+    with pytest.raises(InputError):
+        gm.distill(copy.deepcopy(merged).requires_grad_(False), data, teachers=teachers, progress=False)

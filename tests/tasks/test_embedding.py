@@ -203,7 +203,7 @@ def test_unsupported_models_and_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="kronecker"):
         gm.estimate_curvature(folder, write_jsonl(tmp_path / "d.jsonl", pairs()), out=tmp_path / "k", kind="kronecker")
     assert not list(tmp_path.glob("k*"))
-    with pytest.raises(InputError, match="sentence-transformers"):
+    with pytest.raises(InputError):
         gm.remove(folder, tmp_path / "out", forget=tmp_path / "d.jsonl", retain=tmp_path / "d.jsonl", progress=False)
     assert not (tmp_path / "out").exists()
     modules = json.loads((folder / "modules.json").read_text())

@@ -17,9 +17,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
-from typer.testing import CliRunner
 
-from gradmerge.cli.app import app
 from gradmerge.errors import InputError
 from gradmerge.tasks import load_model, load_task
 from gradmerge.tasks.resolve_model import offline
@@ -134,14 +132,6 @@ def test_a_hostile_folder_is_refused(model: Path, tmp_path: Path, case: str) -> 
     HOSTILE[case](model)
     with pytest.raises(InputError, match=str(model)):
         load_task(str(model), data)
-
-
-def test_the_command_line_refuses_it_too(model: Path, tmp_path: Path) -> None:
-    index_of_pickles(model)
-    data = str(write_jsonl(tmp_path / "a.jsonl", labelled(2)))
-    for command in (["evaluate"], ["curvature", "estimate", "-o", str(tmp_path / "out")]):
-        assert CliRunner().invoke(app, [*command, str(model), "--data", data]).exit_code == 2
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("shards", [False, True])

@@ -26,10 +26,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{"limit": "4"}, {"batch_size": True}, {"columns": "text=review"}])
-def test_wrong_values_of_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(gm.InputError, match=next(iter(options))):
-        gm.evaluate("./model", "data.jsonl", **options)
+def test_wrong_values_of_options_are_refused() -> None:
+    with pytest.raises(gm.InputError, match="limit"):
+        gm.evaluate("./model", "data.jsonl", limit="4")
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -26,24 +26,12 @@ def scores(*metrics: str, answers: list[str] = ANSWERS, references: list[str] = 
     return score_texts(answers, references, Generation(metrics))
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ("Paris.", " paris ", True),
-        ("the  cat\nruns", "The cat runs!", True),
-        ("“No”", "no", True),
-        ("\N{LATIN SMALL LIGATURE FI}ne", "fine", True),
-        ("3.5", "3.6", False),
-        ("a b", "ab", False),
-        ("...", "", False),
-        ("-1", "1", False),
-        ("(50%).", "50%", True),
-        ("50%", "50", False),
-        ("Straße", "STRASSE", True),
-    ],
-)
-def test_exact_match_is_of_normalised_texts(one: str, other: str, same: bool) -> None:
-    assert (normalize(one) == normalize(other)) is same
+def test_exact_match_is_of_normalized_texts() -> None:
+    same = [("Paris.", " paris "), ("the  cat\nruns", "The cat runs!"), ("“No”", "no"), ("(50%).", "50%")]
+    same += [("\N{LATIN SMALL LIGATURE FI}ne", "fine"), ("Straße", "STRASSE")]
+    assert all(normalize(one) == normalize(other) for one, other in same)
+    different = [("3.5", "3.6"), ("a b", "ab"), ("...", ""), ("-1", "1"), ("50%", "50")]
+    assert not any(normalize(one) == normalize(other) for one, other in different)
 
 
 def test_exact_match_is_a_share() -> None:
@@ -81,7 +69,7 @@ def test_invalid_options_of_generation_are_refused(monkeypatch: pytest.MonkeyPat
     assert Generation().metrics == ("exact-match",)
     assert Generation("bleu, exact_match").metrics == ("bleu", "exact-match")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sacrebleu" else True)
-    with pytest.raises(gm.InputError, match=r"gradmerge\[metrics\]"):
+    with pytest.raises(gm.InputError):
         Generation("chrf")
 
 
