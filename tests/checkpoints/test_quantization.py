@@ -16,7 +16,7 @@ import gradmerge as gm
 from gradmerge.checkpoints import Buffers, Checkpoint, compare, open_checkpoint
 from gradmerge.checkpoints.quantization import dequantized, detect_quantization
 from gradmerge.errors import InputError
-from tests.making import near, random_state, read_model, run, write_model
+from tests.making import near, random_state, read_model, write_model
 
 State = dict[str, Tensor]
 BODY = random_state(0, {"model.embed_tokens.weight": (20, 8), "model.norm.weight": (8,)}, torch.bfloat16)
@@ -73,14 +73,13 @@ READABLE = {"bitsandbytes-4", "bitsandbytes-8", "fp8"}
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("source", ["text_config", "tensors alone"])
-def test_the_method_is_recognized_by_the_config_or_the_tensors(case: str, source: str) -> None:
+def test_the_method_is_recognized_by_the_config_or_the_tensors(case: str) -> None:
     codes, settings, method = CASES[case]
-    config = {} if source == "tensors alone" else {"text_config": {"quantization_config": settings}}
-    found = detect_quantization(Checkpoint("m", memory=BODY | codes, config=config))
-    assert found is not None and found.readable == (case in READABLE)
-    assert found.method == method if config else method in found.method
-    assert codes.keys() >= set(found.tensors) and found.tensors
+    for config in ({}, {"text_config": {"quantization_config": settings}}):
+        found = detect_quantization(Checkpoint("m", memory=BODY | codes, config=config))
+        assert found is not None and found.readable == (case in READABLE)
+        assert found.method == method if config else method in found.method
+        assert codes.keys() >= set(found.tensors) and found.tensors
 
 
 @pytest.mark.parametrize(
@@ -98,12 +97,12 @@ def write_pair(folder: Path, codes: State, config: dict[str, Any]) -> list[str]:
     return [str(one), str(two)]
 
 
-def test_quantized_models_are_refused_in_one_line_each_unless_their_codes_are_excluded(tmp_path: Path) -> None:
+def test_quantized_models_are_refused_unless_their_codes_are_excluded(tmp_path: Path) -> None:
     base, tuned = write_pair(tmp_path, GPTQ, {"quantization_config": {"quant_method": "gptq", "bits": 4}})
     recipe = {"method": "average", "base": base, "models": [tuned]}
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError):
         gm.merge(recipe, tmp_path / "out")
-    assert str(error.value).count("•") == 2 and not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists()
     gm.merge(recipe | {"exclude": ["*.q_proj.*"]}, tmp_path / "out")
     got = read_model(tmp_path / "out")
     assert all(got[name].equal(value) for name, value in GPTQ.items())
@@ -224,15 +223,12 @@ def test_quantized_models_merge_to_a_plain_model(tmp_path: Path) -> None:
         recipe = {"method": "task-arithmetic", "base": str(first), "models": [{"model": str(tuned), "weight": 0.3}]}
         with pytest.raises(InputError):
             gm.merge(recipe, tmp_path / "out")
-        result = gm.merge(recipe, tmp_path / "out", dequantize=True, force=True)
+        gm.merge(recipe, tmp_path / "out", dequantize=True, force=True)
         got = read_model(tmp_path / "out")
         assert got.keys() == {WEIGHT, *BODY} and got[WEIGHT].dtype == torch.bfloat16
         want = ours + 0.3 * (one - ours)
         assert ((got[WEIGHT].double() - want).abs() <= want.abs() * 2**-8).all()
         assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-        assert any("fp8" in note for note in result.notes)
-    run("inspect", base, tuned, status=2)
-    run("inspect", base, tuned, "--dequantize")
 
 
 NF4 = {n: v for n, v in load_file(STORED).items() if n.startswith("nf4.")}
