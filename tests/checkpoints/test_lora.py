@@ -101,7 +101,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "embeddings": ("llama-untied", {"r": 4, "lora_alpha": 5, "target_modules": ["embed_tokens", "q_proj"]}, {}),
     "bias-all": ("bert", {"r": 2, "target_modules": ["query"], "bias": "all", "task_type": "SEQ_CLS"}, {}),
     "t5": ("t5", {"r": 2, "target_modules": ["q", "v", "wo"], "task_type": "SEQ_2_SEQ_LM"}, {}),
-    "dora": ("llama-untied", {"r": 3, "lora_alpha": 5, "target_modules": LLAMA, "use_dora": True}, {}),
     "dora-on-conv1d": ("gpt2", {"r": 3, "target_modules": ["c_attn", "wpe"], "use_dora": True}, {}),
     "names-that-transformers-changes": ("vit", {"r": 2, "target_modules": ["q_proj", "fc1"]}, {}),
     "lora-bias": ("bert", {"r": 2, "lora_alpha": 7, "target_modules": ["query"], "lora_bias": True}, {}),

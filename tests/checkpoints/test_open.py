@@ -1,12 +1,10 @@
-"""Opening files, folders, pickles and Hub ids."""
+"""Opening files, folders and pickles. tests/engine/test_remote_merges.py has Hub ids."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
-import subprocess
-import textwrap
 import time
 import zipfile
 from pathlib import Path
@@ -19,10 +17,7 @@ from torch import Tensor
 from gradmerge.checkpoints import Buffers, open_checkpoint
 from gradmerge.errors import InputError
 from tests.forked import forked
-from tests.making import assert_close, near, random_state, read_model, write_model
-
-from . import slow
-from .families import double
+from tests.making import random_state, write_model
 
 
 def read_all(reference: str | Path, **arguments: Any) -> dict[str, Tensor]:
@@ -146,64 +141,11 @@ def test_code_in_a_pickle_is_refused_and_not_run(kind: str, tmp_path: Path) -> N
         assert mark.exists()
 
 
-# Hub ids: the Hugging Face library reads its settings once, so each of these runs in a process of its own.
-
-COMMIT, OTHER = "a" * 40, "b" * 40
-
-
-def make_cache(root: Path, revisions: dict[str, dict[str, Tensor]]) -> None:
-    """A Hub cache as huggingface_hub lays it out: blobs, snapshots of links to them, refs."""
-    home = root / "hub/models--org--my.model"
-    (home / "refs").mkdir(parents=True)
-    (home / "blobs").mkdir()
-    for commit, state in revisions.items():
-        snapshot = home / "snapshots" / commit
-        snapshot.mkdir(parents=True)
-        made = write_model(root / "made" / commit, state, 2, {"commit": commit})
-        for path in made.iterdir():
-            blob = home / "blobs" / f"{commit[:4]}{path.name}"
-            path.rename(blob)
-            (snapshot / path.name).symlink_to(os.path.relpath(blob, snapshot))
-    (home / "refs/main").write_text(COMMIT)
-    if OTHER in revisions:
-        (home / "refs/v2").write_text(OTHER)
-
-
-def in_process(
-    root: Path, *arguments: str, code: str | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE", "TRANSFORMERS_"))}
-    settings = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(root / "hub"), "HF_HOME": str(root / "home"), **environment}
-    return forked(*arguments, code=code, cwd=root, env=clean | settings)
-
-
-def test_hub_ids_with_and_without_revision_are_read_from_the_cache(tmp_path: Path) -> None:
-    base = random_state(0)
-    tuned = near(base, 1)
-    make_cache(tmp_path, {COMMIT: base, OTHER: tuned})
-    code = f"""
-        import gradmerge as gm
-        for name, revision in (("branch", "v2"), ("commit", "{OTHER}")):
-            recipe = {{"method": "task-arithmetic", "base": "org/my.model",
-                       "models": [{{"model": "org/my.model@" + revision, "weight": 0.5}}]}}
-            gm.merge(recipe, name)
-    """
-    run = in_process(tmp_path, code=textwrap.dedent(code))
-    assert run.returncode == 0, run.stderr
-    want = slow.task_arithmetic(double(base), [double(tuned)], [0.5])
-    for name in ("branch", "commit"):
-        assert_close(read_model(tmp_path / name), want, 1e-6)
-        config = tmp_path / name / "config.json"
-        assert json.loads(config.read_text())["commit"] == COMMIT
-        assert not config.is_symlink()
-    record = json.loads((tmp_path / "branch/gradmerge.json").read_text())
-    assert [i["hub_id"] for i in record["inputs"]] == ["org/my.model", "org/my.model@v2"]
-
-
 def test_a_hub_model_is_refused_quickly_without_a_network(tmp_path: Path) -> None:
-    make_cache(tmp_path, {COMMIT: random_state(0)})
+    """In its own process: the Hugging Face library reads its settings once."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE", "TRANSFORMERS_"))}
+    offline = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     begun = time.perf_counter()
-    offline = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    run = in_process(tmp_path, "merge", "--method", "average", "--model", "org/absent", "-o", "out", **offline)
+    run = forked("inspect", "org/absent", cwd=tmp_path, env=clean | offline)
     assert time.perf_counter() - begun < 20
     assert run.returncode == 2 and "org/absent" in run.stderr

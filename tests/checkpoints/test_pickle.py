@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from gradmerge.checkpoints import open_checkpoint
 from gradmerge.checkpoints.checkpoint import Buffers
 from gradmerge.errors import InputError, MachineError
 from gradmerge.io import small_files as smallfile
+
+from .test_open import read_all
 
 T = torch.arange(6.0).reshape(2, 3)
 
@@ -22,14 +23,6 @@ T = torch.arange(6.0).reshape(2, 3)
 def saved(path: Path, value: Any, zipped: bool = True) -> str:
     torch.save(value, path, _use_new_zipfile_serialization=zipped)
     return str(path)
-
-
-def read_all(path: str) -> dict[str, Tensor]:
-    with open_checkpoint(path, allow_pickle=True) as checkpoint:
-        return {
-            name: checkpoint.read(name, 0, info.numel, Buffers()).reshape(info.shape).clone()
-            for name, info in checkpoint.tensors.items()
-        }
 
 
 READ = {
@@ -47,7 +40,7 @@ READ = {
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("case", READ)
 def test_every_way_to_store_a_tensor_gives_its_numbers(tmp_path: Path, case: str, zipped: bool) -> None:
-    got = read_all(saved(tmp_path / "m.bin", {"a": READ[case]}, zipped))["a"]
+    got = read_all(saved(tmp_path / "m.bin", {"a": READ[case]}, zipped), allow_pickle=True)["a"]
     assert torch.equal(got, READ[case].detach().resolve_conj().resolve_neg())
 
 
@@ -88,7 +81,7 @@ def test_bytes_in_another_order_are_swapped(tmp_path: Path) -> None:
         for name, raw in members(tmp_path / "m.bin").items():
             swapped = T.numpy().byteswap().tobytes() if name.endswith("data/0") else raw
             archive.writestr(name, b"big" if name.endswith("byteorder") else swapped)
-    assert torch.equal(read_all(str(tmp_path / "big.bin"))["a"], T)
+    assert torch.equal(read_all(tmp_path / "big.bin", allow_pickle=True)["a"], T)
 
 
 def test_a_mapped_file_that_was_cut_short_meanwhile_ends_in_a_message(tmp_path: Path) -> None:

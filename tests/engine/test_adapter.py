@@ -98,22 +98,15 @@ def test_weighted_sums_of_adapters_are_exact(case: str, tmp_path: Path) -> None:
     assert_close(remerged(tmp_path), want, 1e-6)
 
 
-SUMS: dict[str, list[Any]] = {
-    "weighted-average": [0.5, 2.0],
-    "task-arithmetic": [[0.0, 1.0], [{"filter": "q_proj", "value": 0.25}, {"value": [1.0, 2.0]}]],
-}
-
-
-@pytest.mark.parametrize("method", SUMS)
-def test_sums_with_weights_for_layers_and_modules_are_exact_and_read_no_weights(method: str, tmp_path: Path) -> None:
+def test_weights_for_layers_and_modules_are_exact_and_no_weights_are_read(tmp_path: Path) -> None:
     base, models = llama(tmp_path, LLAMA, SECOND)
-    want, got, result = merge_both(weighted(method, base, models, *SUMS[method]), tmp_path, "llama-untied")
+    weights = [[0.0, 1.0], [{"filter": "q_proj", "value": 0.25}, {"value": [1.0, 2.0]}]]
+    want, got, result = merge_both(weighted("task-arithmetic", base, models, *weights), tmp_path, "llama-untied")
     assert_close(got, want, 1e-6)
     assert result.bytes_read == 0
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["lora_alpha"] == config["r"] and config["alpha_pattern"] == config["rank_pattern"]
-    some = "model.layers.1.self_attn.v_proj"  # whose weight in the first layer is 0
-    assert (some if method == "task-arithmetic" else "v_proj") in config["target_modules"]
+    assert "model.layers.1.self_attn.v_proj" in config["target_modules"]  # its weight in the first layer is 0
 
 
 def lost_by_svd(base: dict[str, Tensor], model: dict[str, Tensor], rank: int) -> tuple[dict[str, float], float]:
@@ -159,11 +152,9 @@ def test_the_loss_of_a_rank_is_what_singular_values_say(family: str, tmp_path: P
         assert float(left / norm) == pytest.approx(share, rel=1e-4)
     record = json.loads((tmp_path / "out/gradmerge.json").read_text())["output"]
     assert record["format"] == "adapter" and record["rank"] == 5 and record["lost"] == pytest.approx(shares, rel=1e-5)
-    card = (tmp_path / "out/README.md").read_text()
-    assert "library_name: peft" in card and f"{100 * total:.3g} %" in card
 
 
-OTHERS: dict[str, dict[str, Any]] = {"ties": {"density": 0.3}, "dare": {"density": 0.5}, "slerp": {}}
+OTHERS: dict[str, dict[str, Any]] = {"ties": {"density": 0.3}, "slerp": {}}
 
 
 @pytest.mark.parametrize("method", OTHERS)
@@ -196,8 +187,6 @@ def test_dora_is_folded_into_the_adapter(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied")
     models = adapters_of(base, "llama-untied", {"r": 2, "target_modules": LLAMA, "use_dora": True})
     recipe = weighted("task-arithmetic", base, models, 1.0)
-    with pytest.raises(InputError, match=r"output\.rank"):
-        gm.merge(as_adapter(recipe), tmp_path / "out")
     want, got, _ = merge_both(recipe, tmp_path, "llama-untied", rank=16)
     assert_close(got, want, 2e-6)
 

@@ -332,13 +332,13 @@ def test_the_cache_of_the_hub_is_used_without_the_network(hub: Hub, s3: Any, tmp
         home = tmp_path / "hub" / f"models--org--{name}"
         shutil.copytree(s3.here / name, home / "snapshots" / ("0" * 40))
         (home / "refs").mkdir()
-        (home / "refs/main").write_text("0" * 40)
+        (home / "refs" / ("v2" if name == "a" else "main")).write_text("0" * 40)
     hub.log.clear()
-    asked = {"method": "average", "models": ["org/a", "org/b"]}
+    asked = {"method": "average", "models": ["org/a@v2", "org/b"]}
     gm.merge(asked, tmp_path / "out")
     assert [line for line in hub.log if "/org/" in line] == []
     inputs = json.loads((tmp_path / "out/gradmerge.json").read_text())["inputs"]
-    assert [(one["hub_id"], one["commit"]) for one in inputs] == [("org/a", "0" * 40), ("org/b", "0" * 40)]
+    assert [(one["hub_id"], one["commit"]) for one in inputs] == [("org/a@v2", "0" * 40), ("org/b", "0" * 40)]
     (tmp_path / "hub/models--org--b/snapshots" / ("0" * 40) / "model-00002-of-00003.safetensors").unlink()
     gm.merge(asked, tmp_path / "again")  # reads the missing shard from the Hub
     assert any("/org/b/resolve/" in line for line in hub.log) and not any("/org/a/" in line for line in hub.log)
