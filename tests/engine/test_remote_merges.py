@@ -164,6 +164,24 @@ def test_a_merge_that_was_killed_resumes_and_sends_no_shard_twice(
     assert_same(got, weight_bytes(tmp_path / "stopped"), s3)
 
 
+def test_only_the_machine_that_started_a_merge_finishes_it_and_it_replaces_damaged_shards(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = recipe("s3://bucket", output={"shard_size": 1000})
+    with pytest.raises(KeyboardInterrupt):
+        gm.merge(asked, "s3://bucket/damaged", progress=Stop(4), threads=1, block=100)
+    for name in files_at(s3, "bucket/damaged"):
+        s3.pipe_file(f"bucket/damaged/{name}", b"x")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("GRADMERGE_CACHE", str(tmp_path / "elsewhere"))
+        for how in ({}, {"resume": True}, {"force": True}):
+            with pytest.raises(gm.InputError):
+                gm.merge(asked, "s3://bucket/damaged", block=100, **how)
+    gm.merge(asked, "s3://bucket/damaged", resume=True, block=100)
+    gm.merge(recipe(s3.here, output={"shard_size": 1000}), tmp_path / "damaged")
+    assert_same(files_at(s3, "bucket/damaged"), weight_bytes(tmp_path / "damaged"), s3)
+
+
 @pytest.mark.parametrize("again", [{"resume": True}, {"force": True}])
 def test_a_store_that_fails_at_the_end_leaves_an_unfinished_result(
     again: dict[str, bool], s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

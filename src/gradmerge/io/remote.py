@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -136,12 +135,10 @@ def download_file(url: str) -> Path:
 
 def download(paths: Iterable[Path]) -> None:
     """Replace placeholders by the content of their files."""
-    files = {path: file for path in paths if (file := remote_file_at(path)) is not None}
-    total = sum(file.size for file in files.values())
-    for path, file in files.items():
+    for path in paths:
+        if (file := remote_file_at(path)) is None:
+            continue
         logging.getLogger(__name__).warning("%s: downloading %s to %s", redact(file.url), size(file.size), path)
-        if (free := shutil.disk_usage(path.parent).free) < total:
-            raise MachineError(f"{path.parent}: the download takes {size(total)}, but only {size(free)} are free")
         try:
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".partial-") as partial:
                 file.download(Path(partial, "file")).rename(path)
@@ -199,7 +196,7 @@ def _local_copy(url: str, max_age: float) -> LocalCopy:
 def _cached_path(url: str, files: dict[str, RemoteFile]) -> Path:
     """Return the path in the cache of these versions of the files."""
     key = json.dumps([url, sorted((name, file.size, file.version) for name, file in files.items())])
-    name = last_part(redact(url).partition("://")[2])
+    name = Path(redact(url)).name
     name = name if "" in files else name.partition("@")[0]  # of a Hub repository without its revision
     name = name if is_plain_name(name) else "model"
     return cache_folder() / "models" / hashlib.sha256(key.encode()).hexdigest()[:16] / name
@@ -268,11 +265,8 @@ def _remote_file(fs: Any, url: str, info: dict[str, Any]) -> RemoteFile:
 
 def is_small(file: RemoteFile) -> bool:
     """Return whether a file is downloaded when its model is opened."""
-    return file.size <= MAX_TOKENIZER and any(fnmatchcase(last_part(file.path), pattern) for pattern in SMALL_FILES)
-
-
-def last_part(path: str) -> str:
-    return path.partition("?")[0].rstrip("/").rpartition("/")[2]
+    name = Path(file.path.partition("?")[0]).name
+    return file.size <= MAX_TOKENIZER and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
 
 
 def _pin_commit(fs: Any, path: str) -> tuple[str, str | None]:
