@@ -144,14 +144,3 @@ def grams(model: nn.Module, layers: Sequence[str], run: Callable[[nn.Module], An
         for handle in handles:
             handle.remove()
     return found
-
-
-def outer_squares(y: Tensor, x: Tensor) -> Tensor:
-    """Σ_i (Σ_t y_it x_itᵀ)², entry by entry."""
-    total = torch.zeros(y.shape[2], x.shape[2], dtype=torch.float64)
-    for y_i, x_i in zip(y.double(), x.double(), strict=True):
-        gradient = torch.zeros_like(total)
-        for y_it, x_it in zip(y_i, x_i, strict=True):
-            gradient += y_it[:, None] * x_it[None, :]
-        total += gradient**2
-    return total

@@ -44,14 +44,6 @@ class Body(nn.Module):
         return self.head(self.inner(x).tanh().mean(1))
 
 
-class Einsum(Body):
-    def build(self) -> None:
-        self.matrix = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-
-    def inner(self, x: Tensor) -> Tensor:
-        return torch.einsum("btd,de->bte", x, self.matrix)
-
-
 class Outside(Body):
     """The weight is used by its module, and by another."""
 
@@ -126,14 +118,6 @@ class Attention(Body):
         return self.layer(x)
 
 
-class Recurrent(Body):
-    def build(self) -> None:
-        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
-
-
 class Experts(Body):
     """Every token goes to one of three layers: which rows a layer sees depends on the data."""
 
@@ -198,7 +182,6 @@ class Rare(Body):
 
 #: A model, and the parameters of it that are measured the slow way.
 UNKNOWN: dict[type[Body], set[str] | None] = {
-    Einsum: {"matrix"},
     Outside: {"layer.weight", "layer.bias"},
     NoBatch: {"layer.weight", "layer.bias"},
     TokensFirst: {"layer.weight", "layer.bias"},
@@ -209,7 +192,6 @@ UNKNOWN: dict[type[Body], set[str] | None] = {
     ByKeyword: set(),
     WeightNorm: {f"layer.parametrizations.weight.original{n}" for n in (0, 1)},
     Attention: {f"layer.self_attn.{n}" for n in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")},
-    Recurrent: {f"layer.{n}_l0" for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
     Experts: {f"experts.{k}.{n}" for k in range(3) for n in ("weight", "bias")},
     Fused: set(),
     FusedResorted: {"layer.up", "layer.down", "layer.bias"},
@@ -244,39 +226,6 @@ def test_rows_that_are_chosen_by_the_data_never_pass_for_examples(seed: int) -> 
     for sizes in ((6,), (2, 4)):
         got = estimate_curvature(model, batches_of(examples, sizes))
         assert_same(got, slow.empirical(model, examples, "classes"), EXACT)
-
-
-class TiedTwice(nn.Module):
-    """One table, asked twice for rows, and the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(11, WIDTH)
-        self.head = nn.Linear(WIDTH, 11, bias=False)
-        self.head.weight = self.table.weight
-        randomise(self.parameters(), 5, 0.3)
-        self.double().eval()
-
-    def forward(self, ids: Tensor, more: Tensor) -> Tensor:
-        return self.head((self.table(ids).mean(1) * self.table(more).mean(1)).tanh())
-
-
-def test_a_tied_table_may_be_asked_twice(caplog: pytest.LogCaptureFixture) -> None:
-    generator = torch.Generator().manual_seed(0)
-    model = TiedTwice()
-    examples = [
-        {
-            "0": torch.randint(0, 11, (4,), generator=generator),
-            "1": torch.randint(0, 11, (3,), generator=generator),
-            "labels": torch.tensor(n),
-        }
-        for n in range(5)
-    ]
-    want = slow.empirical(model, examples, "classes")
-    for sizes in ((5,), (1, 4), (2, 3)):
-        assert_same(estimate_curvature(model, batches_of(examples, sizes)), want, EXACT)
-    assert not caplog.records
 
 
 # Memory that runs out.

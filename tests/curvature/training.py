@@ -31,16 +31,23 @@ class Run:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """What the checkpoint's files hold, by name."""
-        return {n: t for path in sorted(self.checkpoint.glob("*.safetensors")) for n, t in load_file(path).items()}
+        return stored_weights(self.checkpoint)
 
     def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by the names of the file, found by the values of the trained weights: no two are equal."""
-        weights = self.weights
-        trained = dict(self.end.named_parameters())
-        named = {name: next(n for n, w in weights.items() if torch.equal(w, trained[name])) for name in tensors}
-        assert len(set(named.values())) == len(named)
-        return {named[name]: value for name, value in tensors.items()}
+        return as_stored(self.checkpoint, self.end, tensors)
+
+
+def stored_weights(checkpoint: Path) -> dict[str, Tensor]:
+    return {n: t for path in sorted(checkpoint.glob("*model*.safetensors")) for n, t in load_file(path).items()}
+
+
+def as_stored(checkpoint: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors of a model's parameters to the names of its files, by comparing the values of weights."""
+    weights, parameters, found = stored_weights(checkpoint), dict(model.named_parameters()), {}
+    for name, value in tensors.items():
+        [stored] = [n for n, w in weights.items() if torch.equal(w, parameters[name])]
+        found[stored] = value
+    return found
 
 
 def examples(family: str, number: int, seed: int = 0) -> list[Batch]:

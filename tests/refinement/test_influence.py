@@ -135,21 +135,6 @@ def test_one_step_is_a_dense_kronecker_solve_with_the_longest_length_within_the_
     assert result.after.forget > result.before.forget
 
 
-def test_every_trial_has_the_losses_at_its_length(task: Any) -> None:
-    model, retain, forget = copy.deepcopy(task[0]), task[1], task[2]
-    start = weights(model)
-    result = gm.remove(model, forget=batches(forget), retain=batches(retain), budget=0.1, progress=False)
-    [step] = result.steps
-    assert step.trials == sorted(step.trials, key=lambda trial: trial.s) and len(step.trials) <= influence.TRIALS
-    direction, limit = (weights(model) - start) / step.s, 1.1 * result.before.retain
-    for trial in step.trials:
-        torch.nn.utils.vector_to_parameters(start + trial.s * direction, model.parameters())
-        assert trial.retain == pytest.approx(mean_loss(model, held_out_of(retain)), rel=1e-6)
-        assert (trial.forget is None) == (trial.retain > limit)
-        assert trial.forget is None or trial.forget == pytest.approx(mean_loss(model, forget), rel=1e-6)
-    assert step.s == max((trial.forget, trial.s) for trial in step.trials if trial.forget is not None)[1]
-
-
 def numbers(seed: int, count: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 4, generator=generator, dtype=torch.float64)

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, default_data_collator
 
@@ -85,19 +83,6 @@ def squares(model: nn.Module, rows: Sequence[Batch], output: str = "classes") ->
     """Σ_i [∇ℓ_i]² in float64, example by example."""
     exact = copy.deepcopy(model).double().eval()
     return slow.empirical(exact, rows, output)
-
-
-def as_stored(checkpoint: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors to the names of files, by comparing the values of weights."""
-    files = sorted(checkpoint.glob("*model*.safetensors"))
-    weights = {name: value for path in files for name, value in load_file(path).items()}
-    own = dict(model.named_parameters())
-    found = {}
-    for name, value in tensors.items():
-        names = [n for n, w in weights.items() if w.shape == own[name].shape and torch.equal(w, own[name].detach())]
-        assert len(names) == 1, (name, names)
-        found[names[0]] = value
-    return found
 
 
 def averaged(steps: Sequence[Mapping[str, Tensor]], decay: float) -> dict[str, Tensor]:

@@ -40,20 +40,6 @@ def test_with_strength_zero_the_weights_are_the_trainers_bit_for_bit(tmp_path: P
         assert torch.equal(a, b), name
 
 
-def test_groups_and_settings_are_the_trainers(tmp_path: Path) -> None:
-    model = fresh("bert")
-    stock = Trainer(model, arguments(tmp_path), train_dataset=examples("bert", 4)).create_optimizer()
-    own = gm.PriorTrainer(model, arguments(tmp_path), train_dataset=examples("bert", 4)).create_optimizer()
-    assert isinstance(own, gm.PriorAdamW)
-    assert len(own.param_groups) == len(stock.param_groups) == 2
-    for one, two in zip(own.param_groups, stock.param_groups, strict=True):
-        assert all(a is b for a, b in zip(one["params"], two["params"], strict=True))
-        # PriorAdamW uses torch's fused implementation unless the user chooses another.
-        settings = [key for key in two if key not in ("params", "fused")]
-        assert {key: one[key] for key in settings} == {key: two[key] for key in settings}
-    assert {group["weight_decay"] for group in own.param_groups} == {0.1, 0.0}
-
-
 @pytest.mark.parametrize("coupling", ["decoupled", "adam"])
 def test_a_run_is_adam_with_the_pull_written_out_by_hand(tmp_path: Path, coupling: Any) -> None:
     start, batches = fresh("bert"), []
