@@ -32,27 +32,18 @@ from transformers.utils import logging
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 60,
+_SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
 }
+_LLAMA: dict[str, Any] = {**_SIZES, "vocab_size": 60, "num_key_value_heads": 1}
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "bert": (
         BertForSequenceClassification,
         BertConfig,
-        {
-            "vocab_size": 60,
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 24,
-            "max_position_embeddings": 20,
-            "num_labels": 3,
-        },
+        {**_SIZES, "vocab_size": 60, "max_position_embeddings": 20, "num_labels": 3},
     ),
     "gpt2": (
         GPT2LMHeadModel,
@@ -77,15 +68,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "vit": (
         ViTForImageClassification,
         ViTConfig,
-        {
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 24,
-            "image_size": 8,
-            "patch_size": 4,
-            "num_labels": 3,
-        },
+        {**_SIZES, "image_size": 8, "patch_size": 4, "num_labels": 3},
     ),
 }
 

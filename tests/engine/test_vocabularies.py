@@ -77,6 +77,11 @@ def assert_rows(got: Tensor, want: Mapping[str, Tensor], ids: Mapping[str, int],
         assert torch.allclose(got[row].double(), want[token], rtol=0, atol=tolerance), token
 
 
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    return Models(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["BPE", "WordPiece", "Unigram"])
 def test_a_union_has_the_tokens_of_all_models_with_their_rows(kind: str, tmp_path: Path) -> None:
     models = Models(tmp_path, kind, bias=True)
@@ -103,8 +108,7 @@ def test_the_tokenizer_of_one_model_is_copied_and_rows_follow_it(source: str, tm
     assert result.notes
 
 
-def test_a_tokenizer_from_another_folder_needs_rows_for_all_tokens(tmp_path: Path) -> None:
-    models = Models(tmp_path)
+def test_a_tokenizer_from_another_folder_needs_rows_for_all_tokens(models: Models, tmp_path: Path) -> None:
     save_model(tmp_path / "base", models.states["base"], eos_token_id=0)
     ids = save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>"])
     models.merge(tokenizer="elsewhere")
@@ -115,8 +119,7 @@ def test_a_tokenizer_from_another_folder_needs_rows_for_all_tokens(tmp_path: Pat
         models.merge(tokenizer="elsewhere")
 
 
-def test_without_a_base_a_missing_row_is_the_mean_over_models_that_have_it(tmp_path: Path) -> None:
-    models = Models(tmp_path)
+def test_without_a_base_a_missing_row_is_the_mean_over_models_that_have_it(models: Models, tmp_path: Path) -> None:
     recipe = models.recipe(method="weighted-average", tokenizer="union")
     recipe["models"].append({"model": str(tmp_path / "base"), "weight": 0.4})
     del recipe["base"]
@@ -137,9 +140,8 @@ def test_tied_heads_stay_tied(tmp_path: Path) -> None:
     assert "lm_head.weight" not in read_model(tmp_path / "out")
 
 
-def test_a_token_can_have_the_row_of_a_token_id(tmp_path: Path) -> None:
+def test_a_token_can_have_the_row_of_a_token_id(models: Models, tmp_path: Path) -> None:
     """tests/golden compares the other sources of tokens, and padding, with mergekit."""
-    models = Models(tmp_path)
     rules = {"<new>": {"model": "base", "token_id": 7}}
     models.merge(tokenizer={"source": "union", "tokens": rules})
     out, ids = read_model(tmp_path / "out"), vocabulary(tmp_path / "out")
@@ -148,8 +150,7 @@ def test_a_token_can_have_the_row_of_a_token_id(tmp_path: Path) -> None:
     assert encode(tmp_path / "out", "a<new>b")[1] == "<new>"
 
 
-def test_curvature_is_reordered_and_0_for_missing_tokens(tmp_path: Path) -> None:
-    models = Models(tmp_path)
+def test_curvature_is_reordered_and_0_for_missing_tokens(models: Models, tmp_path: Path) -> None:
     curvature = {}
     for seed, (name, weights) in enumerate(models.states.items()):
         found = random_curvature(seed + 10, weights)
@@ -223,9 +224,8 @@ def test_an_adapter_with_an_embedding_adds_its_tokens(tmp_path: Path) -> None:
     assert torch.allclose(out, merged, rtol=0, atol=1e-6) and torch.allclose(out[: len(start)], start, atol=1e-6)
 
 
-def test_stacked_layers_have_one_vocabulary(tmp_path: Path) -> None:
+def test_stacked_layers_have_one_vocabulary(models: Models, tmp_path: Path) -> None:
     """Embeddings come from the model of the first layers, and heads from that of the last."""
-    models = Models(tmp_path)
     slices = [{"models": [{"model": str(tmp_path / name), "layers": [0, 1]}]} for name in ("base", "one", "two")]
     recipe = {"method": "passthrough", "slices": slices, "tokenizer": "union"}
     gm.merge(make_recipe(recipe), tmp_path / "out")
@@ -255,8 +255,7 @@ def test_invalid_tokenizer_settings_are_refused(tokenizer: Any, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_kronecker_factors_of_a_head_cannot_be_reordered(tmp_path: Path) -> None:
-    models = Models(tmp_path)
+def test_kronecker_factors_of_a_head_cannot_be_reordered(models: Models, tmp_path: Path) -> None:
     for name, weights in models.states.items():
         rows = len(weights["lm_head.weight"])
         diagonal = {n: torch.ones(v.shape) for n, v in weights.items() if n != "lm_head.weight"}
@@ -288,8 +287,9 @@ def write_template(folder: Path, text: str, stored: str = "file") -> None:
         ("template.jinja", "union", "{{ 1 }}", "config"),
     ],
 )
-def test_chat_templates(value: str, tokenizer: str | None, expected: str, stored: str, tmp_path: Path) -> None:
-    models = Models(tmp_path)
+def test_chat_templates(
+    value: str, tokenizer: str | None, expected: str, stored: str, models: Models, tmp_path: Path
+) -> None:
     for name, text in (("base", CHAT), ("one", OTHER)):
         write_template(tmp_path / name, text, stored)
     (tmp_path / "template.jinja").write_text("{{ 1 }}")
