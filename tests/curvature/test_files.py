@@ -110,7 +110,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
         open_curvature(str(tmp_path / "c.safetensors"))
 
 
-@pytest.mark.parametrize("ends", [[float("nan"), 1.0], [2.0, 1.0], [-1.0, 1.0], [0.0, 1.0], [1.0, float("inf")]])
+@pytest.mark.parametrize("ends", [[float("nan"), 1.0], [2.0, 1.0], [0.0, 1.0], [1.0, float("inf")]])
 def test_a_wrong_log8_scale_is_refused(tmp_path: Path, ends: list[float]) -> None:
     tensors = {"w": torch.ones(2, dtype=torch.uint8), "w.log8": torch.tensor(ends)}
     save_file(tensors, tmp_path / "c.safetensors", metadata=HEADER | {"precision": "log8"})
@@ -118,31 +118,25 @@ def test_a_wrong_log8_scale_is_refused(tmp_path: Path, ends: list[float]) -> Non
         gm.Curvature.load(tmp_path / "c.safetensors")
 
 
-def kronecker(path: Path, tokens: str | None, **shapes: tuple[int, ...]) -> Path:
+def kronecker(path: Path, tokens: str | None, **shapes: tuple[int, ...]) -> None:
     header = {"format": "gradmerge-curvature/1", "examples": "3", "kind": "kronecker"}
     header |= {"tokens": tokens} if tokens is not None else {}
     save_file({name.replace("_", "."): torch.ones(shape) for name, shape in shapes.items()}, path, header)
-    return path
 
 
-@pytest.mark.parametrize(
-    ("tokens", "shapes", "named"),
-    [
-        *((t, {"w_A": (2, 2), "w_G": (3, 3)}, "tokens") for t in (None, "[", '["w"]', '{"w": 0}', '{"w": true}')),
-        (f'{{"w": {10**30}}}', {"w_A": (2, 2), "w_G": (3, 3)}, "tokens"),
+def test_a_file_of_factors_that_do_not_belong_together_is_refused(tmp_path: Path) -> None:
+    path, fits = tmp_path / "k.safetensors", {"w_A": (2, 2), "w_G": (3, 3)}
+    wrong: list[tuple[str | None, dict[str, tuple[int, ...]], str]] = [
+        *((tokens, fits, "tokens") for tokens in (None, "[", '["w"]', '{"w": 0}', '{"w": true}', f'{{"w": {10**30}}}')),
         ('{"w": 4}', {"w_A": (2, 2)}, r"w\.G"),
         ('{"w": 4}', {"w_A": (2, 3), "w_G": (3, 3)}, r"w\.A"),
         ('{"w": 4}', {"w_A": (4,), "w_G": (3, 3)}, r"w\.A"),
-    ],
-)
-def test_a_file_of_factors_that_do_not_belong_together_is_refused(
-    tmp_path: Path, tokens: str | None, shapes: dict[str, tuple[int, ...]], named: str
-) -> None:
-    path = kronecker(tmp_path / "k.safetensors", tokens, **shapes)
-    with pytest.raises(gm.InputError, match=named):
-        open_curvature(str(path))
-    with pytest.raises(gm.InputError, match=named):
-        gm.Curvature.load(path)
+    ]
+    for tokens, shapes, name in wrong:
+        kronecker(path, tokens, **shapes)
+        for read in (open_curvature, gm.Curvature.load):
+            with pytest.raises(gm.InputError, match=name):
+                read(str(path))
 
 
 def test_factors_come_back_in_shards(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ import gradmerge as gm
 from gradmerge.curvature import checkpoint_names as stored_names
 from gradmerge.curvature.checkpoint_names import stored_shapes, stored_tensors
 
+t.utils.logging.set_verbosity_error()
+t.utils.logging.disable_progress_bar()
+
 _TEXT: dict[str, Any] = {
     "vocab_size": 60,
     "hidden_size": 16,
@@ -48,8 +51,6 @@ def saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", CASES)
 def test_tensors_follow_the_weights_into_the_file(family: str, tmp_path: Path) -> None:
     model_class, config = CASES[family]
-    t.utils.logging.set_verbosity_error()
-    t.utils.logging.disable_progress_bar()
     model = model_class(config)
     for parameter in model.parameters():
         nn.init.normal_(parameter)

@@ -7,35 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as t
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradmerge as gm
 from gradmerge.curvature.checkpoint_names import for_files
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-}
-_IMAGE = {k: v for k, v in _TEXT.items() if k != "vocab_size"} | {"image_size": 8, "patch_size": 4}
+from ..curvature.test_stored_names import CASES
+
 #: Renamed in files; stored in parts there; tied.
-MODELS: dict[str, Any] = {
-    "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**_IMAGE)),
-    "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**_TEXT, num_key_value_heads=1, num_local_experts=3)),
-    "bert, tied": lambda: t.BertForMaskedLM(t.BertConfig(**_TEXT, max_position_embeddings=20)),
-    "plain": lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
-}
+MODELS = ["vit", "mixtral", "bert, tied", "plain"]
 
 
 def make(kind: str, seed: int = 0) -> Any:
-    t.utils.logging.set_verbosity_error()
-    t.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    return MODELS[kind]()
+    if kind == "plain":
+        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model_class, config = CASES[kind]
+    return model_class(config)
 
 
 def curvature_of(model: nn.Module, examples: int = 5) -> gm.Curvature:
@@ -111,7 +100,7 @@ def test_layers_that_are_unfrozen_later_find_their_curvature_in_the_folder(tmp_p
 def test_a_new_head_is_an_error_or_has_no_penalty() -> None:
     model = make("plain")
     prior = {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}
-    with pytest.raises(gm.InputError, match=r"1\.weight\n  1\.bias"):
+    with pytest.raises(gm.InputError, match=r"1\.weight"):
         gm.PriorAdamW(model, prior=prior)
     with pytest.raises(gm.InputError, match=r"0\.weight"):  # none matches
         gm.PriorAdamW(model, prior={"other": torch.ones(2)}, missing="zero")
