@@ -18,7 +18,7 @@ from gradmerge.cli.app import app
 from gradmerge.refinement.blocks import BlockModel
 from gradmerge.refinement.calibrate import Settings, calibrate_layers
 from gradmerge.refinement.hidden_cache import HiddenCache
-from gradmerge.refinement.structure import examine
+from gradmerge.refinement.structure import find_structure
 
 from ..refinement.calibration_families import FAMILIES, make, rows
 from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_llama_checkpoint, write_jsonl
@@ -112,12 +112,12 @@ def test_streaming_gives_what_a_module_in_memory_gives(name, tmp_path):
     files = {task: open_model_files(str(tmp_path / task)) for task in ("merged", *teachers)}
     cpu = torch.device("cpu")
     source = files["merged"].source(cpu)
-    structure = examine(files["merged"].module, data["task0"][0], source)
+    structure = find_structure(files["merged"].module, data["task0"][0], source)
     assert structure.lists
     streamed = BlockModel(files["merged"].module, structure, source, HiddenCache(0, tmp_path))
     guides = {task: BlockModel(files[task].module, structure, files[task].source(cpu)) for task in teachers}
     calibrate_layers(streamed, guides, data, HiddenCache(0, tmp_path), Settings())
-    whole = BlockModel(merged, examine(merged, data["task0"][0]))
+    whole = BlockModel(merged, find_structure(merged, data["task0"][0]))
     calibrate_layers(
         whole, {t: BlockModel(m, whole.structure) for t, m in teachers.items()}, data, HiddenCache(2**40), Settings()
     )

@@ -14,18 +14,18 @@ from gradmerge import InputError
 from gradmerge.refinement.blocks import WHOLE, BlockModel, RowStream, counted_positions, forward, tensors_in
 from gradmerge.refinement.calibrate import Settings, calibrate_layers
 from gradmerge.refinement.hidden_cache import HiddenCache
-from gradmerge.refinement.structure import examine
+from gradmerge.refinement.structure import find_structure
 
 from .calibration_families import make, rows, split
 
 REUSED = "run more than once or share their weight"
 
 
-def go_through(model, batches, cache):
+def run_stages(model, batches, cache):
     """The outputs of a model that runs block by block."""
     stream = RowStream(model, batches, cache)
     for stage in model.structure.stages:
-        stream.go_through(stage)
+        stream.run_stage(stage)
     found = [[v for v in stream.finish(n).values() if isinstance(v, torch.Tensor)] for n in range(len(batches))]
     stream.close()
     return found
@@ -35,11 +35,11 @@ def go_through(model, batches, cache):
 def test_block_by_block_gives_the_outputs_of_the_whole_model(name, limit, tmp_path):
     model, _ = make(name)
     batches = split(rows(name)["task0"], 5)
-    structure = examine(model, batches[0])
+    structure = find_structure(model, batches[0])
     assert structure.lists and not structure.notes
     cache = HiddenCache(limit, tmp_path)
     with torch.no_grad():
-        found = go_through(BlockModel(model, structure), batches, cache)
+        found = run_stages(BlockModel(model, structure), batches, cache)
         for batch, outputs in zip(batches, found, strict=True):
             whole = [leaf for leaf in tensors_in(forward(model, batch)) if leaf.is_floating_point()]
             for one, other in zip(outputs, whole, strict=True):
@@ -70,7 +70,7 @@ def test_blocks_of_equal_size_are_read_into_the_same_memory(tmp_path):
     model.save_pretrained(tmp_path)
     files = open_model_files(str(tmp_path))
     source = files.source(torch.device("cpu"))
-    structure = examine(files.module, rows("llama")["task0"], source)
+    structure = find_structure(files.module, rows("llama")["task0"], source)
     streamed, addresses = BlockModel(files.module, structure, source), set()
     for stage in structure.stages:
         with streamed.loaded(stage):
@@ -85,14 +85,14 @@ def test_blocks_of_equal_size_are_read_into_the_same_memory(tmp_path):
 
 def test_layers_that_read_the_same_input_form_a_group():
     model, _ = make("llama")
-    structure = examine(model, rows("llama")["task0"])
+    structure = find_structure(model, rows("llama")["task0"])
     groups = [[name.rpartition(".")[2] for name in group] for group in structure.groups["model.layers.1"]]
     assert groups == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
 
 
 def test_an_encoder_decoder_has_two_lists_of_blocks():
     model, _ = make("t5")
-    structure = examine(model, rows("t5")["task0"])
+    structure = find_structure(model, rows("t5")["task0"])
     assert [len(blocks) for blocks in structure.lists] == [2, 2]
     assert structure.skipped[REUSED] == ["lm_head"]  # tied to the embedding
     decoder = [[n.rpartition(".")[2] for n in group] for group in structure.groups["decoder.block.0"]]
@@ -109,7 +109,7 @@ def test_padding_of_the_encoder_and_of_the_decoder_is_left_out():
         for task, batch in data.items():
             sizes = {"input_ids": encoder, "attention_mask": encoder}
             padded[task] = {k: F.pad(v, (0, sizes.get(k, decoder) - v.shape[1])) for k, v in batch.items()}
-        structure = examine(merged, padded["task0"])
+        structure = find_structure(merged, padded["task0"])
         model = BlockModel(copy.deepcopy(merged), structure)
         guides = {task: BlockModel(one, structure) for task, one in teachers.items()}
         calibrate_layers(model, guides, {k: [v] for k, v in padded.items()}, HiddenCache(0), Settings())
@@ -123,7 +123,7 @@ def test_a_model_with_shared_blocks_runs_whole():
     sizes = {"hidden_size": 16, "embedding_size": 8, "num_attention_heads": 2, "intermediate_size": 24}
     config = t.AlbertConfig(**sizes, num_hidden_layers=3, vocab_size=40)
     model = t.AlbertForSequenceClassification(config).eval()
-    structure = examine(model, rows("bert")["task0"])
+    structure = find_structure(model, rows("bert")["task0"])
     assert [stage.name for stage in structure.stages] == [WHOLE]
     assert all("albert_layers" in name for name in structure.skipped[REUSED])
     solved = [name for group in structure.groups[WHOLE] for name in group]
@@ -156,23 +156,23 @@ class Stack(nn.Module):
 
 
 def test_a_block_that_changes_its_input_in_place_runs_whole():
-    structure = examine(Stack(Residual), [torch.randn(2, 6)])
+    structure = find_structure(Stack(Residual), [torch.randn(2, 6)])
     assert not structure.lists and structure.notes
     assert len(structure.groups[WHOLE]) == 4
 
 
 def test_a_weight_that_is_used_without_its_layer_is_an_error_that_names_it():
     with pytest.raises(InputError) as raised:
-        examine(Stack(lambda: nn.Linear(6, 6), functional=True), [torch.randn(2, 6)])
+        find_structure(Stack(lambda: nn.Linear(6, 6), functional=True), [torch.randn(2, 6)])
     assert str(raised.value).startswith("first:")
 
 
 def test_no_cache_of_keys_and_values_is_passed_to_blocks():
     model, _ = make("llama")
     model.config.use_cache = True
-    structure = examine(model, rows("llama")["task0"])
+    structure = find_structure(model, rows("llama")["task0"])
     stream = RowStream(BlockModel(model, structure), [rows("llama")["task0"]], HiddenCache(2**40))
-    stream.go_through(structure.stages[0])
+    stream.run_stage(structure.stages[0])
     leaves = [leaf for call in stream._calls[0].values() for leaf in call.leaves]
     assert not any(isinstance(leaf, t.Cache) for leaf in leaves)
 

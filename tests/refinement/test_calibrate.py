@@ -22,14 +22,14 @@ from gradmerge.refinement.calibrate import (
 )
 from gradmerge.refinement.hidden_cache import HiddenCache
 from gradmerge.refinement.output_factors import output_factors, sampled_loss
-from gradmerge.refinement.structure import examine
+from gradmerge.refinement.structure import find_structure
 
 from .calibration_families import EXPERTS, FAMILIES, make, rows, split
 from .slow_calibration import calibrate_slowly, inputs_of
 
 
 def calibrated(merged, teachers, data, settings=None, **options):
-    structure = examine(merged, next(iter(data.values()))[0])
+    structure = find_structure(merged, next(iter(data.values()))[0])
     model = BlockModel(copy.deepcopy(merged), structure)
     guides = {task: BlockModel(one, structure) for task, one in teachers.items()}
     report = calibrate_layers(model, guides, data, HiddenCache(2**40), settings or Settings(), **options)
@@ -66,7 +66,7 @@ def layers_with_factors(structure):
 def test_with_output_factors_too(name):
     merged, teachers = make(name)
     data = rows(name)
-    structure = examine(merged, data["task0"])
+    structure = find_structure(merged, data["task0"])
     layers = layers_with_factors(structure)
     factors = {task: output_factors(merged, split(batch, 5), layers) for task, batch in data.items()}
     scaled = {
@@ -86,7 +86,7 @@ def test_output_factors_are_sums_over_rows_of_plain_gradients(name):
     """One row at a time, without padding, with the gradients of autograd."""
     model, _ = make(name)
     batch = rows(name, count=4)["task0"]
-    structure = examine(model, batch)
+    structure = find_structure(model, batch)
     names = layers_with_factors(structure)
     found = output_factors(model, [batch], names)
     drawn = []

@@ -232,16 +232,16 @@ def _calibrate_module(
     run: Run, model: nn.Module, copies: dict[str, nn.Module], rows: dict[str, TaskRows], shared: bool
 ) -> CalibrationResult:
     from ..refinement.blocks import BlockModel
-    from ..refinement.structure import examine
+    from ..refinement.structure import find_structure
     from ..tasks.models import encoder_prefix, with_encoder_of
 
     model.requires_grad_(False)
-    structure, prefix = examine(model, _two_rows(rows)), encoder_prefix(model)
+    structure, prefix = find_structure(model, _two_rows(rows)), encoder_prefix(model)
 
     def with_head(task: str) -> nn.Module:
         return model if shared else with_encoder_of(model, copy.deepcopy(copies[task]), "the merge", task)
 
-    result, done = run(
+    result, calibration = run(
         BlockModel(model, structure),
         {task: BlockModel(teacher, structure) for task, teacher in copies.items()},
         rows,
@@ -250,7 +250,7 @@ def _calibrate_module(
         with_head=with_head,
         shared_head=shared,
     )
-    result.model = done.model.module
+    result.model = calibration.model.module
     return result
 
 
@@ -259,12 +259,12 @@ def _calibrate_files(run: Run, inputs: MergeInputs, folder: Path) -> tuple[Calib
     from ..refinement.blocks import BlockModel
     from ..refinement.hidden_cache import HiddenCache
     from ..refinement.streaming import WeightMemory, load_model_whole, load_whole
-    from ..refinement.structure import examine
+    from ..refinement.structure import find_structure
     from ..tasks.models import with_encoder_of
 
     files, device, notes = inputs.merged, inputs.device, []
     batch, source = _two_rows(inputs.rows), files.source(device)
-    structure = examine(files.module, batch, source)
+    structure = find_structure(files.module, batch, source)
     if structure.lists:
         store = HiddenCache(0, folder)
         inputs.on_exit.callback(store.close)
@@ -276,7 +276,7 @@ def _calibrate_files(run: Run, inputs: MergeInputs, folder: Path) -> tuple[Calib
         }
     else:
         notes.append("the model runs whole, and all models are in memory")
-        structure = examine(load_whole(files, device), batch)
+        structure = find_structure(load_whole(files, device), batch)
         merged = BlockModel(files.module, structure)
         teachers = {
             task: BlockModel(load_whole(teacher, device), structure) for task, teacher in inputs.teachers.items()
@@ -289,7 +289,7 @@ def _calibrate_files(run: Run, inputs: MergeInputs, folder: Path) -> tuple[Calib
             return whole
         return with_encoder_of(whole, load_model_whole(teacher, task, device), files.reference, teacher)
 
-    result, done = run(
+    result, calibration = run(
         merged,
         teachers,
         inputs.rows,
@@ -300,10 +300,10 @@ def _calibrate_files(run: Run, inputs: MergeInputs, folder: Path) -> tuple[Calib
         folder=folder,
     )
     result.notes = [*notes, *result.notes]
-    if done.model.source is not None:
-        return result, files.stored_values(done.model.changed)
-    names = {name for layer in done.report.layers for name in done.model.layers[layer].parameters}
-    return result, files.stored_values({name: done.model.module.get_parameter(name) for name in names})
+    if calibration.model.source is not None:
+        return result, files.stored_values(calibration.model.changed)
+    names = {name for layer in calibration.report.layers for name in calibration.model.layers[layer].parameters}
+    return result, files.stored_values({name: calibration.model.module.get_parameter(name) for name in names})
 
 
 def _calibrate(
@@ -354,7 +354,7 @@ def _calibrate(
     cache = HiddenCache(memory, folder)
     try:
         with shown(progress, "blocks") as bar, float32_precision(device, "high"):
-            done = calibrate_model(
+            calibration = calibrate_model(
                 merged,
                 teachers,
                 rows,
@@ -365,16 +365,18 @@ def _calibrate(
                 keep=keep,
                 shared_head=shared_head,
                 check=check,
-                positions=_positions_that_fit(merged, device, free),
+                max_positions=_max_positions(merged, device, free),
                 progress=bar,
             )
     finally:
         cache.close()
     if cache.spilled:
         notes.append(f"{cache.spilled / 1e9:.1f} GB of hidden states went to a temporary file (cache_memory)")
-    notes += [*done.notes, *_notes_on_layers(done)]
-    number = len(done.report.layers)
-    return CalibrationResult(chosen=done.chosen, layers=number, distances=done.distances, notes=notes), done
+    notes += [*calibration.notes, *_notes_on_layers(calibration)]
+    number = len(calibration.report.layers)
+    return CalibrationResult(
+        chosen=calibration.chosen, layers=number, distances=calibration.distances, notes=notes
+    ), calibration
 
 
 def _two_rows(rows: Mapping[str, TaskRows]) -> Batch:
@@ -385,8 +387,8 @@ def _two_rows(rows: Mapping[str, TaskRows]) -> Batch:
     return two
 
 
-def _notes_on_layers(done: Calibration) -> list[str]:
-    structure, report, notes = done.model.structure, done.report, []
+def _notes_on_layers(calibration: Calibration) -> list[str]:
+    structure, report, notes = calibration.model.structure, calibration.report, []
     for why, layers in structure.skipped.items():
         if layers:
             notes.append(f"layers that {why} keep the merge's weights: {some(layers)}")
@@ -465,7 +467,7 @@ def dry_run_calibrate(
         )
 
 
-def _positions_that_fit(merged: BlockModel, device: torch.device, free: int | None) -> int:
+def _max_positions(merged: BlockModel, device: torch.device, free: int | None) -> int:
     """How many tokens or patches fit into a pass through a block of a GPU; 0 on a CPU, where small passes are as fast.
 
     A block holds about eight values for every output of its widest layer.

@@ -55,9 +55,9 @@ class Estimate(Displayed):
     resumed_from: int = 0
     """Examples that an earlier run had gone through."""
     processes: int = 1
-    """How many have estimated it, each a share of the examples."""
+    """The number of processes, each of which estimated a share of the examples."""
     memory: list[dict[str, int]] = field(default_factory=list)
-    """Of every process, the most that it has held, in bytes: of the machine's memory, and of its GPUs'."""
+    """The peak memory of each process in bytes: main memory, and memory of its GPUs."""
     notes: list[str] = field(default_factory=list)
 
     def _line(self) -> list[str]:
@@ -172,7 +172,7 @@ def estimate_curvature(
 
 
 def _refuse(options: Mapping[str, Any], whose: str) -> None:
-    """Raise if one of these was given: it would be dropped."""
+    """Raise if one of these options is set, because it would have no effect."""
     parameters = inspect.signature(estimate_curvature).parameters
     for name, value in options.items():
         if name not in parameters or value != parameters[name].default:
@@ -247,7 +247,7 @@ def estimate_to_disk(
         if likelihood == "exact" and kind != "gram" and isinstance(loaded.loss, TokenLoss):
             next(loaded.loss.factors(torch.empty(0)))  # raises an error that explains why this is not possible
         group.check_equal(loaded.shared_facts())
-        notes = _subtract(loaded, at_delta, options) if at_delta is not None else []
+        notes = _subtract_base(loaded, at_delta, options) if at_delta is not None else []
         request = {
             "model": model,
             "source": source,
@@ -307,13 +307,13 @@ def estimate_to_disk(
 
 
 def _card_facts(source: str, loaded: LoadedTask, options: LoadOptions, at_delta: str | None) -> dict[str, str]:
-    """What a card tells beyond the header of the file."""
+    """Return what the card says in addition to the header of the curvature file."""
     from ..cards.metadata import name_of
     from ..tasks.data.read import dataset_metadata
 
-    known = {"data": dataset_metadata(source)[0], "task": loaded.task}
-    known |= {"max length": f"{options['max_length']} tokens"} if options["max_length"] is not None else {}
-    return known | ({"estimated at": f"the model minus {name_of(at_delta)}"} if at_delta is not None else {})
+    facts = {"data": dataset_metadata(source)[0], "task": loaded.task}
+    facts |= {"max length": f"{options['max_length']} tokens"} if options["max_length"] is not None else {}
+    return facts | ({"estimated at": f"the model minus {name_of(at_delta)}"} if at_delta is not None else {})
 
 
 def check_estimate_options(
@@ -365,18 +365,18 @@ def _check_max_kronecker_dim(max_kronecker_dim: int, kind: str) -> None:
 
 def _storage_for(model: nn.Module, accumulate_on: str | None, folder: Path) -> SumStorage:
     """Return the storage of a model's sums: by default, where its weights are."""
-    from ..curvature.offload import elsewhere
+    from ..curvature.offload import offloaded_modules
     from ..curvature.sum_storage import SumStorage
 
     if accumulate_on is None:
-        offloaded = [hook.weights_map for _, _, hook in elsewhere(model)]
+        offloaded = [hook.weights_map for _, _, hook in offloaded_modules(model)]
         on_disk = any(getattr(getattr(weights, "dataset", None), "index", None) for weights in offloaded)
         accumulate_on = "device" if not offloaded else "disk" if on_disk else "cpu"
     return SumStorage(accumulate_on, folder if folder.is_dir() else Path(tempfile.gettempdir()))
 
 
 def _peak_memory() -> dict[str, int]:
-    """The peak memory of this process so far, in bytes: of the machine, and of its GPUs if it uses any."""
+    """Return the peak memory of this process so far in bytes: main memory, and memory of GPUs if it uses any."""
     import torch
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -389,14 +389,14 @@ def _peak_memory() -> dict[str, int]:
     return memory
 
 
-def _subtract(loaded: LoadedTask, base: str, options: LoadOptions) -> list[str]:
-    """Turn θ_t into θ_t − θ_0, tensor by tensor; what the base does not have, such as a head of its own, stays."""
+def _subtract_base(loaded: LoadedTask, base: str, options: LoadOptions) -> list[str]:
+    """Subtract the base's parameters in place. Parameters that the base does not have, such as a head, stay."""
     import torch
 
     from ..tasks import load_model
 
     try:
-        other, info = load_model(
+        base_model, info = load_model(
             base,
             loaded.task,
             device=str(loaded.device),
@@ -406,13 +406,13 @@ def _subtract(loaded: LoadedTask, base: str, options: LoadOptions) -> list[str]:
         )
     except GradmergeError as error:
         raise InputError(f"at_delta: {error}") from error
-    absent = {*info.missing_keys, *info.mismatched_keys}
-    theirs = {name: value for name, value in other.named_parameters() if name not in absent}
+    missing = {*info.missing_keys, *info.mismatched_keys}
+    base_parameters = {name: value for name, value in base_model.named_parameters() if name not in missing}
     unchanged = []
     with torch.no_grad():
         for name, value in loaded.model.named_parameters():
-            if name in theirs and theirs[name].shape == value.shape:
-                value.sub_(theirs[name].to(value.dtype))
+            if name in base_parameters and base_parameters[name].shape == value.shape:
+                value.sub_(base_parameters[name].to(value.dtype))
             else:
                 unchanged.append(name)
     if len(unchanged) == sum(1 for _ in loaded.model.named_parameters()):

@@ -28,7 +28,7 @@ from ..tasks import LoadedTask
 from ..urls import redact
 
 #: The files of sums: of one process, of all earlier runs, and a file that replaces one of them once it is complete.
-STEM, JOINED, NEW = "saved-sums", "saved-sums-joined", "saved-sums-new"
+SUMS_STEM, JOINED_STEM, NEW_STEM = "saved-sums", "saved-sums-joined", "saved-sums-new"
 
 
 class SavedSums:
@@ -39,13 +39,13 @@ class SavedSums:
 
     def __init__(self, folder: Path, request: dict[str, Any], rank: int = 0) -> None:
         self._folder, self._request = folder, redact(json.dumps(request, sort_keys=True))
-        self._path = folder / f"{STEM}-{rank}.safetensors"
-        self._joined = folder / f"{JOINED}.safetensors"
-        self._new = f"{NEW}-{rank}"
+        self._path = folder / f"{SUMS_STEM}-{rank}.safetensors"
+        self._joined = folder / f"{JOINED_STEM}.safetensors"
+        self._new = f"{NEW_STEM}-{rank}"
 
     @property
     def exist(self) -> bool:
-        return any(self._folder.glob(f"{STEM}*.safetensors"))
+        return any(self._folder.glob(f"{SUMS_STEM}*.safetensors"))
 
     def write(self, sums: Curvature, rows: np.ndarray, path: Path | None = None) -> None:
         """Replace this process's file by sums over these rows."""
@@ -66,8 +66,10 @@ class SavedSums:
         done = np.zeros(total, bool)
         sums: Curvature | None = None
         # The joined file comes first. Sums that it includes may be there too, if joining was interrupted.
-        paths = sorted(self._folder.glob(f"{STEM}-*.safetensors"), key=lambda path: (path != self._joined, path.name))
-        paths = [path for path in paths if not path.name.startswith(NEW)]
+        paths = sorted(
+            self._folder.glob(f"{SUMS_STEM}-*.safetensors"), key=lambda path: (path != self._joined, path.name)
+        )
+        paths = [path for path in paths if not path.name.startswith(NEW_STEM)]
         for path in paths:
             rows = self._read_rows(path, total)
             if not done[rows].all():
@@ -91,7 +93,7 @@ class SavedSums:
     def remove(self, *, rest: bool = False) -> None:
         """Remove all saved sums; with ``rest``, instead all other files, to make room for the result."""
         for child in self._folder.iterdir():
-            is_saved = child.name.startswith(STEM)
+            is_saved = child.name.startswith(SUMS_STEM)
             if (not is_saved if rest else is_saved) and child.name != MARK:
                 shutil.rmtree(child) if child.is_dir() else child.unlink()
 
@@ -141,11 +143,11 @@ def estimate_with_saves(
 ) -> Curvature:
     """Return the curvature of some rows over all processes. Each saves its sums every ``save_every`` seconds."""
     share = processes.share(len(rows))
-    mine = rows[share.start : share.stop]
+    own_rows = rows[share.start : share.stop]
     size = max(1, loaded.batch_size)
-    steps = [(a, min(a + size, end)) for first, end in ranges_of(mine) for a in range(first, end, size)]
+    steps = [(a, min(a + size, end)) for first, end in ranges_of(own_rows) for a in range(first, end, size)]
     done, last_save = 0, time.monotonic()
-    progress.begin("estimating", len(mine))
+    progress.begin("estimating", len(own_rows))
 
     def each_batch(so_far: Any) -> None:
         nonlocal done, last_save
@@ -153,7 +155,7 @@ def estimate_with_saves(
         done += end - first
         progress.advance(end - first)
         if time.monotonic() - last_save >= save_every:
-            saved.write(so_far(), mine[:done])
+            saved.write(so_far(), own_rows[:done])
             last_save = time.monotonic()
 
     following = iter(steps)
@@ -169,5 +171,5 @@ def estimate_with_saves(
         allow_empty=True,
         **options,
     )
-    sums.all_reduce(processes, len(mine))
+    sums.all_reduce(processes, len(own_rows))
     return sums

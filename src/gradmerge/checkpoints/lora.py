@@ -86,8 +86,8 @@ class AdapterCheckpoint(Checkpoint):
         self._read_keys()
         self._check_ties()
         # The matrices of bare parameters are large: they hold all experts.
-        kept = 2 if any(factors.slice for factors in self.factors.values()) else 8
-        self._matrices_of = functools.lru_cache(maxsize=kept)(self._read_matrices)
+        cache_size = 2 if any(factors.slice for factors in self.factors.values()) else 8
+        self._matrices_of = functools.lru_cache(maxsize=cache_size)(self._read_matrices)
         self._norms: dict[str, Tensor] = {}
         self._norms_lock = threading.Lock()
 
@@ -249,7 +249,7 @@ class AdapterCheckpoint(Checkpoint):
         self._bias_changes[target] = (key, scale)
 
     def _find(self, name: str) -> str | None:
-        """Return the base's tensor of this name, also if one of the two lacks a leading part."""
+        """Return the base's tensor of this name. One of the two names may lack the first part, such as `model.`."""
         stored = _same_ending(name, self.base.tensors) or self._stored_names.get(name)
         return stored if stored is not None and stored in self.base.tensors else None
 
@@ -277,10 +277,10 @@ class AdapterCheckpoint(Checkpoint):
                 continue  # the base has a separate head
             if {name, source} <= self.replaced.keys() - self.factors.keys() and same_values(self, name, source):
                 continue
-            which, rest = (source, name) if source in changed else (name, source)
+            changed_name, other_name = (source, name) if source in changed else (name, source)
             raise self._refused(
-                f"the adapter changes {which}, which {self.base.label} shares with {rest}, and PEFT changes it alone: "
-                "the result would no longer be one tensor. Give a base whose embeddings are untied "
+                f"the adapter changes {changed_name}, which {self.base.label} shares with {other_name}, and PEFT "
+                "changes it alone: the result would no longer be one tensor. Give a base whose embeddings are untied "
                 "(tie_word_embeddings false, both tensors stored), or train with ensure_weight_tying."
             )
 
@@ -288,7 +288,7 @@ class AdapterCheckpoint(Checkpoint):
 
     def changes(self, name: str) -> bool:
         """Return whether the adapter changes a tensor."""
-        return any(name in held for held in (self.factors, self.replaced, self._bias_changes))
+        return any(name in names for names in (self.factors, self.replaced, self._bias_changes))
 
     def has_only_factors(self, name: str) -> bool:
         """Return whether a tensor is that of the base plus scale · BA of its module, and nothing more."""
@@ -328,7 +328,7 @@ class AdapterCheckpoint(Checkpoint):
         return result
 
     def _source(self, name: str) -> tuple[Checkpoint, str]:
-        """Return where the tensor is stored that the changes are made to."""
+        """Return the checkpoint and the name under which the unchanged tensor is stored."""
         return (self.adapter, self.replaced[name]) if name in self.replaced else (self.base, name)
 
     def _add_product(self, name: str, start: int, stop: int, result: Tensor) -> None:
@@ -359,7 +359,7 @@ class AdapterCheckpoint(Checkpoint):
         return left, right
 
     def _read_matrices(self, factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the same in the layout of the module or parameter."""
+        """Return the matrices of :meth:`_product_of` in the layout of the module or parameter, for all its experts."""
         a, b = (self.adapter.read_whole(key).to(dtype).flatten(1) for key in (factors.a, factors.b))
         right = a.reshape(factors.experts, -1, a.shape[1])
         left = b.reshape(b.shape[0], -1, factors.experts).permute(2, 0, 1)

@@ -282,10 +282,16 @@ def _open_adapter(
         files = _weight_files(folder, "adapter_model", allow_pickle, opened)
         adapter = AdapterCheckpoint(label, folder, config, files, base, owns_base, hub_id)
         opened.pop_all()
-    name = config.get("base_model_name_or_path")
-    known = (base.label.partition("@")[0], base.config.get("_name_or_path", ""), (base.folder or Path()).absolute())
-    if name is not None and Path(name).name not in [Path(str(other)).name for other in known]:
-        adapter.notes.append(f"{label}: the adapter's config says it was trained on {name!r}; applied to {base.label}")
+    trained_on = config.get("base_model_name_or_path")
+    base_names = (
+        base.label.partition("@")[0],
+        base.config.get("_name_or_path", ""),
+        (base.folder or Path()).absolute(),
+    )
+    if trained_on is not None and Path(trained_on).name not in [Path(str(name)).name for name in base_names]:
+        adapter.notes.append(
+            f"{label}: the adapter's config says it was trained on {trained_on!r}; applied to {base.label}"
+        )
     return adapter
 
 

@@ -9,7 +9,7 @@ would add up all g_i before anyone can square them. So hooks on the layers captu
 2. The model runs. The hooks of each layer (`hooks.py`) capture x. Parameters whose formula does not fit this batch
    become slow.
 3. The backward pass passes y to the layer's formula (`per_example_gradients.py`), which computes a term of the gradient
-   and calls :meth:`Accumulator.take`.
+   and calls :meth:`Accumulator.add_term`.
 4. A parameter's only term is squared and added at once (`kernels.py`), or added to Kronecker factors (`kfac.py`). Small
    terms, and several terms of one parameter, wait for the end of the pass.
 5. Parameters that no formula fits follow by autograd, one example at a time ("slow" parameters).
@@ -129,7 +129,7 @@ class Accumulator(Recorder):
                 for_each_example(batch, objectives, slow, _add_gradient)
 
     def _add_by_formulas(self, batch: Any, first: int) -> None:
-        """Run the model, and each backward pass; the hooks call :meth:`take`."""
+        """Run the model, and each backward pass; the hooks call :meth:`add_term`."""
         fast = [entry.parameter for entry in self.sums.values() if not entry.slow]
         has_factors = any(entry.factors is not None for entry in self.sums.values())
         self._inputs = BatchInputs(masks_of(self._model, batch) if has_factors else {})
@@ -147,10 +147,10 @@ class Accumulator(Recorder):
                 self._end_pass()
         self._inputs = BatchInputs({})
 
-    def wants(self, entry: ParameterSum) -> bool:
+    def needs_term(self, entry: ParameterSum) -> bool:
         return entry.weight is None
 
-    def take(self, entry: ParameterSum, term: Term) -> None:
+    def add_term(self, entry: ParameterSum, term: Term) -> None:
         if entry.slow:
             return
         if entry.factors is not None and isinstance(term, OuterGradient):

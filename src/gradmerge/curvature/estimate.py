@@ -60,34 +60,36 @@ def estimate_curvature(
     storage = storage or SumStorage()
     with reachable(model):
         parameters = {} if kind == "gram" else trainable(model)
-        target = torch.device(device) if device is not None else input_device(model)
+        device = torch.device(device) if device is not None else input_device(model)
         losses = Losses(model, likelihood, loss_named(output), seed)
         with prepared(model), contextlib.ExitStack() as stack:
-            sums: Accumulator | GramAccumulator
+            accumulator: Accumulator | GramAccumulator
             if kind == "gram":
-                sums = stack.enter_context(GramAccumulator(model, storage))
+                accumulator = stack.enter_context(GramAccumulator(model, storage))
             else:
                 if formulas is None or not {*formulas.parameters} >= {*parameters.values()}:
                     first, rows = _peek(rows) if verify_on is None else (verify_on, rows)
-                    formulas = choose_formulas(model, parameters.values(), moved(first, target), losses.logits)
-                widest = max_kronecker_dim if kind == "kronecker" else None
-                sums = stack.enter_context(Accumulator(model, parameters, formulas, losses.passes, storage, widest))
+                    formulas = choose_formulas(model, parameters.values(), moved(first, device), losses.logits)
+                max_dim = max_kronecker_dim if kind == "kronecker" else None
+                accumulator = stack.enter_context(
+                    Accumulator(model, parameters, formulas, losses.objectives, storage, max_dim)
+                )
 
             def so_far() -> Curvature:
                 losses.check()
-                return sums.curvature(max(1, examples), likelihood)
+                return accumulator.curvature(max(1, examples), likelihood)
 
             for first_row, batch in rows:
-                batch = moved(batch, target)
+                batch = moved(batch, device)
                 count = examples_in(batch) if kind == "gram" else len(labels_of(batch))
                 if count:
-                    sums.add(batch, first_row)
+                    accumulator.add(batch, first_row)
                     examples += count
                     if each_batch is not None:
                         each_batch(so_far)
             if not examples and not allow_empty:
                 raise InputError("there are no examples to estimate curvature on")
-            sums.check_used()
+            accumulator.check_used()
             return so_far()
 
 
@@ -112,7 +114,7 @@ def estimate_gradient(
             if not len(labels_of(batch)):
                 continue
             examples += len(labels_of(batch))
-            total = losses.passes(batch, row)[0]()
+            total = losses.objectives(batch, row)[0]()
             if total.requires_grad:
                 total.backward()
             losses.check()
@@ -168,8 +170,8 @@ class Losses:
     def logits(self, batch: Any) -> Tensor:
         return logits_of(self._model, batch)
 
-    def passes(self, batch: Any, first: int) -> list[Callable[[], Tensor]]:
-        """Run the model. Return a function per backward pass, which returns the sum over examples to differentiate."""
+    def objectives(self, batch: Any, first: int) -> list[Callable[[], Tensor]]:
+        """Run the model. Return one function per backward pass; each returns the sum over examples to differentiate."""
         self.check()
         labels = labels_of(batch)
         loss = self._loss or loss_of(self._model, labels)

@@ -66,7 +66,7 @@ class ExpertsFormula(InsideFormula):
         hidden = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
         if hidden is None:
             return None
-        inside: Tensor = _Entry.apply(hidden, self.recorder.anchor, call.take)  # type: ignore[no-untyped-call]
+        inside: Tensor = _Entry.apply(hidden, self.recorder.anchor, call.pass_on_terms)  # type: ignore[no-untyped-call]
         tokens = FollowedTensor.of(inside, call, weight=None)
         return (
             tuple(tokens if value is hidden else value for value in args),
@@ -75,7 +75,7 @@ class ExpertsFormula(InsideFormula):
 
     def examples_of(self, rows: Tensor) -> Tensor | None:
         """Return the example of each row of (rows, width), if these are all tokens of all examples."""
-        self._see(rows)
+        self._note_rows(rows)
         if not self.fits(rows.shape, 1):
             self.unfit()
             return None
@@ -187,11 +187,11 @@ class _Call:
             y, x = (y, x) if y_first else (x, y)
         self._terms.setdefault(entry, []).append(ExpertGradient(experts, examples, y, x))
 
-    def take(self) -> None:
+    def pass_on_terms(self) -> None:
         """Pass a term of each parameter to the recorder, when the backward pass has gone through the module."""
         terms, self._terms = self._terms, {}
         for entry, parts in terms.items():
-            self._formula.recorder.take(entry, join_experts(parts))
+            self._formula.recorder.add_term(entry, join_experts(parts))
 
 
 def _is_index(value: Any) -> bool:

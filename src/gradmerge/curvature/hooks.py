@@ -5,7 +5,7 @@ The hooks of a :class:`LayerFormula` work as follows:
 1. Before the layer runs, its parameters are hidden from autograd, which would add up their gradients over examples.
 2. After it ran, its output gets a hook that receives y, the gradient of the output, in the backward pass.
 3. That hook passes y and the layer's input x to ``LayerFormula.use``, which makes a term (:mod:`.kernels`) of them and
-   passes it to ``Recorder.take``.
+   passes it to ``Recorder.add_term``.
 
 Everything that can exclude a formula for a batch is known after the forward pass (:meth:`Recorder.check_shapes`), so
 nothing has been added by then.
@@ -28,9 +28,9 @@ from .parameter_sum import ParameterSum, Sums
 
 
 class Recorder:
-    """The state that the formulas of a model share while a batch runs. Each passes its terms to ``take``.
+    """The state that the formulas of a model share while a batch runs. Each passes its terms to ``add_term``.
 
-    Subclasses differ in ``take``: the verifier compares terms with autograd, and the
+    Subclasses differ in ``add_term``: the verifier compares terms with autograd, and the
     :class:`~gradmerge.curvature.accumulate.Accumulator` adds up their squares.
     """
 
@@ -61,11 +61,11 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
 
-    def wants(self, entry: ParameterSum) -> bool:
-        """Whether terms of a bias are needed."""
+    def needs_term(self, entry: ParameterSum) -> bool:
+        """Return whether a bias needs terms of its own."""
         return True
 
-    def take(self, entry: ParameterSum, term: Term) -> None:
+    def add_term(self, entry: ParameterSum, term: Term) -> None:
         """Handle a term of the gradients of this batch's examples, for one parameter."""
         raise NotImplementedError
 
@@ -99,8 +99,8 @@ class Recorder:
             for entry in self.sums.values():
                 entry.forget()
 
-    def expect(self, formula: LayerFormula, shape: torch.Size, keep: int) -> None:
-        """Note a shape that must be (examples, everything between, *``keep`` axes of one token)."""
+    def expect_shape(self, formula: LayerFormula, shape: torch.Size, keep: int) -> None:
+        """Note a shape to check after the forward pass: (examples, everything between, *``keep`` axes of one token)."""
         if self._forward:
             self._shapes.append((formula, shape, keep))
 
@@ -134,7 +134,7 @@ class LayerFormula:
         self.sums = {name: entry for name, entry in named if entry is not None and not entry.slow}
 
     def expect(self, output: Tensor, x: Tensor) -> None:
-        """Note what a call of the module must fit, and which kind of term each parameter gets."""
+        """Note the shapes that the formula needs in this call, and the kind of term that each parameter gets."""
         raise NotImplementedError
 
     def use(self, y: Tensor, *seen: Tensor) -> None:
@@ -144,7 +144,7 @@ class LayerFormula:
     def attach(self) -> Iterator[Callable[[], Any]]:
         """Register the hooks, and yield functions that remove them."""
         yield self.module.register_forward_pre_hook(self._before, with_kwargs=True).remove
-        yield self.module.register_forward_hook(self._behind, always_call=True).remove
+        yield self.module.register_forward_hook(self._after, always_call=True).remove
         yield self._restore
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,7 +162,7 @@ class LayerFormula:
         for name in self.module._parameters:
             self.module.__dict__.pop(name, None)
 
-    def _behind(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    def _after(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         self._restore()
         if output is None or not self.recorder.listening:  # None if the module's forward raised
             return output
@@ -179,19 +179,19 @@ class LayerFormula:
 
     def _expect_product(self, output: Tensor, x: Tensor) -> None:
         """Note a product with a matrix: the output has as many rows as the input."""
-        self._see(x)
+        self._note_rows(x)
         if output.shape[:-1].numel() != x.shape[:-1].numel():
             self.unfit()
-        self.recorder.expect(self, output.shape, 1)
-        self.recorder.expect(self, x.shape, 1)
+        self.recorder.expect_shape(self, output.shape, 1)
+        self.recorder.expect_shape(self, x.shape, 1)
 
-    def _expect(self, kind: type[Term]) -> None:
-        """Note a use of the weight, which gives a term of this kind, and of the bias."""
+    def _note_uses(self, kind: type[Term]) -> None:
+        """Note that the weight and the bias are used. The weight gets a term of this kind."""
         for name, entry in self.sums.items():
             self.recorder.note_use(entry, kind if name == "weight" else DirectGradient)
 
-    def _see(self, value: Tensor) -> None:
-        """Note how many rows and tokens there are, so that `fits` recognizes whole examples."""
+    def _note_rows(self, value: Tensor) -> None:
+        """Note the numbers of rows and tokens of an input, by which `fits` recognizes whole examples."""
         if value.dim() == 2:
             self.recorder.rows.setdefault(self._shapes(), set()).add(value.shape[0])
         if value.dim() > 1 and value.shape[0] == self.recorder.examples:
@@ -253,14 +253,14 @@ class LayerFormula:
     def _take_bias(self, y: Tensor) -> None:
         """Pass on the term of the bias; ``y`` is (examples, tokens, width)."""
         bias = self.sums.get("bias")
-        if bias is not None and self.recorder.wants(bias):
-            self.recorder.take(bias, DirectGradient(y.sum(1, dtype=sum_type(y))))
+        if bias is not None and self.recorder.needs_term(bias):
+            self.recorder.add_term(bias, DirectGradient(y.sum(1, dtype=sum_type(y))))
 
 
 class InsideFormula(LayerFormula):
     """A formula that captures a parameter inside its module, where it is used."""
 
-    def _behind(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         self._restore()
         if output is None:  # the module's forward raised
             self.recorder.failed.append(self)

@@ -115,14 +115,14 @@ def add_outer(total: Tensor, term: OuterGradient) -> None:
     held = HELD_CUDA if total.is_cuda else HELD_CPU
     (examples, _, width), inputs = y.shape, x.shape[2]
     rows = max(1, min(width, held // inputs))
-    some = max(1, min(examples, held // (rows * inputs)))
-    buffer = total.new_empty(some, rows, inputs)
+    group = max(1, min(examples, held // (rows * inputs)))
+    buffer = total.new_empty(group, rows, inputs)
     for top in range(0, width, rows):
         part = total[top : top + rows]
-        for first in range(0, examples, some):
-            left = y[first : first + some, :, top : top + rows].transpose(1, 2)
+        for first in range(0, examples, group):
+            left = y[first : first + group, :, top : top + rows].transpose(1, 2)
             gradient = buffer[: left.shape[0], : left.shape[1]]
-            torch.bmm(left, x[first : first + some], out=gradient)
+            torch.bmm(left, x[first : first + group], out=gradient)
             for example in gradient:
                 part.addcmul_(example, example)
 
@@ -172,30 +172,30 @@ def add_experts(total: Tensor, term: ExpertGradient) -> None:
 
 
 def merge_rows(terms: Sequence[RowGradient], dtype: torch.dtype) -> RowGradient:
-    """One gradient for each different row of an example; places that are left over have gradient 0 and row 0."""
+    """Return one gradient for each distinct id of an example. Unused positions have id 0 and gradient 0."""
     ids, y = torch.cat([t.ids for t in terms], 1), torch.cat([t.y for t in terms], 1)
     ordered, order = ids.sort(1)
-    places = _places(ordered)
+    positions = _positions_of(ordered)
     y = y.gather(1, order[..., None].expand_as(y)).flatten(0, 1).to(dtype)
-    summed = torch.zeros_like(y).index_add_(0, places, y)
-    return RowGradient(_at_places(ordered, places), summed.view(*ids.shape, -1))
+    summed = torch.zeros_like(y).index_add_(0, positions, y)
+    return RowGradient(_at_positions(ordered, positions), summed.view(*ids.shape, -1))
 
 
 def unique_rows(ids: Tensor) -> Tensor:
-    """Each example's different ids, in order; places that are left over hold 0."""
+    """Return the distinct ids of each example in ascending order. Unused positions hold 0."""
     ordered = ids.sort(1).values
-    return _at_places(ordered, _places(ordered))
+    return _at_positions(ordered, _positions_of(ordered))
 
 
-def _places(ordered: Tensor) -> Tensor:
-    """Where each of an example's sorted ids goes if equal ones share a place, counted through the batch."""
+def _positions_of(ordered: Tensor) -> Tensor:
+    """Return the flat position of each sorted id in a result of the same shape. Equal ids of an example share one."""
     position = torch.zeros_like(ordered)
     position[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
     return (position + torch.arange(len(ordered), device=ordered.device)[:, None] * ordered.shape[1]).flatten()
 
 
-def _at_places(ordered: Tensor, places: Tensor) -> Tensor:
-    return torch.zeros_like(ordered).flatten().scatter_(0, places, ordered.flatten()).view_as(ordered)
+def _at_positions(ordered: Tensor, positions: Tensor) -> Tensor:
+    return torch.zeros_like(ordered).flatten().scatter_(0, positions, ordered.flatten()).view_as(ordered)
 
 
 def add_rows(total: Tensor, ids: Tensor, values: Tensor) -> None:

@@ -41,8 +41,8 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{name}.{index}": block for name, blocks in children for index, block in blocks}
 
 
-def elsewhere(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
-    """Modules whose weights accelerate fetches when they run: name, module, and the hook that does."""
+def offloaded_modules(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
+    """Return (path, module, hook) of every module whose weights accelerate's hook loads when the module runs."""
     result = []
     for path, module in model.named_modules():
         hook = getattr(module, "_hf_hook", None)
@@ -54,15 +54,15 @@ def elsewhere(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
 
 @contextlib.contextmanager
 def reachable(model: nn.Module) -> Iterator[None]:
-    """Weights that accelerate keeps elsewhere are parameters that stay the same inside."""
-    away = elsewhere(model)
-    if not away:
+    """Inside, every weight that accelerate offloads is one parameter, which stays the same object."""
+    offloaded = offloaded_modules(model)
+    if not offloaded:
         yield
         return
     tied = _tied_names(model)
     stand_ins: dict[Any, nn.Parameter] = {}
     with contextlib.ExitStack() as stack:
-        for path, module, hook in away:
+        for path, module, hook in offloaded:
             device = torch.device(hook.execution_device)
             fetched: dict[str, nn.Parameter] = {}
             for name, empty in list(module._parameters.items()):

@@ -25,12 +25,12 @@ class LinearFormula(LayerFormula):
 
     def expect(self, output: Tensor, x: Tensor) -> None:
         self._expect_product(output, x)
-        self._expect(OuterGradient)
+        self._note_uses(OuterGradient)
 
     def use(self, y: Tensor, *seen: Tensor) -> None:
         y, x = self._per_example(y, 1), self._per_example(seen[0], 1)
         if weight := self.sums.get("weight"):
-            self.recorder.take(weight, OuterGradient(x, y) if is_conv1d(self.module) else OuterGradient(y, x))
+            self.recorder.add_term(weight, OuterGradient(x, y) if is_conv1d(self.module) else OuterGradient(y, x))
         self._take_bias(y)
 
 
@@ -93,29 +93,29 @@ class FunctionFormula(InsideFormula):
             self.unfit()  # the examples have different rows
             return F.embedding(*args, **kwargs)
         shape = ids[..., None].shape
-        self._see(ids[..., None])
+        self._note_rows(ids[..., None])
         if not self.fits(shape, 1):
             self.unfit()
             return F.embedding(*args, **kwargs)
-        self.recorder.expect(self, shape, 1)
+        self.recorder.expect_shape(self, shape, 1)
         self.recorder.note_use(entry, RowGradient, self._per_example(ids[..., None], 1)[..., 0])
         rows = F.embedding(ids, *args[1:], **kwargs)
         return self._tap(rows, functools.partial(self._use_rows, entry, padding), ids)
 
     def _use_matrix(self, entry: ParameterSum, y: Tensor, x: Tensor) -> None:
-        self.recorder.take(entry, OuterGradient(self._per_example(y, 1), self._per_example(x, 1)))
+        self.recorder.add_term(entry, OuterGradient(self._per_example(y, 1), self._per_example(x, 1)))
 
     def _use_bias(self, entry: ParameterSum, y: Tensor) -> None:
-        if self.recorder.wants(entry):
-            self.recorder.take(entry, DirectGradient(self._per_example(y, 1).sum(1, dtype=sum_type(y))))
+        if self.recorder.needs_term(entry):
+            self.recorder.add_term(entry, DirectGradient(self._per_example(y, 1).sum(1, dtype=sum_type(y))))
 
     def _use_expanded(self, entry: ParameterSum, shape: torch.Size, y: Tensor) -> None:
         y = y.sum_to_size(len(y), *shape[1:])
-        self.recorder.take(entry, DirectGradient(y.reshape(len(y), *entry.parameter.shape)))
+        self.recorder.add_term(entry, DirectGradient(y.reshape(len(y), *entry.parameter.shape)))
 
     def _use_rows(self, entry: ParameterSum, padding: int | None, y: Tensor, ids: Tensor) -> None:
         rows, y = self._per_example(ids[..., None], 1)[..., 0], self._per_example(y, 1)
-        self.recorder.take(entry, RowGradient(rows, y if padding is None else y * (rows != padding)[..., None]))
+        self.recorder.add_term(entry, RowGradient(rows, y if padding is None else y * (rows != padding)[..., None]))
 
 
 class NormFormula(LayerFormula):
@@ -124,16 +124,16 @@ class NormFormula(LayerFormula):
     def expect(self, output: Tensor, x: Tensor) -> None:
         for value in (output, x):
             value = self._channels_last(value)
-            self._see(value)
-            self.recorder.expect(self, value.shape, self._axes)
-        self._expect(DirectGradient)
+            self._note_rows(value)
+            self.recorder.expect_shape(self, value.shape, self._axes)
+        self._note_uses(DirectGradient)
 
     def use(self, y: Tensor, *seen: Tensor) -> None:
         normal = self._channels_last(_normalized(self.module, seen[0]))
         y, x = self._per_example(self._channels_last(y), self._axes), self._per_example(normal, self._axes)
         if weight := self.sums.get("weight"):
             product = y * x
-            self.recorder.take(weight, DirectGradient(product.sum(1, dtype=sum_type(product))))
+            self.recorder.add_term(weight, DirectGradient(product.sum(1, dtype=sum_type(product))))
         self._take_bias(y)
 
     @property
@@ -149,10 +149,10 @@ class ConvFormula(LayerFormula):
     """A convolution is a linear layer of patches."""
 
     def expect(self, output: Tensor, x: Tensor) -> None:
-        self._see(x.movedim(1, -1))
+        self._note_rows(x.movedim(1, -1))
         if len(output) != self.recorder.examples:
             self.unfit()
-        self._expect(OuterGradient if self.module.groups == 1 else DirectGradient)
+        self._note_uses(OuterGradient if self.module.groups == 1 else DirectGradient)
 
     def use(self, y: Tensor, *seen: Tensor) -> None:
         module: Any = self.module
@@ -161,11 +161,11 @@ class ConvFormula(LayerFormula):
         if weight := self.sums.get("weight"):
             x, groups = _patches(module, seen[0]), module.groups
             if groups == 1:
-                self.recorder.take(weight, OuterGradient(y, x.flatten(2)))
+                self.recorder.add_term(weight, OuterGradient(y, x.flatten(2)))
                 return
             y = y.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
             x = x.unflatten(2, (groups, -1)).flatten(3).permute(0, 2, 1, 3)
-            self.recorder.take(weight, DirectGradient((y @ x).reshape(len(y), *weight.parameter.shape)))
+            self.recorder.add_term(weight, DirectGradient((y @ x).reshape(len(y), *weight.parameter.shape)))
 
 
 class RelativeBiasFormula(LayerFormula):
@@ -180,12 +180,12 @@ class RelativeBiasFormula(LayerFormula):
         self._ids: Tensor | None = None
 
     def attach(self) -> Iterator[Callable[[], Any]]:
-        yield self.module.register_forward_hook(self._behind).remove
+        yield self.module.register_forward_hook(self._after).remove
         compute = self.owner.compute_bias
         self.owner.__dict__["compute_bias"] = functools.partial(self._compute, compute)
         yield lambda: self.owner.__dict__.pop("compute_bias", None)
 
-    def _behind(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    def _after(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         self._ids = inputs[0]
         return output
 
@@ -194,14 +194,14 @@ class RelativeBiasFormula(LayerFormula):
         if not self.recorder.listening or self._ids is None:
             return bias
         repeated = bias.detach().expand(self.recorder.examples, *bias.shape[1:])
-        self._expect(DirectGradient)
+        self._note_uses(DirectGradient)
         return self._tap(repeated, self.use, self._ids)
 
     def use(self, y: Tensor, *seen: Tensor) -> None:
         if weight := self.sums.get("weight"):
             y = y.permute(0, 2, 3, 1).flatten(1, 2).to(sum_type(y))
             table = y.new_zeros(len(y), *weight.parameter.shape).index_add_(1, seen[0].flatten(), y)
-            self.recorder.take(weight, DirectGradient(table))
+            self.recorder.add_term(weight, DirectGradient(table))
 
 
 class RepeatedFormula(InsideFormula):
@@ -222,7 +222,7 @@ class RepeatedFormula(InsideFormula):
             return
         like = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         if like is not None:
-            self._see(like)
+            self._note_rows(like)
         self.recorder.changed = self
         for name, entry in self.sums.items():
             value = getattr(module, name).detach()
@@ -244,7 +244,7 @@ class RepeatedFormula(InsideFormula):
         return (examples, *[1] * ones, *shape) if ones >= 0 else None
 
     def _use(self, entry: ParameterSum, y: Tensor) -> None:
-        self.recorder.take(entry, DirectGradient(y.reshape(len(y), *entry.parameter.shape)))
+        self.recorder.add_term(entry, DirectGradient(y.reshape(len(y), *entry.parameter.shape)))
 
 
 def formulas_for(module: nn.Module, owner: nn.Module | None) -> list[Callable[[Recorder], LayerFormula]]:

@@ -107,7 +107,7 @@ class _Verifier(Recorder):
             for module in wrong:
                 candidates[module] = candidates[module][1:]
 
-    def take(self, entry: ParameterSum, term: Term) -> None:
+    def add_term(self, entry: ParameterSum, term: Term) -> None:
         if not entry.slow:
             entry.terms.append(term)
 

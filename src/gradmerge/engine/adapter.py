@@ -127,7 +127,7 @@ class AdapterOutput:
         return [block for block in self._plan.blocks() if block.job.name in left]
 
     def _combine_factors(self, job: Job) -> bool:
-        """Return whether the factors of the adapters tell the change of a tensor, and keep it if so."""
+        """Concatenate the adapters' factors of a tensor where that is exact. Return whether it is."""
         weights = linear_weights(self._plan, job) if self._adapters else None
         if weights is None:
             return False
@@ -282,7 +282,7 @@ def in_float64(job: Job) -> Job:
 
 
 def linear_weights(plan: Plan, job: Job) -> list[float] | None:
-    """Return the c_t of a tensor's result, base + Σ c_t (θ_t − base), or None if the rule is no such sum there.
+    """Return the c_t with which the rule gives base + Σ c_t (θ_t − base) for a tensor; None if no c_t do.
 
     They are recognized by running the rule on random numbers.
     """

@@ -1,8 +1,8 @@
 """A model as a sequence of blocks, so that the weights of one block are enough to run it.
 
 A model has *stages*. In a decoder these are the code before the blocks (embeddings), every block, and the code after
-them (norm and head). An encoder-decoder has two lists of blocks, and code between them. `examine` finds the stages. A
-`RowStream` then takes the rows of a task through the model stage by stage.
+them (norm and head). An encoder-decoder has two lists of blocks, and code between them. `find_structure` finds the
+stages. A `RowStream` then runs the rows of a task through the model stage by stage.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Call(NamedTuple):
 
 
 class _Reached(Exception):
-    """Ends a forward pass at the value that is wanted."""
+    """Ends a forward pass as soon as a hook has the value that it is for."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -236,8 +236,8 @@ class RowStream:
     """The rows of one task on their way through one model, stage by stage.
 
     It caches the output of the current block and the arguments of the blocks, such as masks and position biases. Call
-    `layer_inputs` as often as needed for the layers of a stage, then `go_through` to move to the next stage.
-    `go_through` can capture the inputs of a block's modules, for `layer_inputs` to return afterwards.
+    `layer_inputs` as often as needed for the layers of a stage, then `run_stage` to move to the next stage.
+    `run_stage` can capture the inputs of a block's modules, for `layer_inputs` to return afterwards.
     """
 
     def __init__(self, model: BlockModel, batches: Sequence[Batch], cache: HiddenCache) -> None:
@@ -259,7 +259,7 @@ class RowStream:
         self.drop_captured()
 
     @torch.no_grad()
-    def go_through(self, stage: Stage, capture: Sequence[str] = ()) -> None:
+    def run_stage(self, stage: Stage, capture: Sequence[str] = ()) -> None:
         """Run all rows through a stage, and capture the inputs of some modules of a block."""
         for batch in range(len(self.batches)):
             if stage.is_block:
@@ -289,7 +289,7 @@ class RowStream:
         self._captured.setdefault(path, []).append(self.cache.put(input_of(args, kwargs)))
 
     def drop_captured(self, but: Collection[str] = ()) -> None:
-        """Drop the captured inputs of all modules but some."""
+        """Drop the captured inputs of all modules except those in ``but``."""
         for path in self._captured.keys() - set(but):
             for value in self._captured.pop(path):
                 value.drop()
@@ -323,9 +323,9 @@ class RowStream:
                 for name in blocks:
                     is_last = name == blocks[-1]
                     if index < stage.index:
-                        stub = partial(self._done_block, batch, name, is_last)
+                        stub = partial(self._earlier_block, batch, name, is_last)
                     else:
-                        stub = partial(self._coming_block, name, is_last, recorded, placeholders)
+                        stub = partial(self._later_block, name, is_last, recorded, placeholders)
                     block = self.model.module.get_submodule(name)
                     block.forward = stub
                     stack.callback(delattr, block, "forward")
@@ -336,14 +336,14 @@ class RowStream:
                     raise
         return recorded
 
-    def _done_block(self, batch: int, name: str, is_last: bool, *args: Any, **kwargs: Any) -> Any:
-        """Stands in for a block that the rows have gone through."""
+    def _earlier_block(self, batch: int, name: str, is_last: bool, *args: Any, **kwargs: Any) -> Any:
+        """Replace the forward of a block that has run on these rows already."""
         leaves, spec = self.model.structure.outputs[name]
         if is_last:
             leaves = [_value(self._outputs[batch][Link(name, index)]) for index in range(len(leaves))]
         return pytree.tree_unflatten(leaves, spec)
 
-    def _coming_block(
+    def _later_block(
         self,
         name: str,
         is_last: bool,
@@ -352,16 +352,18 @@ class RowStream:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Stands in for a block that is still to run: notes its arguments."""
+        """Replace the forward of a block that has not run yet, and record its arguments."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         linked = [placeholders[id(leaf)][1] if id(leaf) in placeholders else leaf for leaf in leaves]
         recorded[name] = Call(linked, spec)
         if is_last:
             raise _Reached(recorded)
         outputs, spec = self.model.structure.outputs[name]
-        made = [placeholder(leaf) for leaf in outputs]
-        placeholders |= {id(leaf): (leaf, Link(name, index)) for index, leaf in enumerate(made) if leaf is not None}
-        return pytree.tree_unflatten(made, spec)
+        stand_ins = [placeholder(leaf) for leaf in outputs]
+        placeholders |= {
+            id(leaf): (leaf, Link(name, index)) for index, leaf in enumerate(stand_ins) if leaf is not None
+        }
+        return pytree.tree_unflatten(stand_ins, spec)
 
     def _runner(self, batch: int, stage: Stage) -> Callable[[], Any]:
         """Runs one batch through a stage."""

@@ -3,7 +3,7 @@
 For one layer, with a bias as one more input equal to 1:
 
 - X̂_t: its inputs in the model calibrated so far, on the rows of task t; X_t: its inputs in the fine-tuned model of t
-- X̃_t = μ X_t + (1 − μ) X̂_t
+- X̃_t = μ X_t + (1 − μ) X̂_t; μ is the option ``alpha``
 - A_t = X̂_t X̂_tᵀ / c_t and C_t = X̃_t X̂_tᵀ / c_t with c_t = ‖X̂_t X̂_tᵀ‖_F; m is the mean diagonal of Σ_t A_t
 - G_t: Σ g gᵀ over the gradients g of the layer's output, scaled to a mean diagonal of 1, or the identity
 - W_t: its weight in the fine-tuned model of t; B: its weight in the merge
@@ -11,6 +11,8 @@ For one layer, with a bias as one more input equal to 1:
 The calibrated weight W solves
 
     Σ_t (G_t + ε I) (W A_t − W_t C_t) + λ m (W − B) = 0
+
+λ is the option ``ridge``. ``anchor`` is B in the code.
 """
 
 from __future__ import annotations
@@ -113,9 +115,9 @@ def input_products(
     total, mixed = torch.zeros(2, shape[0], shape[2], shape[2], dtype=layer.weight.dtype, device=layer.weight.device)
     for merged, teacher in zip(inputs, teacher_inputs, strict=True):
         teacher_rows = teacher_layer.rows(merged._replace(values=teacher.values))
-        for (groups, rows), (_, wanted) in zip(layer.rows(merged), teacher_rows, strict=True):
+        for (groups, rows), (_, target_rows) in zip(layer.rows(merged), teacher_rows, strict=True):
             total[groups].baddbmm_(rows.mT, rows)
-            mixed[groups].baddbmm_(wanted.mT, rows)
+            mixed[groups].baddbmm_(target_rows.mT, rows)
     mixed.lerp_(total, 1 - alpha)
     if scaled:
         norm = total.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)[:, None, None]
@@ -130,7 +132,7 @@ class Solution:
 
     matrix: Tensor
     ridge: float
-    """λ, larger than asked for if the system was singular."""
+    """λ, which is larger than the setting if the system was singular."""
     idle: list[int]
     """The groups that had no input. They keep B."""
     steps: int = 0
@@ -180,8 +182,8 @@ def solve(
     matrix[idle] = anchor[idle]
     solution = Solution(matrix, ridge, idle.nonzero()[:, 0].tolist())
     if factors is not None:
-        every, teachers = [p for p, _ in terms], [w for _, w in terms]
-        refined = _conjugate_gradients(matrix, every, teachers, anchor, damping, factors, settings)
+        all_products, teachers = [p for p, _ in terms], [w for _, w in terms]
+        refined = _conjugate_gradients(matrix, all_products, teachers, anchor, damping, factors, settings)
         solution.matrix, solution.steps, solution.residual = refined
     return solution
 
@@ -252,7 +254,7 @@ class TaskStreams(NamedTuple):
     def run_teacher(self, stage: Stage, capture: Sequence[str] = ()) -> None:
         """Run the rows through a stage of the fine-tuned model, and capture the inputs of some modules."""
         with self.teacher.model.loaded(stage):
-            self.teacher.go_through(stage, capture)
+            self.teacher.run_stage(stage, capture)
 
     def products(self, stage: Stage, layers: Sequence[Layer], settings: Settings) -> tuple[InputProducts, list[Tensor]]:
         """A_t and C_t of layers that read the same input, and W_t of each of them, until other weights are loaded."""
@@ -313,7 +315,7 @@ def calibrate_layers(
                         stream.teacher.drop_captured(but=[later[0].path for later in groups[number + 1 :]])
                 merged.store(stage, report.layers)
                 for stream in streams:
-                    stream.merged.go_through(stage)
+                    stream.merged.run_stage(stage)
             if not stage.is_block:
                 for stream in streams:
                     stream.run_teacher(stage)
@@ -406,7 +408,7 @@ def calibrate_model(
     keep: Callable[[Layer], bool] = lambda layer: False,
     shared_head: bool = True,
     check: bool = True,
-    positions: int = 0,
+    max_positions: int = 0,
     progress: Progress | None = None,
 ) -> Calibration:
     """Calibrate a copy of a merge with the G that brings it closest to the fine-tuned models on held-out rows.
@@ -425,8 +427,9 @@ def calibrate_model(
         keep: Says for which layers the merge keeps its weights.
         shared_head: Whether the fine-tuned models share their head, so that answers can be compared.
         check: Compare with the merge. Without it the first candidate is solved with all rows.
-        positions: Join batches up to so many tokens or patches, since small passes leave a GPU idle; 0 joins none.
-        progress: Is told how many stages are done.
+        max_positions: Join batches up to this number of tokens or patches, since small passes leave a GPU idle. 0 joins
+            none.
+        progress: Receives the number of finished stages.
     """
     progress = progress or NoProgress()
     pad_token = getattr(getattr(unwrapped(merged.module), "config", None), "pad_token_id", None) or 0
@@ -436,23 +439,26 @@ def calibrate_model(
         candidates = {PLAIN: None}
     fit = {task: task_rows.fit for task, task_rows in rows.items()}
     held_out = {task: task_rows.held_out for task, task_rows in rows.items()}
-    every = {task: [*task_rows.fit, *task_rows.held_out] for task, task_rows in rows.items()}
+    all_rows = {task: [*task_rows.fit, *task_rows.held_out] for task, task_rows in rows.items()}
     passes = len(candidates) + 1 if check else 1
     progress.begin("calibrating", passes * len(merged.structure.stages))
     factors: dict[str, dict[str, Tensor]] = {}
     if find_factors is not None and any(epsilon is not None for epsilon in candidates.values()):
-        factors = {task: dict(find_factors(task, batches, 0)) for task, batches in (fit if check else every).items()}
+        factors = {task: dict(find_factors(task, batches, 0)) for task, batches in (fit if check else all_rows).items()}
 
     def solve_candidate(name: str, batches: Mapping[str, Sequence[Batch]]) -> tuple[BlockModel, PassReport]:
         epsilon, model = candidates[name], merged.copy()
-        chosen = replace(settings, epsilon=epsilon or 0.0)
+        candidate_settings = replace(settings, epsilon=epsilon or 0.0)
         used_factors = factors if epsilon is not None else None
         report = calibrate_layers(
             model,
             teachers,
-            {task: [one for _, one in join_batches(few, positions, pad_token)] for task, few in batches.items()},
+            {
+                task: [joined for _, joined in join_batches(task_batches, max_positions, pad_token)]
+                for task, task_batches in batches.items()
+            },
             cache,
-            chosen,
+            candidate_settings,
             factors=used_factors,
             keep=keep,
             advance=progress.advance,
@@ -461,7 +467,7 @@ def calibrate_model(
 
     if not check:
         name = next(iter(candidates))
-        model, report = solve_candidate(name, every)
+        model, report = solve_candidate(name, all_rows)
         return Calibration(model, name, {}, report, notes)
     distances = {MERGE: measure(merged, teachers, held_out, cache, shared_head)}
     for name in candidates:
@@ -474,7 +480,7 @@ def calibrate_model(
         return Calibration(merged, MERGE, distances, PassReport(), notes)
     if candidates[chosen] is not None and find_factors is not None:
         for task, batches in held_out.items():
-            for layer, more in find_factors(task, batches, count_rows(fit[task])).items():
-                factors[task][layer] += more
-    model, report = solve_candidate(chosen, every)
+            for layer, factor in find_factors(task, batches, count_rows(fit[task])).items():
+                factors[task][layer] += factor
+    model, report = solve_candidate(chosen, all_rows)
     return Calibration(model, chosen, distances, report, notes)

@@ -47,7 +47,7 @@ def measure(
     shared_head: bool,
 ) -> Distances:
     """Measure the distances of a model from its teachers, block by block."""
-    found = Distances()
+    distances = Distances()
     streams = {
         task: (RowStream(model, batches, cache), RowStream(teachers[task], batches, cache))
         for task, batches in rows.items()
@@ -59,38 +59,38 @@ def measure(
                 for task, (own, other) in streams.items():
                     with teachers[task].loaded(stage):
                         for stream in (own, other):
-                            stream.go_through(stage)
+                            stream.run_stage(stage)
                         if stage == stages[-1]:
-                            _measure_outputs(found, task, own, other, shared_head)
+                            _measure_outputs(distances, task, own, other, shared_head)
                     if stage.is_block:
                         pairs = [(own.hidden(stage, n), other.hidden(stage, n)) for n in range(len(own.batches))]
-                        found.blocks.setdefault(stage.name, {})[task] = _relative(pairs)
+                        distances.blocks.setdefault(stage.name, {})[task] = _relative(pairs)
     finally:
         for pair in streams.values():
             for stream in pair:
                 stream.close()
         cache.free_unused()
-    return found
+    return distances
 
 
 def _relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     """‖h − h_t‖² / ‖h_t‖² over all pairs."""
-    apart = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
+    difference = sum(float((own.double() - other.double()).square().sum()) for own, other in pairs)
     size = sum(float(other.double().square().sum()) for _, other in pairs)
-    return apart / max(size, 1e-300)
+    return difference / max(size, 1e-300)
 
 
-def _measure_outputs(found: Distances, task: str, own: RowStream, other: RowStream, shared_head: bool) -> None:
+def _measure_outputs(distances: Distances, task: str, own: RowStream, other: RowStream, shared_head: bool) -> None:
     pairs, divergence, terms = [], 0.0, 0
     for index, batch in enumerate(own.batches):
-        mine, wanted = (_finished(stream, index, batch, shared_head) for stream in (own, other))
-        pairs.append((mine.representation, wanted.representation))
-        if mine.logits is not None and wanted.logits is not None:
-            apart = answer_divergence(own.model.module, mine.logits, wanted.logits)
-            divergence, terms = divergence + float(apart.double().sum()), terms + len(apart)
-    found.representations[task] = _relative(pairs)
+        outputs, teacher_outputs = (_finished(stream, index, batch, shared_head) for stream in (own, other))
+        pairs.append((outputs.representation, teacher_outputs.representation))
+        if outputs.logits is not None and teacher_outputs.logits is not None:
+            divergences = answer_divergence(own.model.module, outputs.logits, teacher_outputs.logits)
+            divergence, terms = divergence + float(divergences.double().sum()), terms + len(divergences)
+    distances.representations[task] = _relative(pairs)
     if terms:
-        found.answers[task] = divergence / terms
+        distances.answers[task] = divergence / terms
 
 
 def _finished(stream: RowStream, index: int, batch: Batch, with_head: bool) -> Outputs:
@@ -198,14 +198,14 @@ def answer_positions(module: nn.Module, batch: Batch, logits: Tensor, counted: T
     return torch.where(predicted.any(1, keepdim=True), predicted, everything)
 
 
-def answer_divergence(module: nn.Module, logits: Tensor, wanted: Tensor) -> Tensor:
+def answer_divergence(module: nn.Module, logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """For every row or token the KL from the teacher's answers to the model's; of a regression the squared error."""
-    logits, wanted = logits.float(), wanted.float()
+    logits, teacher_logits = logits.float(), teacher_logits.float()
     problem = getattr(getattr(unwrapped(module), "config", None), "problem_type", None)
     if problem == "regression" or logits.shape[-1] == 1:
-        return (logits - wanted).square().sum(-1)
+        return (logits - teacher_logits).square().sum(-1)
     if problem == "multi_label_classification":
-        p = wanted.sigmoid()
+        p = teacher_logits.sigmoid()
         cross = F.binary_cross_entropy_with_logits(logits, p, reduction="none")
-        return (cross - F.binary_cross_entropy_with_logits(wanted, p, reduction="none")).sum(-1)
-    return F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        return (cross - F.binary_cross_entropy_with_logits(teacher_logits, p, reduction="none")).sum(-1)
+    return F.kl_div(logits.log_softmax(-1), teacher_logits.log_softmax(-1), reduction="none", log_target=True).sum(-1)

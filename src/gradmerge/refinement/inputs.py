@@ -79,7 +79,7 @@ def recorded_models(folder: Path) -> dict[str, str]:
 
 
 def find_teachers(merged: str, tasks: Sequence[str], teachers: Mapping[str, str]) -> dict[str, str]:
-    """Task → its fine-tuned model: the one given, else the one of that name in the merge's record."""
+    """Task → its fine-tuned model: the model in ``teachers``, or else the model of that name in the merge's record."""
     recorded = recorded_models(folder_of(merged))
     for name in teachers:
         if name not in tasks:

@@ -117,12 +117,12 @@ def positions_in(batch: Any) -> int:
     return sum(len(value) * value.shape[-1] * value.shape[-2] // 64 for value in images) or examples_in(batch)
 
 
-def join_batches(batches: Sequence[Any], positions: int, pad_token: int) -> Iterator[tuple[list[int], Any]]:
+def join_batches(batches: Sequence[Any], max_positions: int, pad_token: int) -> Iterator[tuple[list[int], Any]]:
     """Join batches that follow one another: small passes leave a GPU idle.
 
     Args:
         batches: The batches.
-        positions: Limit for the positions of a joined batch; 0 joins none.
+        max_positions: The limit of tokens or patches in a joined batch; 0 joins none.
         pad_token: The token that pads shorter texts.
 
     Yields:
@@ -131,7 +131,7 @@ def join_batches(batches: Sequence[Any], positions: int, pad_token: int) -> Iter
     numbers: list[int] = []
     joined: Any = None
     for number, batch in enumerate(batches):
-        larger = _join(joined, batch, positions, pad_token) if numbers and positions else None
+        larger = _join(joined, batch, max_positions, pad_token) if numbers and max_positions else None
         if numbers and larger is None:
             yield numbers, joined
             numbers = []
@@ -140,23 +140,23 @@ def join_batches(batches: Sequence[Any], positions: int, pad_token: int) -> Iter
         yield numbers, joined
 
 
-def _join(one: Any, other: Any, positions: int, pad_token: int) -> Any:
+def _join(batch: Any, other: Any, max_positions: int, pad_token: int) -> Any:
     """One batch with the rows of two; None if it would be too large, or if their inputs differ in kind."""
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping) or one.keys() != other.keys():
+    if not isinstance(batch, Mapping) or not isinstance(other, Mapping) or batch.keys() != other.keys():
         return None
     joined = {}
-    for name, first in one.items():
+    for name, first in batch.items():
         second = other[name]
         if not isinstance(first, Tensor) or not isinstance(second, Tensor) or first.dim() != second.dim():
             return None
         if first.shape[1:] != second.shape[1:]:
-            if first.dim() != 2 or name not in _PADDED or "attention_mask" not in one:
+            if first.dim() != 2 or name not in _PADDED or "attention_mask" not in batch:
                 return None
             length = max(first.shape[1], second.shape[1])
             value = {"input_ids": pad_token, "labels": MASKED}.get(name, 0)
             first, second = (F.pad(part, (0, length - part.shape[1]), value=value) for part in (first, second))
         joined[name] = torch.cat([first, second])
-    return joined if positions_in(joined) <= positions else None
+    return joined if positions_in(joined) <= max_positions else None
 
 
 def select_rows(batches: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:

@@ -207,9 +207,9 @@ def _check_shapes(
     wrong = []
     for name, tensors in stored.items():
         for tensor, part in tensors.items():
-            wanted, shape = tuple(_tensor(module, name).shape), checkpoint.tensors[tensor].shape
-            if part is None and wanted != shape:
-                wrong.append(f"{tensor}: {list(shape)}, and its config makes {list(wanted)}")
+            expected, shape = tuple(_tensor(module, name).shape), checkpoint.tensors[tensor].shape
+            if part is None and expected != shape:
+                wrong.append(f"{tensor}: {list(shape)}, and its config makes {list(expected)}")
     if wrong:
         raise InputError(f"{reference}: tensors have other shapes than the config says:\n{listed(wrong)}")
 

@@ -29,7 +29,7 @@ from .hidden_cache import HiddenCache
 from .layers import Layer, LinearLayer, find_layers
 
 
-def examine(module: nn.Module, batch: Batch, source: WeightSource | None = None) -> Structure:
+def find_structure(module: nn.Module, batch: Batch, source: WeightSource | None = None) -> Structure:
     """Run the whole model on one small batch, and find its blocks and layers.
 
     The weights of a block are loaded when the block runs, and freed after it. Without a list of blocks, the groups of
@@ -73,7 +73,7 @@ def _trace(
 
 
 class _Trace:
-    """What hooks note while the whole model runs once."""
+    """What the hooks record while the whole model runs once."""
 
     def __init__(self, module: nn.Module, candidates: list[list[str]], source: WeightSource | None) -> None:
         self.module, self.candidates, self.source = module, candidates, source
@@ -214,7 +214,7 @@ def runs_block_by_block(
     try:
         for stage in structure.stages:
             with model.loaded(stage):
-                stream.go_through(stage)
+                stream.run_stage(stage)
                 if stage == structure.stages[-1]:
                     outputs = tensors_in(stream.finish(0))
     except InputError:

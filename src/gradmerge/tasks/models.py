@@ -17,7 +17,7 @@ from ..checkpoints.open import open_checkpoint
 from ..checkpoints.quantization import detect_quantization
 from ..curvature.checkpoint_names import stored_sources
 from ..curvature.losses import unwrapped
-from ..curvature.offload import elsewhere
+from ..curvature.offload import offloaded_modules
 from ..distributed import launched
 from ..errors import InputError
 from ..io.reader import close_files, open_files
@@ -133,7 +133,7 @@ def load_model(
         model = EmbeddingModel(model, sentence_config, next(model.parameters()).dtype)
     if args.gradient_checkpointing and not enable_gradient_checkpointing(model):
         raise InputError(f"model_args: gradient_checkpointing: {type(model).__name__} does not support it")
-    if gradients and elsewhere(model) and not enable_gradient_checkpointing(model):
+    if gradients and offloaded_modules(model) and not enable_gradient_checkpointing(model):
         info.notes.append(
             f"{type(model).__name__} does not support gradient checkpointing, so all weights that its backward pass "
             "needs are in memory at once"
@@ -421,7 +421,7 @@ def _computes_quantized(reference: str, args: ModelArgs, config: Any, adapter: b
 
 def _offload_notes(model: nn.Module) -> list[str]:
     """Note how many weights are on no device."""
-    names = {f"{path}.{name}" for path, module, _ in elsewhere(model) for name in module._parameters}
+    names = {f"{path}.{name}" for path, module, _ in offloaded_modules(model) for name in module._parameters}
     offloaded = sum(p.numel() for name, p in model.named_parameters() if name in names)
     total = sum(p.numel() for p in model.parameters())
     note = (
