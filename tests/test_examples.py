@@ -70,17 +70,6 @@ def test_an_example_trains_merges_and_compares(
     assert any(not torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_folder_with_something_in_it_is_left_alone(
-    tmp_path: Path, quick: Callable[[str, Path], str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(SystemExit) as end:
-        quick("images.py", tmp_path)
-    assert end.value.code == 2
-    assert "is not empty" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
 @pytest.fixture
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
     """Runs a script of `examples/training/` as the page shows it, in an empty folder; what it defined comes back."""

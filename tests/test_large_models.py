@@ -89,14 +89,6 @@ def test_sums_that_are_kept_elsewhere_have_the_same_bits(name: str, where: list[
     assert not list(tmp_path.iterdir()), "files of sums have no name, so that none is left behind"
 
 
-def test_a_sum_in_cpu_memory_is_added_to_on_the_device() -> None:
-    total = SumStorage("cpu").new_sum((3,), torch.float32, torch.device("meta"))  # "meta" represents a GPU
-    seen: list[torch.device] = []
-    with pytest.raises(NotImplementedError):  # nothing can be copied back from "meta"
-        total.add(lambda on_device: seen.append(on_device.device))
-    assert seen == [torch.device("meta")]
-
-
 def test_a_full_disk_is_told_before_anything_is_lost(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,17 +261,3 @@ def test_options_that_cannot_be_are_refused(
     with pytest.raises(InputError, match=says):
         estimated(place, "bert", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_model_that_cannot_compute_again_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradmerge.tasks.models.enable_gradient_checkpointing", lambda model: False)
-    with pytest.raises(InputError, match="gradient_checkpointing"):
-        load_task(place / "bert", place / "rows.jsonl", model_args={"gradient_checkpointing": True})
-    loaded = load_task(place / "bert", place / "rows.jsonl", model_args={"device_map": {"": "disk"}}, gradients=True)
-    assert any("in memory at once" in note for note in loaded.notes)
-
-
-def test_bitsandbytes_that_is_missing_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
-    with pytest.raises(InputError, match="bitsandbytes"):
-        load_task(place / "bert", place / "rows.jsonl", model_args={"load_in_4bit": True})

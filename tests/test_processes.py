@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import gradmerge as gm
-from gradmerge import distributed
 from gradmerge.api import saved_sums
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.tasks import load_task
@@ -212,27 +211,3 @@ def test_torchrun_starts_what_goes_on_several_processes(place: Path, one: tuple[
     facts = json.loads(done.stdout)
     assert (facts["examples"], facts["processes"]) == (ROWS, 2)
     near(tmp_path / "out", one[0] / "diagonal")
-
-
-def test_a_command_for_one_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "GRACE", 5.0)
-    ended = launch(2, command("merge", "recipe.yml", "-o", tmp_path / "merged"), tmp_path / "said")
-    assert ended[0].status == 2 and ended[0].said.count("error:") == 1
-    assert ended[1].status != 0 and not ended[1].said
-
-
-def test_the_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    assert distributed.launched() is None and distributed.join() is distributed.SINGLE
-    variables = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
-    for name, text in variables.items():
-        monkeypatch.setenv(name, text)
-    assert distributed.launched() == (1, 4, 0)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "0")
-    assert distributed.launched() is None
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    for rank in ("four", "9"):
-        monkeypatch.setenv("RANK", rank)
-        assert distributed.launched() is None

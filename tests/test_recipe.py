@@ -155,19 +155,8 @@ def test_yaml_that_is_not_a_recipe_is_refused() -> None:
             parse_yaml(text, "recipe.yml")
 
 
-def test_anchors_and_null_may_be_used() -> None:
-    assert parse_yaml("null", "r") is None
-    assert parse_yaml("a: &x {b: 1}\nc: *x", "r") == {"a": {"b": 1}, "c": {"b": 1}}
-
-
 @pytest.mark.parametrize(
     ("text", "value"), [("1:30", "1:30"), ("1:30.5", "1:30.5"), ("0x1f", 31), ("1_000", 1000), ("1.5e-3", 0.0015)]
 )
 def test_numbers_are_read_as_everybody_reads_them(text: str, value: object) -> None:
     assert parse_yaml(f"a: {text}", "r") == {"a": value}
-
-
-def test_of_many_mistakes_the_first_are_named_and_the_others_counted() -> None:
-    with pytest.raises(gm.InputError, match=r"models\[0\](?s:.*)models\[19\](?s:.*)180") as error:
-        make_recipe(BASE | {"models": [1] * 200})
-    assert "models[20]" not in str(error.value)

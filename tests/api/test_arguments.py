@@ -5,16 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import gradmerge as gm
-from gradmerge.arguments import check
 
 RECIPE = {"method": "task-arithmetic", "base": "./base", "models": ["./a"]}
 STATE = {"w": torch.ones(2)}
@@ -47,21 +44,6 @@ def test_a_wrong_argument_is_named(name: str, arguments: tuple[Any, ...], keywor
     with pytest.raises(gm.InputError) as error:
         attrgetter(name)(gm)(*arguments, **keywords)
     assert str(error.value).startswith(wrong)
-
-
-@pytest.mark.parametrize(
-    ("value", "hint"),
-    [
-        (np.int64(3), int | None),
-        (np.float32(0.5), float),
-        (3, float),
-        (np.ones(2), list[float] | Any),
-        (Path("a"), str | Path),
-        ((), tuple[str, ...] | None),
-    ],
-)
-def test_what_stands_for_a_type_fits_it(value: Any, hint: Any) -> None:
-    check("value", value, hint)
 
 
 #: Classes that users make themselves. Other classes are results, which explain their fields.

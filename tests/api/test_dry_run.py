@@ -13,11 +13,10 @@ import torch
 
 import gradmerge as gm
 from gradmerge.api import dry_run
-from gradmerge.api.dry_run import JobSize, activations_size, dry_run_estimate, dry_run_merge
+from gradmerge.api.dry_run import activations_size, dry_run_merge
 from gradmerge.api.merge import as_recipe
 from gradmerge.curvature.losses import LOSSES, logits_of
 from gradmerge.engine import run as run_merge
-from gradmerge.errors import InputError
 from gradmerge.io.reader import PositionalFile
 from gradmerge.tasks import load_task
 
@@ -82,14 +81,6 @@ def test_the_peak_memory_of_a_merge_is_near_the_reported_one(tmp_path: Path) -> 
     assert 0.5 * job.memory < peak < 1.25 * job.memory
 
 
-def test_a_job_fits_if_memory_and_disk_suffice() -> None:
-    size: dict[str, Any] = {"bytes_read": 1, "bytes_written": 10, "memory": 20}
-    assert JobSize(**size, free_memory=20, free_disk=10).fits
-    assert not JobSize(**size, free_memory=19, free_disk=10).fits
-    assert not JobSize(**size, free_memory=20, free_disk=9).fits
-    assert JobSize(**size, free_memory=None, free_disk=None).fits
-
-
 def test_the_command_prints_the_same_and_exits_with_0_if_the_job_does_not_fit(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,25 +131,3 @@ def test_activations_are_near_those_that_autograd_keeps(family: str, tmp_path: P
         loss = losses.losses(logits_of(loaded.model, batch), batch["labels"])
     want = sum(value.untyped_storage().nbytes() for value in kept.values())
     assert loss.requires_grad and 0.5 * want < activations_size(loaded, False) < 2 * want
-
-
-def test_an_estimate_on_the_disk_or_the_cpu_counts_its_sums_there(data: Path, tmp_path: Path) -> None:
-    model = str(tiny_llama_checkpoint(tmp_path / "model"))
-    sizes = {
-        where: dry_run_estimate(model, str(data), None, accumulate_on=where, device="cpu")
-        for where in ("device", "cpu", "disk")
-    }
-    written = sizes["device"].bytes_written
-    assert written is not None and written == sizes["cpu"].bytes_written
-    assert sizes["disk"].bytes_written == 2 * written and sizes["disk"].memory_parts["sums"] == 0
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"device": "cuda:77"}, {"kind": "full"}, {"sums": "moon"}, {"dtype": "int8"}, {"task": "image"}],
-    ids=lambda given: next(iter(given)),
-)
-def test_an_estimate_that_is_refused_is_refused_before(data: Path, given: dict[str, Any], tmp_path: Path) -> None:
-    model = str(tiny_llama_checkpoint(tmp_path / "model"))
-    with pytest.raises(InputError):
-        dry_run_estimate(model, str(data), None, **given)

@@ -110,24 +110,6 @@ def test_samples_can_have_a_wider_type(tmp_path: Path) -> None:
     assert json.loads((written / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_samples_that_do_not_fit_the_type_are_refused(tmp_path: Path) -> None:
-    folder = write_merged(
-        tmp_path / "m", {"a.weight": torch.ones(50, dtype=torch.float16)}, {"a.weight": torch.full((50,), 1e-45)}
-    )
-    with pytest.raises(gm.InputError, match=r"a\.weight"):
-        gm.sample_posterior(folder, 1, out=tmp_path / "draws")
-    assert not list(tmp_path.glob("draws*"))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"n": 0}, {"n": 1.5}, {"temperature": -1.0}, {"damping": -1e-9}, {"seed": "x"}, {"dtype": "int8"}],
-)
-def test_invalid_arguments(merged: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(gm.InputError, match=min(settings)):
-        gm.sample_posterior(merged, **{"n": 1} | settings)
-
-
 def test_a_model_without_its_own_curvature_is_refused(tmp_path: Path) -> None:
     state = random_state(0)
     plain = write_model(tmp_path / "plain", state)
@@ -178,23 +160,6 @@ def start() -> tuple[Tensor, Tensor]:
     prior = torch.rand(FEATURES, generator=generator, dtype=torch.float64)
     base = torch.randn(FEATURES, generator=generator, dtype=torch.float64)
     return base, (prior * 64).ceil() / 64
-
-
-def test_merges_on_top_of_merges_end_at_the_jointly_trained_model_with_full_matrices() -> None:
-    tasks = [regression(seed, diagonal=False, exact=False) for seed in range(TASKS)]
-    base, diagonal = start()
-    mode, precision = base, torch.diag(diagonal)
-    for stage in STAGES:
-        weights = [WEIGHTS[t] for t in stage]
-        tuned = [trained([(1.0, tasks[t])], precision, mode) for t in stage]
-        mode = gm.gradient_matching_full(mode, tuned, precision, [tasks[t][0] for t in stage], weights)
-        precision = precision + sum(WEIGHTS[t] * tasks[t][0] for t in stage)
-    joint = trained(list(zip(WEIGHTS, tasks, strict=True)), torch.diag(diagonal), base)
-    assert (mode - joint).abs().max() < 1e-9
-    forgetful = base + sum(
-        w * (trained([(1.0, t)], torch.diag(diagonal), base) - base) for w, t in zip(WEIGHTS, tasks, strict=True)
-    )
-    assert (forgetful - joint).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 import gradmerge as gm
 from gradmerge.tasks import load_task
@@ -21,11 +19,9 @@ from ..curvature import slow
 from ..curvature.test_kronecker import assert_factors, loop
 from ..fuzz.killing import kill_before_change
 from ..groups import Ended, launch
-from ..making import Stop
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
 
 ROWS, BATCH = 4, 2
-SAVED = "saved-sums-0.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -111,43 +107,5 @@ def test_a_kill_between_two_file_operations_counts_no_row_twice(
     assert saved == {0, 2, 4}
 
 
-def test_a_kill_of_the_process_that_saves_for_several_counts_no_row_twice(
-    inputs: Path, wanted: dict[str, Any], tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"batch_size": 1, "processes": True}
-
-    def run(number: int, at: int | None) -> list[Ended]:
-        out = tmp_path / str(number) / "out"
-        out.parent.mkdir(exist_ok=True)
-        action = lambda: estimate(inputs, out, **options)  # noqa: E731
-        return launch(2, lambda rank: killed_at(at if rank == 0 else None, out, action), tmp_path / "said")
-
-    changes = run(0, None)[0].gave
-    saved = set()
-    for at in range(2, changes, 3):
-        killed, _ = run(at, at)
-        assert killed.status in (-signal.SIGKILL, 0)  # there may be fewer changes: processes may meet less often
-        out = tmp_path / str(at) / "out"
-        saved.add(resumed(inputs, out))
-        assert_right(wanted, out)
-    assert 0 in saved and len(saved) > 2
-
-
 FEWER, MORE, TWICE = "[[0, 1]]", "[[0, 3]]", "[[0, 1], [0, 1]]"
 OUTSIDE, BACKWARDS, NO_ROWS = "[[3, 5]]", "[[2, 0], [0, 4]]", "rows"
-
-
-@pytest.mark.parametrize("rows", [FEWER, MORE, TWICE, OUTSIDE, BACKWARDS, NO_ROWS])
-def test_saved_sums_over_other_rows_than_they_list_are_refused(inputs: Path, tmp_path: Path, rows: str) -> None:
-    out, saved = tmp_path / "out", tmp_path / "out.gradmerge-partial" / SAVED
-    with pytest.raises(KeyboardInterrupt):
-        estimate(inputs, out, progress=Stop(after=2))
-    with safe_open(saved, "pt") as file:
-        header = dict(file.metadata())
-    assert (header["examples"], header["rows"]) == ("2", "[[0, 2]]")
-    save_file(load_file(saved), saved, header | {"rows": rows})
-    before = saved.read_bytes()
-    with pytest.raises(gm.InputError):
-        estimate(inputs, out, resume=True)
-    assert saved.read_bytes() == before and not out.exists()
-    assert estimate(inputs, out).resumed_from == 0

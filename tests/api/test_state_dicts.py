@@ -67,21 +67,3 @@ def test_curvature_can_be_read_as_a_multiple_of_its_mean() -> None:
     scaled = [one.scale(50 / one.examples) for one in CURVATURE]
     got = merge(reduction={"mean_times": 50}, damping=0.01)
     assert got == pytest.approx(merge(prior=scaled[0], curvature=scaled[1:], damping=0.01), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"penalty": "nothing"}, "penalty"),
-        ({"penalty": -1.0}, "penalty"),
-        ({"penalty": {"a.weight": torch.ones(5, 4)}}, "penalty"),
-        ({"method": "fisher-averaging", "penalty": 1.0}, "base.penalty"),
-        ({"damping": "much"}, "damping"),
-        ({"reduction": {"mean_times": -1}}, "reduction.mean_times"),
-        ({"reduction": "median"}, "reduction"),
-        ({"method": "removal", "options": {"cap": -1}}, "cap"),
-    ],
-)
-def test_a_wrong_argument_is_named(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(gm.InputError, match=named):
-        merge(**given)

@@ -7,14 +7,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.api.calibrate_command import calibrate_command
 from gradmerge.cli.app import app
 from gradmerge.recipe import make_recipe
-from gradmerge.report.advice import preview_verdict
 
 from ..compare.conftest import write_texts
 
@@ -68,19 +66,3 @@ def test_the_command_of_a_diagnosis_names_the_merged_model_and_models_that_have_
 def test_merges_that_cannot_be_calibrated_have_no_command(changes: dict[str, object]) -> None:
     recipe = make_recipe({"method": "average", "base": "base", "models": ["a", "b"]} | changes)
     assert calibrate_command(recipe, {}) == ""
-
-
-def test_a_name_that_would_look_like_markup_gives_no_command() -> None:
-    recipe = make_recipe({"method": "average", "base": "base", "models": ["a", "b"]})
-    assert calibrate_command(recipe, {"a": "`a`.jsonl"}) == "" and calibrate_command(recipe, {"a": "a\n.jsonl"}) == ""
-
-
-def test_a_preview_advises_calibration_only_for_a_merge_that_loses(place: Path) -> None:
-    recipe = {"method": "task-arithmetic", "base": str(place / "base"), "models": [str(place / "a")]}
-    found = gm.preview(recipe, changes={"exclude": []}, weights="1", data={"a": "a.jsonl"}, device="cpu")
-    assert found.calibrate_command not in preview_verdict(found)[-1]  # the merge is the model itself
-    row = found.rows[0]
-    for shares, loses in (([0.5, 0.6, 0.7, 0.6], True), ([0.9, -0.8, 0.9, -0.7], False)):
-        row.shares["a"] = torch.tensor(shares, dtype=torch.float64)
-        row.costs["a"] = float(row.shares["a"].mean())
-        assert (found.calibrate_command in preview_verdict(found)[-1]) == loses

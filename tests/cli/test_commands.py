@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -111,32 +110,6 @@ def test_inspect_shows_a_model_and_whether_several_fit(models: tuple[Path, ...],
     text = run("inspect", base, other, status=2)
     assert all(word in text for word in ("new.weight", "[51, 8]", "layers.0.linear.weight"))
     run("inspect", base, a, "--exclude", "classifier*")
-
-
-def test_set_takes_penalties_caps_and_reductions(models: tuple[Path, ...], tmp_path: Path) -> None:
-    base, a, b = models
-    states, curvature = [read_model(m) for m in models], [gm.Curvature.load(m) for m in models]
-    given: dict[str, Any] = {"prior": curvature[0], "curvature": curvature[1:]}
-    recipe = tmp_path / "recipe.yml"
-    recipe.write_text(f"method: gradient-matching\nbase: {base}\nmodels: [{a}, {b}]\nreduction: sum\n")
-    for number, (settings, how) in enumerate(
-        [
-            (["base.penalty=none"], {"penalty": "none"}),
-            (["base.penalty=none", "base.penalty=null"], {}),
-            (["base.penalty=none", "base.penalty.identity=2"], {"penalty": 2.0}),
-            (["reduction.mean_times=50"], {"reduction": {"mean_times": 50}}),
-            (["reduction={mean_times: 50}"], {"reduction": {"mean_times": 50}}),
-            (["method=removal", "cap=0.5"], {"method": "removal", "options": {"cap": 0.5}}),
-            (
-                ["method=removal", "damping=1", "options.cap=none"],
-                {"method": "removal", "damping": 1.0, "options": {"cap": "none"}},
-            ),
-        ]
-    ):
-        words = [word for setting in settings for word in ("--set", setting)]
-        run("merge", recipe, *words, "-o", tmp_path / f"out-{number}", "--accept-untrusted")
-        want = gm.merge_state_dicts(states[0], states[1:], **given, **how)
-        assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / f"out-{number}").items()), settings
 
 
 def test_what_was_typed_is_shown_without_the_secrets_of_urls(monkeypatch: pytest.MonkeyPatch) -> None:

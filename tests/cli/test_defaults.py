@@ -59,24 +59,6 @@ def test_options_change_a_recipe_from_standard_input(place: Path) -> None:
     assert "damping" in invoke("merge", "-", "--set", "damping=never", "-o", "x", text=RECIPE, status=2).stderr
 
 
-def test_a_merge_that_was_killed_goes_on_with_the_same_recipe(place: Path) -> None:
-    invoke("merge", "-", "-o", "out", text=RECIPE)
-    invoke("merge", "-", "-o", "out", "--resume", text=RECIPE)
-    invoke("merge", "-", "-o", "out", "--resume", text=RECIPE.replace("0.5", "0.6"), status=2)
-
-
-def test_reports_read_standard_input_too(place: Path) -> None:
-    invoke("diagnose", "-", "-o", "report", text=RECIPE)
-    invoke("preview", "-", "--weights", "0.5,1", "-o", "preview", text=RECIPE)
-    assert (place / "report" / "report.html").is_file() and (place / "preview" / "report.html").is_file()
-
-
-@pytest.mark.parametrize("text", [b"", b"method: [", b"method: tise\nmodels: [a]\n", b"#" * 1_000_001, b"\xff\xfe\x00"])
-def test_a_wrong_recipe_on_standard_input_is_refused(place: Path, text: bytes) -> None:
-    assert "standard input" in invoke("merge", "-", "-o", "out", text=text, status=2).stderr
-    assert not (place / "out").exists()
-
-
 # Defaults from the environment.
 
 
@@ -103,12 +85,6 @@ def test_a_device_that_is_not_there_names_the_variable_it_came_from(place: Path,
         invoke("evaluate", "bert", "--data", "rows.jsonl", "--json", "--device", "cpu", GRADMERGE_DEVICE=value).stdout
     )
     assert found["device"] == "cpu"
-
-
-@pytest.mark.parametrize("value", ["auto", "mps", ""])
-def test_a_device_for_running_models_does_not_keep_a_merge_from_the_processor(place: Path, value: str) -> None:
-    invoke("merge", "-", "-o", "out", text=RECIPE, GRADMERGE_DEVICE=value)
-    assert "'mps'" in invoke("merge", "-", "-o", "x", "--device", "mps", text=RECIPE, status=2).stderr
 
 
 def test_variables_are_no_options_that_somebody_gave(place: Path) -> None:

@@ -6,14 +6,14 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import gradmerge as gm
 
-from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_llama_checkpoint, write_jsonl
-from .test_calibrate import data_of, fine_tune, invoke, merge_recipe, state_of
+from ..tasks.making import sentences, tiny_llama_checkpoint, write_jsonl
+from .test_calibrate import data_of, fine_tune, invoke, merge_recipe, state_of, write_adapters
 
 STEPS = ("--steps", 20, "--lr", 0.0003, "--batch-size", 10)
 
@@ -53,20 +53,7 @@ def test_a_calibrated_model_knows_the_teachers_of_its_merge(chats, tmp_path):
 
 
 def test_of_an_adapter_only_the_adapter_is_trained_and_written(tmp_path):
-    base = tiny_llama_checkpoint(tmp_path / "base")
-    for number, name in enumerate(("code", "chat")):
-        torch.manual_seed(number)
-        model = AutoModelForCausalLM.from_pretrained(base)
-        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2))
-        for key, parameter in adapted.named_parameters():
-            if "lora_B" in key:
-                parameter.data.normal_(std=0.3)
-        adapted.peft_config["default"].base_model_name_or_path = str(base)
-        adapted.save_pretrained(tmp_path / name)
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in sentences(40, seed=number)])
-    recipe = {"method": "average", "base": str(base), "models": [str(tmp_path / "code"), str(tmp_path / "chat")]}
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"output": {"format": "adapter", "rank": 4}}))
-    gm.merge(tmp_path / "recipe.json", tmp_path / "merged", progress=False)
+    base = write_adapters(tmp_path)
     out = tmp_path / "out"
     result = invoke("distill", tmp_path / "merged", *data_of(tmp_path, "code", "chat"), *STEPS, "--json", "-o", out)
     assert result.exit_code == 0, result.output
@@ -94,19 +81,3 @@ def test_tied_weights_that_are_stored_twice_change_together(chats, tmp_path):
     assert json.loads(result.stdout)["improved"]
     before, after = state_of(tmp_path / "merged"), state_of(out)
     assert torch.equal(after[tied[0]], after[tied[1]]) and not torch.equal(before[tied[0]], after[tied[0]])
-
-
-def test_heads_of_the_tasks_stay_as_they_are(chats, tmp_path):
-    tiny_bert_checkpoint(tmp_path / "base")
-    for number, (name, labels) in enumerate({"yelp": 2, "imdb": 3}.items(), 1):
-        tiny_bert_checkpoint(tmp_path / f"{name}-base", labels=labels, seed=0)
-        fine_tune(tmp_path / f"{name}-base", tmp_path / name, number, head=True)
-    gm.merge(merge_recipe(tmp_path, exclude=["classifier.*"]), tmp_path / "merged", progress=False)
-    out, data = tmp_path / "out", data_of(chats, "yelp", "imdb")
-    result = invoke("distill", tmp_path / "merged", *data, *STEPS, "--json", "-o", out)
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["match"] == "representations"
-    before, after = state_of(tmp_path / "merged"), state_of(out)
-    assert torch.equal(before["classifier.weight"], after["classifier.weight"])
-    refused = invoke("distill", tmp_path / "merged", *data, "--match", "answers", "-o", tmp_path / "other")
-    assert refused.exit_code == 2 and not (tmp_path / "other").exists()

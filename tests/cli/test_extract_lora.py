@@ -63,20 +63,6 @@ def test_extracting_says_what_is_lost_and_every_command_takes_the_adapter(tmp_pa
     run("diagnose", tmp_path / "recipe.yml", "--merged", lora, "-o", tmp_path / "report")
 
 
-def test_merge_prints_what_an_adapter_lost_and_what_would_be_written(tmp_path: Path) -> None:
-    tiny_gpt2_checkpoint(tmp_path / "base")
-    moved(tmp_path / "base", tmp_path / "tuned")
-    words = ["merge", "-m", "ties", "--base", tmp_path / "base", "--model", tmp_path / "tuned"]
-    words += ["--set", "output.format=adapter"]
-    refused = run(*words, "-o", tmp_path / "out", status=2)
-    assert "output.rank" in refused.output and not (tmp_path / "out").exists()
-    words += ["--set", "output.rank=3"]
-    run(*words, "--dry-run")
-    told = json.loads(run(*words, "--json", "-o", tmp_path / "out").stdout)
-    assert 0 < told["lost_share"] < 1 and told["lost"]
-    assert not (tmp_path / "out/model.safetensors").exists()
-
-
 def test_layers_that_are_solved_whole_go_into_an_adapter_with_their_biases(tmp_path: Path) -> None:
     tiny_bert_checkpoint(tmp_path / "base")
     rows = [{"text": text, "label": i % 2} for i, text in enumerate(sentences(8))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,15 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from peft import LoraConfig
-from PIL import Image
 from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.api.estimate import estimate_curvature
 from gradmerge.cli.app import app
 
-from ..checkpoints.test_lora import make_base, write_adapter
 from ..making import Stop, random_curvature, three_models, weight_bytes, write_recipe
 from ..tasks.making import labelled, tiny_bert_checkpoint, tiny_vit_checkpoint, write_jsonl
 
@@ -124,10 +120,6 @@ def vit(tmp_path: Path) -> Path:
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 255, size=(6, 8, 8, 3), dtype=np.uint8)
     np.savez(tmp_path / "x.npz", x_test=pixels, y_test=np.array([0, 1, 2, 0, 1, 2]))
-    for number, image in enumerate(pixels):
-        place = tmp_path / "images" / "test" / "abc"[number % 3] / f"{number}.png"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(place)
     return tmp_path
 
 
@@ -138,15 +130,6 @@ def changes_npz(folder: Path) -> None:
         np.savez(folder / "x.npz", x_test=x[::-1], y_test=y)
 
 
-def changes_image(folder: Path) -> None:
-    images = folder / "images" / "test"
-    shutil.copyfile(images / "a" / "0.png", images / "b" / "1.png")
-
-
-def renames_class(folder: Path) -> None:
-    (folder / "images" / "test" / "b").rename(folder / "images" / "test" / "d")
-
-
 def changes_weights(folder: Path) -> None:
     path = folder / "vit" / "model.safetensors"
     with same_times(path):
@@ -155,17 +138,9 @@ def changes_weights(folder: Path) -> None:
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("source", "change"),
-    [
-        ("x.npz:test", changes_npz),
-        ("images:test", changes_image),
-        ("images:test", renames_class),
-        ("x.npz:test", changes_weights),
-    ],
-)
-def test_a_measurement_does_not_go_on_with_changed_inputs(vit: Path, source: str, change: Any) -> None:
-    data = str(vit / source)
+@pytest.mark.parametrize("change", [changes_npz, changes_weights])
+def test_a_measurement_does_not_go_on_with_changed_inputs(vit: Path, change: Any) -> None:
+    data = str(vit / "x.npz:test")
     stop_after_saving(vit / "vit", data, vit / "out")
     change(vit)
     with pytest.raises(gm.InputError):
@@ -248,17 +223,3 @@ def test_a_truncated_result_is_not_taken_for_complete(recipe: Path) -> None:
         gm.merge(recipe, out, resume=True)
     gm.merge(recipe, out, resume=True, force=True)
     assert weight_bytes(out) == want
-
-
-def test_an_adapter_whose_config_changes_between_kill_and_resume_is_refused(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "llama-untied")
-    adapter = tmp_path / "adapter"
-    write_adapter(base, "llama-untied", adapter, LoraConfig(r=2, target_modules=["q_proj"]))
-    recipe = {"method": "task-arithmetic", "base": str(base), "models": [str(adapter)]}
-
-    with pytest.raises(KeyboardInterrupt):
-        gm.merge(recipe, tmp_path / "out", progress=Stop(), block=16)
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 64}))
-    with pytest.raises(gm.InputError):
-        gm.merge(recipe, tmp_path / "out", resume=True, block=16)

@@ -37,10 +37,6 @@ def test_every_example_is_one_line_at_every_width(path: str) -> None:
         assert "\\[" not in text
 
 
-def test_short_help_fits_a_line() -> None:
-    assert "..." not in help_of("gradmerge", 80).partition("Commands:")[2]
-
-
 def test_methods_that_are_completed_are_the_existing_ones() -> None:
     assert sorted(method_names("")) == sorted(METHODS)
     assert method_names("gradient") == ["gradient-matching"]
@@ -82,10 +78,3 @@ def test_completion_installs_itself_and_works_in_bash(shell_home: Path) -> None:
     asked = "; ".join(ask.format(*one) for one in (("cur", 1), ("merge --method gradient", 3), ("merge rec", 2)))
     commands, methods, files = in_bash(shell_home, f"source ~/.bashrc; {asked}").splitlines()
     assert (commands, methods, files) == ("curvature", "gradient-matching", "")  # bash completes files by itself
-
-
-@pytest.mark.parametrize(("shell", "end"), [("zsh", "gradient-matching"), ("fish", "gradient-matching")])
-def test_zsh_and_fish_are_answered_as_they_ask(shell_home: Path, shell: str, end: str) -> None:
-    variables = {"_TYPER_COMPLETE_ARGS": "gradmerge preview r.yml --methods ties,gr"}
-    variables |= {"_GRADMERGE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    assert f"ties,{end}" in in_bash(shell_home, "gradmerge", **variables)

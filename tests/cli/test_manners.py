@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import errno
-import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -107,29 +102,6 @@ def test_a_merge_of_hostile_names_leaves_files_that_are_safe_to_look_at(hostile:
     assert front.keys() == {"library_name", "tags"}
 
 
-class Scripts(HTMLParser):
-    """The scripts of a page: those that run, and data in JSON."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.run: list[str] = []
-        self.data: list[str] = []
-        self._into: list[str] | None = None
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag == "script":
-            self._into = self.data if dict(attrs).get("type") == "application/json" else self.run
-            self._into.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self._into is not None:
-            self._into[-1] += data
-
-    def handle_endtag(self, tag: str) -> None:
-        self._into = None
-
-
 @pytest.mark.parametrize("command", [["diagnose"], ["preview", "--weights", "0,1"]])
 def test_reports_on_hostile_names_are_safe_to_open(hostile: Path, tmp_path: Path, command: list[str]) -> None:
     clean(*command, hostile / "recipe.yml", "-o", tmp_path / "out")
@@ -138,12 +110,6 @@ def test_reports_on_hostile_names_are_safe_to_open(hostile: Path, tmp_path: Path
         assert printable(text) == text, path.name
         if path.suffix == ".csv":
             assert not re.search(r'(^|,)"?[=+@]', text, re.MULTILINE), path.name
-    text = (tmp_path / "out" / "report.html").read_text("utf-8")
-    page = Scripts(text)
-    hashes = {base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page.run}
-    assert hashes and hashes == set(re.findall(r"'sha256-([^']+)'", text.partition("script-src")[2].partition(";")[0]))
-    assert not [script for script in page.run if "all is lost" in script]
-    assert all(json.loads(data) for data in page.data)
     clean(*command, hostile / "recipe.yml", "-o", tmp_path / "json", "--json")
 
 
@@ -208,20 +174,6 @@ def test_paths_that_are_not_utf8_are_merged_and_looked_at(latin: Path) -> None:
     assert weights_of(latin / "again") == weights_of(latin / "best")
 
 
-@pytest.mark.parametrize("command", ["evaluate", "estimate", "diagnose", "preview"])
-def test_a_model_to_run_is_refused_at_once_if_its_path_is_not_utf8(latin: Path, command: str) -> None:
-    model, rows = latin / os.fsdecode(b"mod\xe8le"), latin.parent / "rows.jsonl"
-    recipe, out = latin / os.fsdecode(b"recette\xe9.yml"), latin.parent / "out"
-    words: Mapping[str, list[str | Path]] = {
-        "evaluate": ["evaluate", model, "--data", rows],
-        "estimate": ["curvature", "estimate", model, "--data", rows, "-o", out],
-        "diagnose": ["diagnose", recipe, "--data", f"mod\udce8le={rows}", "-o", out],
-        "preview": ["preview", recipe, "--weights", "1", "--data", f"mod\udce8le={rows}", "-o", out],
-    }
-    clean(*words[command], status=2)
-    assert not out.exists() and not (latin.parent / "out.gradmerge-partial").exists()
-
-
 # Errors for machines.
 
 
@@ -246,10 +198,6 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
 )
 def test_a_failing_machine_is_not_blamed_on_the_input(error: BaseException) -> None:
     assert explain(error)[1] == 1
-
-
-def test_wrong_input_keeps_its_status() -> None:
-    assert explain(caused(InputError("x: cannot be opened"), OSError(errno.ENOENT, ""))) == ("x: cannot be opened", 2)
 
 
 # Processes with streams that fail, and under limits.
@@ -300,14 +248,3 @@ def test_too_few_files_and_too_little_memory_are_named(place: Path) -> None:
     done = shell(place, "(ulimit -v 300000; gradmerge merge r.yml -o out; echo $?)")
     assert done.stdout == "1\n" and re.fullmatch(r"error: out of memory\..*\n", done.stderr)
     assert not list(place.glob("out*"))
-
-
-def test_a_result_may_have_more_files_than_a_process_may_open(place: Path) -> None:
-    shapes = {f"layers.{i}.weight": (2, 2) for i in range(150)}
-    base = random_state(0, shapes)
-    for name, state in (("many", base), ("tuned", near(base, 1))):
-        write_model(place / name, state)
-    words = "-m task-arithmetic --base many --model tuned --set output.shard_size=16 -o out"
-    done = shell(place, f"ulimit -n 100; gradmerge merge {words}")
-    assert done.returncode == 0, done.stderr
-    assert read_model(place / "out").keys() == base.keys() and len(list((place / "out").glob("*.safetensors"))) == 150

@@ -6,15 +6,11 @@ import inspect
 from dataclasses import asdict
 
 import pytest
-import typer
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 from gradmerge.cli.options import LoadingOptions, api_options
 from gradmerge.cli.output import with_options
 from gradmerge.tasks.loading import DEFAULTS
-
-COMMANDS = (["evaluate"], ["diagnose"], ["preview"], ["curvature", "estimate"])
 
 
 def test_options_of_loading_are_those_of_python_with_the_same_defaults() -> None:
@@ -46,13 +42,3 @@ def test_options_of_merge_are_those_of_python_with_the_same_defaults() -> None:
 )
 def test_messages_of_the_library_name_options(message: str, expected: str) -> None:
     assert with_options(message, ["force", "allow_code", "rank", "threads", "out"]) == expected
-
-
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_commands_that_load_data_have_all_of_them_in_the_same_order(words: list[str]) -> None:
-    command = typer.main.get_command(app)
-    for word in words:
-        command = command.commands[word]  # type: ignore[attr-defined]
-    shown = [parameter.name for parameter in command.params]
-    first = shown.index("task")
-    assert shown[first : first + len(DEFAULTS)] == list(DEFAULTS)

@@ -41,8 +41,6 @@ def place(tmp_path_factory):
     record["recipe"]["exclude"] = ["*"]
     (place / "excluded" / "gradmerge.json").write_text(json.dumps(record))
     (place / "empty.jsonl").write_text("")
-    write_jsonl(place / "one.jsonl", [{"text": "only one row"}])
-    write_jsonl(place / "images.jsonl", [{"pixels": [[0, 1], [1, 0]]}] * 4)
     return place
 
 
@@ -57,15 +55,10 @@ BOTH = {
         "movie",
     ),
     "no rows": ("merged", "yelp={empty}.jsonl", [], "empty.jsonl"),
-    "one row": ("merged", "yelp={one}.jsonl", [], "yelp"),
-    "rows of another task": ("merged", "yelp={images}.jsonl", [], "images.jsonl"),
-    "rows that do not exist": ("merged", "yelp={nothing}.jsonl", [], "nothing.jsonl"),
     "the same task twice": ("merged", "yelp={yelp}.jsonl", ["--data", "yelp={imdb}.jsonl"], "yelp"),
     "a model without a record": ("base", "yelp={yelp}.jsonl", [], "teacher"),
     "infinite activations of the merge": ("infinite", "yelp={yelp}.jsonl", [], "finite"),
-    "OUT is an input": ("merged", "yelp={yelp}.jsonl", ["-o", "{yelp}"], "yelp"),
     "OUT is in an input": ("merged", "yelp={yelp}.jsonl", ["-o", "{yelp}/inside"], "yelp"),
-    "another dtype": ("merged", "yelp={yelp}.jsonl", ["--dtype", "float16"], "float16"),
 }
 CASES = {
     "calibrate": BOTH
@@ -78,17 +71,12 @@ CASES = {
             LAYER,
         ),
         "no linear layer": ("excluded", "yelp={yelp}.jsonl", [], "no linear layer"),
-        "unknown curvature": ("merged", "yelp={yelp}.jsonl", ["--curvature", "maybe"], "maybe"),
         "alpha above 1": ("merged", "yelp={yelp}.jsonl", ["--alpha", "2"], "alpha"),
-        "a negative ridge": ("merged", "yelp={yelp}.jsonl", ["--ridge", "-1"], "ridge"),
         "auto without a check": ("merged", "yelp={yelp}.jsonl", ["--no-check"], "check"),
-        "memory that is no size": ("merged", "yelp={yelp}.jsonl", ["--cache-memory", "lots"], "lots"),
     },
     "distill": BOTH
     | {
-        "unknown match": ("merged", "yelp={yelp}.jsonl", ["--match", "labels"], "labels"),
         "no learning rate": ("merged", "yelp={yelp}.jsonl", ["--lr", "0"], "lr"),
-        "no steps": ("merged", "yelp={yelp}.jsonl", ["--steps", "0"], "steps"),
     },
 }
 

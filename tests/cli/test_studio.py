@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import socket
 from pathlib import Path
 
@@ -63,9 +62,3 @@ def test_without_a_demo_the_command_that_makes_it_is_said(tmp_path: Path, monkey
         assert result.exit_code == 2 and "gradmerge demo -o demo" in result.stderr
     (tmp_path / "demo").mkdir()
     assert invoke("demo").exit_code == 2
-
-
-def test_models_that_cannot_be_merged_are_refused(recipe: Path) -> None:
-    shutil.rmtree(recipe.parent / "b")
-    result = invoke(recipe, "--data", "a=a.jsonl", "--port", "0")
-    assert result.exit_code == 2 and "b" in result.stderr and "http" not in result.stdout

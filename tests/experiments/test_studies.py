@@ -8,11 +8,8 @@ import pytest
 import torch
 from experiments.studies.__main__ import main
 from experiments.studies.data import Rows, digits
-from experiments.studies.linear import Linear, compare, state_of
+from experiments.studies.linear import compare
 from experiments.studies.settings import DIALS
-from experiments.studies.whole import match_whole
-
-import gradmerge as gm
 
 from .making import figures, smoke_run
 
@@ -38,17 +35,3 @@ def test_matching_is_joint_training_for_linear_regression_and_not_by_diagonals()
     for name in ("full", "kronecker", "all data", "joint, from elsewhere"):
         assert found[name]["distance"] < 1e-8 and found[name]["loss"] == pytest.approx(found["joint"]["loss"])
     assert min(found[name]["distance"] for name in ("average", "task-arithmetic", "diagonal", "base")) > 0.1
-
-
-def test_the_whole_matrix_is_that_of_a_linear_model() -> None:
-    torch.manual_seed(0)
-    model, rows = Linear("logistic regression"), parts()
-    starts = [0.1 * torch.randn(650, dtype=torch.float64) for _ in rows]
-    base, *tuned = ({f"0.{name}": value.float() for name, value in state_of(one).items()} for one in starts)
-    first, *others = (Rows(part.pixels.float(), part.labels) for part in rows)
-    found = match_whole((64, 10), base, tuned, first, others, damping=2.0)
-    prior, *own = (model.hessian(one, part) for one, part in zip(starts, rows, strict=True))
-    prior, nothing = prior + 2 * torch.eye(650, dtype=torch.float64), torch.zeros_like(prior)
-    slow = gm.gradient_matching_full(starts[0], starts[1:], prior, own, penalty=nothing) - starts[0]
-    moved = torch.cat([found["0.weight"], found["0.bias"][:, None]], 1).flatten().double() - starts[0]
-    assert float((moved - slow).norm() / slow.norm()) < 1e-3

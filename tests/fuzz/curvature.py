@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -62,59 +61,6 @@ class CurvatureFiles(Merging):
         self.merge(recipe(method=method, models=models, missing="zero"))
 
 
-class Grams(Merging):
-    """Gram matrices, for RegMean."""
-
-    name, share = "gram", 4.0
-
-    def make(self) -> None:
-        write_models()
-        header = {"format": "gradmerge-curvature/1", "examples": "3", "kind": "gram", "fan_in_fan_out": "[]"}
-        save_file({"a.weight": torch.eye(3), "b.weight": torch.eye(4)}, "gram.safetensors", metadata=header)
-
-    def case(self, draw: Draw) -> Case:
-        raw = self.place.original("gram.safetensors")
-        return Case({"gram.safetensors": draw(draw(st.sampled_from(CURVATURE))(raw))})
-
-    def read(self) -> None:
-        models = [{"model": name, "curvature": "gram.safetensors"} for name in "ab"]
-        self.merge(recipe(method="regmean", models=models))
-
-
-def check_alone(place: Any, outcome: str) -> None:
-    """`out` is all that is there, if it should be there at all."""
-    left = sorted(path.name for path in place.out.parent.iterdir())
-    if left != (["out"] if outcome == "worked" else []):
-        raise Broken(f"left behind: {', '.join(left) or 'nothing'}")
-
-
-class Reports(Kind):
-    """Curvature and recipes as `preview` and `diagnose` read them."""
-
-    name, share = "reports", 1.0
-
-    def make(self) -> None:
-        write_models(curvature=True)
-        recipe_text = json.dumps(recipe(method="gradient-matching", models=["a", {"model": "b", "weight": 0.5}]))
-        Path("recipe.yml").write_text(recipe_text)
-
-    def case(self, draw: Draw) -> Case:
-        name = f"{draw(st.sampled_from(['a', 'base', 'b']))}/curvature/curvature.safetensors"
-        raw = draw(draw(st.sampled_from(CURVATURE))(self.place.original(name)))
-        return Case({name: raw}, how={"preview": draw(st.booleans())})
-
-    def read(self, preview: bool = True) -> None:
-        if preview:
-            gm.preview("recipe.yml", self.place.out, weights=["0:1:0.5"], threads=1)
-        else:
-            gm.diagnose("recipe.yml", self.place.out, threads=1)
-
-    def check(self, outcome: str) -> None:
-        check_alone(self.place, outcome)
-        for path in self.place.out.glob("*.json"):
-            json.loads(path.read_text("utf-8"))
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +108,9 @@ class TrainerCheckpoints(Kind):
         gm.import_curvature(".", 24, 8, model=self.model).save(self.place.out, precision=precision)
 
     def check(self, outcome: str) -> None:
-        check_alone(self.place, outcome)
+        left = [path.name for path in self.place.out.parent.iterdir()]
+        if left != (["out"] if outcome == "worked" else []):
+            raise Broken(f"left behind: {', '.join(left) or 'nothing'}")
         if outcome == "worked":
             gm.Curvature.load(self.place.out)
 
@@ -295,4 +243,4 @@ class UnfinishedEstimate(Kind):
             raise Broken("there is a result of a measurement that failed")
 
 
-KINDS: list[type[Kind]] = [CurvatureFiles, Grams, Reports, TrainerCheckpoints, Unfinished, Records, UnfinishedEstimate]
+KINDS: list[type[Kind]] = [CurvatureFiles, TrainerCheckpoints, Unfinished, Records, UnfinishedEstimate]

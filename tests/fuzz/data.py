@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import io
 import json
 from collections.abc import Iterator
@@ -101,62 +100,6 @@ class Jsonl(Data):
         return edited(raw) | one_row.map(lambda row: row + b"\n" + raw)
 
 
-class Messages(Jsonl):
-    """Chats, and prompts with answers, for a language model."""
-
-    name, model, share = "data-messages", "gpt2", 2.0
-    rows: list[dict[str, Any]] = [  # noqa: RUF012
-        {"text": "a good film"},
-        {"text": "paris is blue", "prompt": "what is paris ?", "completion": "blue"},
-    ]
-
-
-class Csv(Data):
-    name, source = "data-csv", "data.csv"
-
-    def content(self) -> bytes:
-        return b"text,label\n" + b"".join(f'"{row["text"]}",{row["label"]}\n'.encode() for row in ROWS)
-
-
-class Txt(Data):
-    name, source, model = "data-txt", "data.txt", "gpt2"
-
-    def content(self) -> bytes:
-        return b"".join(f"{row['text']}\n".encode() for row in ROWS)
-
-
-class Parquet(Data):
-    name, source = "data-parquet", "data.parquet"
-
-    def content(self) -> bytes:
-        return self.table({key: [row[key] for row in ROWS] for key in ROWS[0]})
-
-    def table(self, columns: dict[str, list[Any]]) -> bytes:
-        import pyarrow
-        import pyarrow.parquet
-
-        file = io.BytesIO()
-        pyarrow.parquet.write_table(pyarrow.table(columns), file)
-        return file.getvalue()
-
-    def mutated(self, raw: bytes) -> SearchStrategy[bytes]:
-        texts = [[None, "a"], [b"\xff", b"a"], [[1], [2]], [{"a": 1}, None]]
-        labels = st.sampled_from([[0, 1], [1.5, None], ["x", "y"]])
-        columns = st.fixed_dictionaries({"label": labels}, optional={"text": st.sampled_from(texts)})
-        return st.one_of([edited(raw)] * 4 + [columns.map(self.table)])
-
-
-class Gz(Jsonl):
-    name, source, share = "data-gz", "data.jsonl.gz", 2.0
-
-    def content(self) -> bytes:
-        return gzip.compress(super().content(), mtime=0)
-
-    def mutated(self, raw: bytes) -> SearchStrategy[bytes]:
-        inside = super().mutated(gzip.decompress(raw))
-        return edited(raw) | inside.map(lambda text: gzip.compress(text, mtime=0))
-
-
 class Npz(Data):
     name, source, model = "data-npz", "data.npz", "vit"
 
@@ -189,39 +132,6 @@ def npz(arrays: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
-
-
-class Images(Data):
-    """A folder of images by class."""
-
-    name, source, model = "data-images", "images", "vit"
-    formats = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
-
-    def make(self) -> None:
-        from PIL import Image
-
-        from tests.tasks.making import tiny_vit_checkpoint
-
-        tiny_vit_checkpoint(Path("vit"))
-        pixels = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
-        self.images: dict[str, bytes] = {}
-        for kind in self.formats:
-            file = io.BytesIO()
-            Image.fromarray(pixels).save(file, kind)
-            self.images[kind] = file.getvalue()
-        for number in range(3):
-            Path(f"images/{number}").mkdir(parents=True)
-            Path(f"images/{number}/one.png").write_bytes(self.images["PNG"])
-
-    def case(self, draw: Draw) -> Case:
-        raw = self.images[draw(st.sampled_from(self.formats))]
-        names = ["one.png", "one.png", "two.jpg", "x.gif", "\udcff.png", "y.tif", ".hidden.png", "z.webp"]
-        place = f"images/{draw(st.integers(0, 2))}/{draw(st.sampled_from(names))}"
-        return Case({place: draw(edited(raw))})
-
-    def read(self) -> None:  # type: ignore[override]
-        with models_kept():
-            gm.evaluate("vit", "images", batch_size=2, device="cpu")
 
 
 @st.composite
@@ -297,4 +207,4 @@ class ImportConfig(Kind):
         pass
 
 
-KINDS: list[type[Kind]] = [Jsonl, Messages, Csv, Txt, Parquet, Gz, Npz, Images, Loaded, ImportConfig]
+KINDS: list[type[Kind]] = [Jsonl, Npz, Loaded, ImportConfig]

@@ -1,38 +1,29 @@
-"""Kinds of input that a merge opens: weights, indexes, configs, adapters, pickles, tokenizers, recipes, names."""
+"""Kinds of input that a merge opens: weights, indexes, configs, adapters, pickles, tokenizers."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from hypothesis import strategies as st
 from safetensors.torch import save
 
 import gradmerge as gm
 from gradmerge.checkpoints import open_checkpoint
 from gradmerge.checkpoints.checkpoint import Buffers
-from gradmerge.recipe import make_recipe
-from gradmerge.yaml import parse_yaml
 from tests.making import near, random_curvature, random_state, write_model
 
 from .mutate import (
-    PATHS,
-    WRONG,
     Draw,
-    edited,
-    edited_value,
     json_file,
     saved,
     tensor_file,
     tensor_values,
     torch_file,
-    yaml_of,
 )
-from .trial import MACHINE, WORKED, Broken, Case, Kind, command
+from .trial import Broken, Case, Kind, command
 
 SHAPES = {"embed.weight": (6, 4), "a.weight": (4, 3), "a.bias": (4,), "norm.weight": (4,), "b.weight": (2, 4)}
 CONFIG: dict[str, Any] = {
@@ -142,14 +133,6 @@ class Weights(Merging):
         self.merge(recipe(**changes))
 
 
-class BaseWeights(Weights):
-    """The base's safetensors file, of which a merge copies what it does not merge."""
-
-    name, share = "safetensors-base", 5.0
-    file = "base/model.safetensors"
-    changes = st.sampled_from([{"models": ["a"], "include": include} for include in (["*"], ["b.weight"])])
-
-
 class Index(Merging):
     """The index of a model in several files."""
 
@@ -168,10 +151,10 @@ class Index(Merging):
 
 
 class Config(Merging):
-    """`config.json` of the base or a model."""
+    """The configs and the tokenizer of the base or a model, which a merge compares and copies."""
 
     name, share = "config", 7.0
-    files = ("config.json",)
+    files = ("config.json", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
     commands = st.sampled_from([None] * 20 + [[], ["--json"], ["--tensors"]])
 
     def case(self, draw: Draw) -> Case:
@@ -184,13 +167,6 @@ class Config(Merging):
             self.merge(recipe(**changes))
         else:
             command("inspect", "base", "a", "b", *inspect)
-
-
-class SideFiles(Config):
-    """Tokenizers and the other small files, which a merge compares and copies."""
-
-    name, share = "side-files", 4.0
-    files = ("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")  # type: ignore[assignment]
 
 
 ADAPTER: dict[str, Any] = {
@@ -273,197 +249,4 @@ class Pickles(Merging):
         self.merge(recipe(base=base, models=["p"]), allow_pickle=True)
 
 
-class PickleIndex(Merging):
-    """The index of a pickled model in several files."""
-
-    name, share = "pickle-index", 2.0
-    file = "p/pytorch_model.bin.index.json"
-
-    def make(self) -> None:
-        write_models()
-        Path("p").mkdir()
-        parts = {
-            "pytorch_model-1.bin": {"a.weight": torch.ones(4, 3)},
-            "pytorch_model-2.bin": {"b.weight": torch.ones(2, 4)},
-        }
-        for name, state in parts.items():
-            torch.save(state, Path("p") / name)
-        places = {tensor: name for name, state in parts.items() for tensor in state}
-        Path(self.file).write_text(json.dumps({"metadata": {}, "weight_map": places}))
-
-    def case(self, draw: Draw) -> Case:
-        return Case({self.file: draw(json_file(self.place.original(self.file)))})
-
-    def read(self) -> None:
-        read_all("p", allow_pickle=True)
-
-
-RECIPE: dict[str, Any] = {
-    "method": "gradient-matching",
-    "base": {"model": "base", "curvature": {"identity": 1.0}},
-    "models": [{"model": "a", "curvature": "a/curvature", "weight": 0.7}, {"model": "b", "weight": 1}],
-    "reduction": "mean",
-    "damping": 1e-8,
-    "include": ["*"],
-    "exclude": ["*.bias"],
-    "missing": "zero",
-    "options": {},
-    "output": {"dtype": "float32", "shard_size": "5GB", "curvature": True},
-}
-
-
-class Recipes(Merging):
-    """A recipe file."""
-
-    name, share = "recipe", 9.0
-    stays_inside = False  # a recipe names any path
-
-    def make(self) -> None:
-        write_models(curvature=True)
-        Path("recipe.yml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))
-
-    def case(self, draw: Draw) -> Case:
-        value = RECIPE | draw(st.sampled_from([{}, *METHODS]))
-        return Case({"recipe.yml": draw(yaml_of(value))}, how={"dry_run": draw(st.integers(0, 19)) == 0})
-
-    def read(self, dry_run: bool = False) -> None:
-        if dry_run:
-            command("merge", "recipe.yml", "--dry-run")
-        else:
-            gm.merge("recipe.yml", self.place.out, threads=1)
-
-
-class Mappings(Kind):
-    """A recipe given as a mapping, and YAML on its own."""
-
-    name, share = "recipe-mapping", 7.0
-
-    def make(self) -> None:
-        pass
-
-    def case(self, draw: Draw) -> Case:
-        value = draw(edited_value(RECIPE))
-        text = draw(st.none() | edited(yaml.safe_dump(value).encode("utf-8", "replace")))
-        return Case(how={"value": value, "text": text})
-
-    def read(self, value: Any = RECIPE, text: bytes | None = None) -> None:
-        if text is not None:
-            parse_yaml(text, "here")
-        make_recipe(value)
-
-
-NAMES = [
-    *["a=b", "a:b", "a b", "a\nb", "a\tb", "\x1b[2J", "é", "ﬀ", "a" * 200, "-a", "--help", "base=", "=1", "a@b", "~"],
-    *["~a", "a%20b", "<b>", "a'b\"", "a\udcff", "\u202eb", "=cmd()", "a\\b", "${HOME}", "*", "[a]", "a#b", "{}"],
-    *["a|b", "...", ".a", "curvature", "a.safetensors", "identity:1"],
-]
-
-
-class Names(Merging):
-    """Folders with strange names, in all places where a name is read or shown."""
-
-    name, share = "names", 3.0
-    stays_inside = False
-    ways = ("model", "base", "merge", "inspect", "weight", "inspect alone")
-
-    def case(self, draw: Draw) -> Case:
-        name = "".join(draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3)))
-        while len(os.fsencode(name)) > 240:
-            name = name[:-1]
-        name += "x" if name in ("~", "...", "a", "b", "base") else ""
-        files = {f"{name}/{file}": self.place.original(f"a/{file}") for file in ("config.json", "model.safetensors")}
-        return Case(
-            files, how={"named": draw(st.sampled_from(["", "./"])) + name, "way": draw(st.sampled_from(self.ways))}
-        )
-
-    def read(self, named: str = "a", way: str = "model") -> None:
-        if way == "model":
-            self.merge(recipe(models=[named, "b"]))
-        elif way == "base":
-            self.merge(recipe(base=named))
-        elif way == "merge":
-            command("merge", "-m", "average", "--base", "base", "--model", named, "-o", str(self.place.out))
-        elif way == "weight":
-            command("merge", "-m", "task-arithmetic", "--base", "base", f"--model={named}=0.5", "--dry-run")
-        else:
-            command("inspect", *(["base", "--json"] if way == "inspect" else []), "--", named)
-
-
-WORDS = [
-    *["--method", "-m", "--base", "--model", "--curvature", "--set", "--threads", "--device", "--resume"],
-    *["--dry-run", "--allow-pickle", "--json", "--quiet", "--exclude", "--tensors", "--dataset-size"],
-    *["--limit", "--data", "--weights", "--methods", "--suggest", "--force", "--", "-h"],
-    *["--version", "base", "a", "b", "a=0.5", "b=nan", "a=-1", "a=1e400", "a==1", "=", "a=", "=0.5", "average"],
-    *["ties", "slerp", "gradient-matching", "removal", "recipe.yml", "density=0.5", "damping=1e-8", "damping=.nan"],
-    *["options.x=1", "models[0].weight=2", "models[9].weight=2", "models.0=5", "base.curvature.identity=1"],
-    *["output.dtype=int8", "include=[a*]", "x=y", "[=1", "damping=!!python/object:x y", "damping=1:2:3"],
-    *["base=&a [*a]", "output={shard_size: 0}", "a/curvature", "base=identity:1", "identity:x", "identity:1e400"],
-    *["a=identity:0", "cpu", "cuda:7", "meta", "0", "-1", "1", "9" * 400, "", " ", "\udcff", "é", "\x1b[31m"],
-    *["0:1:0.5", "1:0:0.1", "0:1:0", "0:1:1e-12", "0,nan", "a=0:1:0.5", "c=0:1", "a=data.jsonl", "worst", "sum", "*"],
-    *["[", "*.bias", "0.5", "nan", "inf"],
-]
-GRADIENT_MATCHING = ["--method", "gradient-matching", "--base", "base", "--model", "a"]
-LINES = [
-    ["merge", "recipe.yml", "--threads", "1"],
-    ["merge", "recipe.yml", "--set", "damping=0.1", "--method", "fisher-averaging"],
-    ["merge", "--method", "ties", "--base", "base", "--model", "a=0.7", "--model", "b", "--set", "density=0.3"],
-    ["merge", *GRADIENT_MATCHING, "--curvature", "identity:1", "--curvature", "a/curvature"],
-    ["remove", "--base", "base", "--model", "a=0.8", "--set", "damping=1.0"],
-    ["remove", "--base", "base", "--model", "a", "--method", "negation"],
-    ["inspect", "base", "a", "--exclude", "*.bias"],
-    ["inspect", "a", "--tensors", "--json"],
-    ["methods", "ties"],
-    ["methods", "--json"],
-    ["curvature", "show", "a/curvature"],
-    ["curvature", "import", "a"],
-    ["preview", "recipe.yml", "--weights", "0:1:0.5"],
-    ["preview", "recipe.yml", "--suggest"],
-    ["diagnose", "recipe.yml"],
-    ["evaluate", "a", "--data", "data.jsonl"],
-    ["curvature", "estimate", "a", "--data", "data.jsonl", "--limit", "2"],
-]
-#: Commands that do not write, and so know no -o.
-ONLY_READ = {"inspect", "methods", "evaluate"}
-
-
-class CommandLine(Kind):
-    """Words of the command line. OUT stays what it is, so that no case can write anywhere else."""
-
-    name, share = "command-line", 4.0
-
-    def make(self) -> None:
-        write_models(curvature=True)
-        Path("recipe.yml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))
-        Path("data.jsonl").write_text('{"text": "a", "label": 0}\n')
-
-    def case(self, draw: Draw) -> Case:
-        words = list(draw(st.sampled_from(LINES)))
-        for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
-            place = draw(st.integers(1, len(words)))
-            own = words[place : place + 1]
-            changes: list[list[str]] = [[], [draw(st.sampled_from(WORDS))], [draw(st.sampled_from(WORDS)), *own]]
-            words[place : place + 1] = draw(st.sampled_from([*changes, *([self.changed(draw, word)] for word in own)]))
-        return Case(how={"words": words})
-
-    def changed(self, draw: Draw, word: str) -> str:
-        if "=" in word and draw(st.booleans()):
-            return word.partition("=")[0] + "=" + str(draw(st.sampled_from([*PATHS, *WRONG])))
-        changed = os.fsdecode(draw(edited(os.fsencode(word)))[:500].replace(b"\x00", b""))
-        # No option that writes, and no path that leads elsewhere.
-        return changed if not changed.startswith(("-", "/", "~", "..")) else "x" + changed
-
-    def read(self, words: list[str] = LINES[0]) -> None:
-        self.words = list(words)
-        if words[0] not in ONLY_READ and words[1:2] != ["show"]:
-            self.words += ["-o", str(self.place.out)]
-        command(*self.words)
-
-    def check(self, outcome: str) -> None:
-        if self.words[0] in ("merge", "remove"):
-            super().check(outcome)
-        elif any(self.place.out.parent.iterdir()) and outcome not in (WORKED, MACHINE):
-            raise Broken("something was left of a request that was refused")
-
-
-FOLDERS: list[type[Kind]] = [Weights, BaseWeights, Index, Config, SideFiles, Adapters, Pickles, PickleIndex]
-KINDS: list[type[Kind]] = [*FOLDERS, Recipes, Mappings, Names, CommandLine]
+KINDS: list[type[Kind]] = [Weights, Index, Config, Adapters, Pickles]

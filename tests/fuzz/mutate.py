@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import yaml
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -115,16 +114,6 @@ def json_of(value: Any) -> SearchStrategy[bytes]:
 def json_file(raw: bytes) -> SearchStrategy[bytes]:
     """A file of JSON, edited as bytes or by its values."""
     return st.one_of(edited(raw), json_of(json.loads(raw)), json_of(json.loads(raw)))
-
-
-def yaml_of(value: Json) -> SearchStrategy[bytes]:
-    """YAML of a value, edited as bytes, as JSON (which is YAML), or by its values."""
-
-    def text(value: Any, flow: bool | None = None) -> bytes:
-        return yaml.safe_dump(value, sort_keys=False, default_flow_style=flow).encode("utf-8", "surrogatepass")
-
-    styles = st.sampled_from([None, True, False])
-    return edited(text(value)) | json_of(value) | st.builds(text, edited_value(value), styles)
 
 
 # safetensors: the length of the header, the header, the data.

@@ -1,4 +1,4 @@
-"""Kinds of input that `calibrate` and `distill` read: weights, configs, tokenizers, records and rows."""
+"""Kinds of input that `calibrate` reads: weights, configs, tokenizers, records and rows."""
 
 from __future__ import annotations
 
@@ -67,27 +67,8 @@ class Calibrate(Kind):
 
     def read(self, **options: Any) -> None:
         data = {name: f"{name}.jsonl" for name in TEXTS}
-        self.refine(data, out=self.place.out, batch_size=2, device="cpu", progress=False, **options)
-
-    def refine(self, data: dict[str, str], **options: Any) -> None:
-        gm.calibrate("merged", data, **{"curvature": "none", **options})
+        options = {"curvature": "none", "batch_size": 2, "device": "cpu", **options}
+        gm.calibrate("merged", data, out=self.place.out, progress=False, **options)
 
 
-class Distill(Calibrate):
-    """What a distillation reads."""
-
-    name, share = "distill", 1.0
-    options = st.fixed_dictionaries(
-        {},
-        optional={
-            "match": st.sampled_from(["answers", "representations", "both"]),
-            "steps": st.sampled_from([1, 3]),
-            "lr": st.sampled_from([1e-9, 1e3]),
-        },
-    )
-
-    def refine(self, data: dict[str, str], **options: Any) -> None:
-        gm.distill("merged", data, **{"steps": 2, **options})
-
-
-KINDS: list[type[Kind]] = [Calibrate, Distill]
+KINDS: list[type[Kind]] = [Calibrate]

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, event, given, settings
 import gradmerge as gm
 
 from . import curvature, data, models, refinement, trial
-from .models import Mappings, Merging, recipe
+from .models import Merging, recipe
 from .trial import REFUSED, WORKED, Broken, Kind, run_case
 
 KINDS = [*models.KINDS, *curvature.KINDS, *data.KINDS, *refinement.KINDS]
@@ -56,10 +56,10 @@ def test_mutated_inputs_work_or_are_refused(
     assert run_case(kind).outcome == WORKED
 
 
-class Wrong(Mappings):
+class Wrong(Kind):
     """A kind whose case does what no case should."""
 
-    stays_inside = True
+    name, stays_inside = "wrong", True
 
     def __init__(self, place: Path, does: str) -> None:
         self.does = does

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -135,14 +134,6 @@ def test_a_folder_that_a_killed_process_moved_away_is_restored(tmp_path: Path) -
     assert names(tmp_path) == ["out"] and (tmp_path / "out" / "file").read_text() == "old"
 
 
-def test_what_a_process_killed_after_the_rename_left_is_removed(tmp_path: Path) -> None:
-    result(tmp_path / "out", "old")
-    result(tmp_path / "out.gradmerge-replaced", "older")
-    with AtomicDir(tmp_path / "out", "merge", force=True) as staging:
-        fill(staging.folder, "new")
-    assert names(tmp_path) == ["out"] and (tmp_path / "out" / "file").read_text() == "new"
-
-
 def test_a_complete_result_is_kept_if_its_name_was_taken_meanwhile(tmp_path: Path) -> None:
     staging = AtomicDir(tmp_path / "out", "merge")
     fill(staging.folder, "new")
@@ -209,14 +200,3 @@ def test_too_little_space_is_an_error_before_anything_is_written(tmp_path: Path)
         staging.require_space(free // 2)
         with pytest.raises(MachineError):
             staging.require_space(2 * free + 10**9)
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks_gives_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def flock(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    with AtomicDir(tmp_path / "out", "merge") as staging:
-        fill(staging.folder)
-    assert len(staging.notes) == 1 and names(tmp_path / "out") == ["file"]

@@ -13,7 +13,7 @@ import torch
 from gradmerge.checkpoints import open_checkpoint
 from gradmerge.checkpoints.adapter_config import read_adapter_config
 from gradmerge.errors import InputError
-from gradmerge.io.reader import MAX_HEADER, TensorFile, read_index
+from gradmerge.io.reader import TensorFile, read_index
 from gradmerge.io.small_files import lies_within, read_bounded, read_json
 from tests.making import random_state, write_model
 
@@ -57,14 +57,6 @@ def test_pipes_and_devices_are_refused_without_waiting(tmp_path: Path, read: Cal
     for path in (tmp_path / "model.safetensors", Path("/dev/zero")):
         with pytest.raises(InputError):
             read(path)
-
-
-def test_a_header_above_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes((MAX_HEADER + 1).to_bytes(8, "little"))
-    os.truncate(path, MAX_HEADER + 100)
-    with pytest.raises(InputError):
-        TensorFile(path)
 
 
 def test_an_index_names_only_safetensors_files(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from safetensors.torch import load_file
 
 from gradmerge.engine.thread_pool import run_parallel
 from gradmerge.errors import MachineError
-from gradmerge.io.reader import PositionalFile, TensorFile, bytes_of
+from gradmerge.io.reader import bytes_of
 from gradmerge.io.writer import ShardWriter
 
 
@@ -46,25 +44,3 @@ def test_a_file_that_disappeared_is_not_created_again(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(MachineError):
         writer.write("t", 0, bytes_of(torch.zeros(1)))
-
-
-def test_a_file_system_that_refuses_advice_is_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    other = os.open(tmp_path / "pipe", os.O_RDWR)
-    (tmp_path / "file").touch()
-    file = PositionalFile(tmp_path / "file")
-    os.dup2(other, file._fd)
-    try:
-        with pytest.raises(OSError) as refused:
-            os.posix_fadvise(file._fd, 0, 10, os.POSIX_FADV_WILLNEED)
-        assert refused.value.errno == errno.ESPIPE
-        file.will_need(0, 10)
-    finally:
-        file.close()
-        os.close(other)
-
-
-def test_metadata_may_name_a_folder_that_is_not_utf8(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path, "model", {"a": ("F32", (1,))}, 100, {"model": "caf\udce9"}) as writer:
-        writer.finish()
-    assert TensorFile(tmp_path / "model.safetensors").metadata == {"model": "caf\\udce9"}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.cli.app import app
 from gradmerge.errors import InputError
-from gradmerge.rules import METHODS, Methods
+from gradmerge.rules import Methods
 
 from ..making import near, random_curvature, random_state, read_model, write_model
 
@@ -74,40 +74,6 @@ def test_a_merge_by_a_file(place: Path) -> None:
     assert "method: ./median.py" in card
 
 
-def test_options_of_the_command_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
-    models = ["--base", "base", "--model", "a", "--model", "b", "--model", "c"]
-    gradmerge("merge", "--method", "./median.py", *models, "--set", "scale=0.5", "--allow-code", "-o", "out")
-    torch.testing.assert_close(read_model(place / "out"), expected(0.5))
-    gradmerge("merge", "recipe.yml", "--set", "scale=0.4", "--allow-code", "-o", "second")
-    torch.testing.assert_close(read_model(place / "second"), expected(0.4))
-    gradmerge("merge", "recipe.yml", "--set", "scale=-1", "--allow-code", "-o", "third", status=2)
-    facts = json.loads(gradmerge("methods", "median.py", "--allow-code", "--json"))
-    assert [option["name"] for option in facts["options"]] == ["scale"]
-
-
-def test_previews_and_diagnoses(place: Path) -> None:
-    preview = json.loads(
-        gradmerge(
-            "preview", place / "recipe.yml", "--sweep", "scale=0:1:0.5", "--allow-code", "--json", "-o", place / "p"
-        )
-    )
-    assert {setting["method"] for setting in preview["settings"]} == {"median"}
-    assert "method: ../median.py" in (place / "p" / "recipe.yml").read_text()
-    found = json.loads(gradmerge("diagnose", place / "recipe.yml", "--allow-code", "--json", "-o", place / "d"))
-    assert "median" in found["candidates"]
-
-
-def test_in_memory(place: Path) -> None:
-    tuned = [STATES[name] for name in "abc"]
-    merged = gm.merge_state_dicts(
-        STATES["base"], tuned, str(place / "median.py"), options={"scale": 0.9}, allow_code=True
-    )
-    torch.testing.assert_close(merged, expected(0.9))
-    merged = gm.merge_state_dicts(STATES["base"], tuned, METHODS["median"])
-    torch.testing.assert_close(merged, expected(1.0))
-
-
 def test_the_fingerprint_includes_the_content_of_the_file(place: Path) -> None:
     prints = set()
     for factor in ("scale", "scale", "0.5 * scale"):
@@ -116,17 +82,6 @@ def test_the_fingerprint_includes_the_content_of_the_file(place: Path) -> None:
         prints.add(json.loads((place / "out" / "gradmerge.json").read_text())["fingerprint"])
     assert len(prints) == 2
     torch.testing.assert_close(read_model(place / "out"), expected(0.45))
-
-
-def test_two_files_with_a_rule_of_the_same_name(place: Path) -> None:
-    (place / "other").mkdir()
-    (place / "other" / "median.py").write_text(EXAMPLE.replace("scale * deltas", "0 * deltas"), "utf-8")
-    first = gm.load_recipe(place / "recipe.yml", allow_code=True)
-    second = gm.load_recipe(place / "recipe.yml", allow_code=True)
-    gm.merge_state_dicts(STATES["base"], [STATES["a"]], str(place / "other" / "median.py"), allow_code=True)
-    gm.merge(first, place / "out")
-    torch.testing.assert_close(read_model(place / "out"), expected(0.9))
-    assert second.rule.digest == first.rule.digest
 
 
 @pytest.mark.parametrize(

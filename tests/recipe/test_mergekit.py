@@ -158,35 +158,20 @@ def test_unsupported_keys_and_values_are_refused_by_name(tmp_path: Path, text: s
     assert str(error.value).startswith(f"{tmp_path / 'config.yml'}: {key}: ")
 
 
-LLAMA3 = "<s>[system]Be kind.<|eot_id|>[user]Hi!<|eot_id|>[assistant]Hello.<|eot_id|>[user]Hi!<|eot_id|>[assistant]"
 SYSTEM, USER, ASSISTANT = (
     {"role": role, "content": text} for role, text in (("system", "Be kind."), ("user", "Hi!"), ("assistant", "Hello."))
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "rendered"),
-    [
-        (
-            "chatml",
-            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\nHello."
-            "<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            "alpaca",
-            "Be kind.\n\n### Instruction:\nHi!\n\n### Response:\nHello.\n\n### Instruction:\nHi!\n\n### Response:\n",
-        ),
-        (
-            "llama3",
-            LLAMA3.replace("[", "<|start_header_id|>").replace("]", "<|end_header_id|>\n\n"),
-        ),
-    ],
-)
-def test_a_chat_template_by_name_renders_the_format_as_published(tmp_path: Path, name: str, rendered: str) -> None:
+def test_a_chat_template_by_name_renders_the_format_as_published(tmp_path: Path) -> None:
+    rendered = (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\nHello."
+        "<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n"
+    )
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    template = read(tmp_path, f"{TIES}chat_template: {name}\n").chat_template
+    template = read(tmp_path, f"{TIES}chat_template: chatml\n").chat_template
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<s>": 0})), bos_token="<s>")
     turns = [SYSTEM, USER, ASSISTANT, USER]
     shown = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, add_generation_prompt=True)

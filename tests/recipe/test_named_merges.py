@@ -63,12 +63,6 @@ def test_a_named_recipe_is_merged_first_and_not_kept(folder: Path) -> None:
     assert "name: mean" in (folder / "out" / "README.md").read_text()
 
 
-def test_where_all_have_names_the_last_is_the_result(folder: Path) -> None:
-    (folder / "recipe.yml").write_text(OURS.replace("method: task", "name: sum\nmethod: task"))
-    recipe = load_recipe(folder / "recipe.yml")
-    assert (recipe.name, list(recipe.merges)) == ("idle", ["mean"])
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -42,11 +42,3 @@ def test_an_unknown_input_is_refused() -> None:
 
     with pytest.raises(TypeError, match="bass"):
         METHODS.add(typo)
-
-
-@pytest.mark.parametrize("found", METHODS.values(), ids=list(METHODS))
-def test_every_rule_explains_itself(found) -> None:
-    assert len(found.summary) > 20
-    assert found.reference
-    assert all(option.help.text for option in found.options)
-    assert all(found.matching_form)
