@@ -28,10 +28,6 @@ def on_models(rule: Callable[..., list[float]], base: State, tuned: Sequence[Sta
     return {name: part.reshape(base[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
-def average(base: State, tuned: Sequence[State]) -> dict[str, Tensor]:
-    return on_models(slow.average, base, tuned)
-
-
 def task_arithmetic(base: State, tuned: Sequence[State], weights: Sequence[float]) -> dict[str, Tensor]:
     return on_models(slow.task_arithmetic, base, tuned, weights)
 

@@ -19,8 +19,7 @@ from gradmerge.errors import InputError
 from gradmerge.tasks.models import load_model
 from tests.making import assert_close, read_model, weight_bytes, write_model
 
-from . import slow
-from .families import EXPERTS, double, load, make, moved, randomise, save
+from .families import EXPERTS, load, make, moved, randomise, save
 
 LLAMA = ["q_proj", "v_proj", "o_proj", "down_proj"]
 
@@ -174,31 +173,14 @@ def test_an_adapter_made_on_the_model_with_a_head_fits_a_base_stored_without_the
     assert_close(got, want, 1e-6)
 
 
-def two_adapters(
-    tmp_path: Path, dtype: torch.dtype = torch.float32
-) -> tuple[Path, list[Path], list[dict[str, Tensor]]]:
-    """A base, two adapters of different rank, and all three as tensors, by PEFT, in float64."""
-    base = make_base(tmp_path / "base", "llama-untied", dtype)
-    wide = save(load("llama-untied", base, dtype="auto").double(), tmp_path / "wide")
-    adapters, states = [tmp_path / "adapter0", tmp_path / "adapter1"], [double(read_model(base))]
-    settings: list[dict[str, Any]] = [
-        {"r": 4, "lora_alpha": 9, "target_modules": LLAMA},
-        {"r": 2, "target_modules": ["q_proj", "k_proj", "embed_tokens"], "modules_to_save": ["norm"]},
-    ]
-    for seed, adapter in enumerate(adapters):
-        write_adapter(base, "llama-untied", adapter, LoraConfig(**settings[seed]), seed + 1)
-        model = load("llama-untied", wide, dtype=torch.float64)
-        exact = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False)
-        states.append(merged_by_peft(exact.double(), tmp_path / f"exact{seed}"))
-    return base, adapters, states
-
-
 def test_without_a_base_in_the_recipe_an_adapter_finds_the_base_that_it_names(tmp_path: Path) -> None:
-    base, adapters, (first, *rest) = two_adapters(tmp_path)
+    base = make_base(tmp_path / "base", "llama-untied")
     (base / "tokenizer.json").write_text("{}")
-    edit_config(adapters[1], base_model_name_or_path="../base")
-    gm.merge({"method": "average", "models": [str(a) for a in adapters]}, tmp_path / "out")
-    assert_close(read_model(tmp_path / "out"), slow.average(first, rest), 1e-6)
+    model = tune(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=4, target_modules=LLAMA))
+    for named in (str(base), "../base"):
+        edit_config(tmp_path / "adapter", base_model_name_or_path=named)
+        gm.merge({"method": "average", "models": [str(tmp_path / "adapter")]}, tmp_path / "out", force=True)
+        assert_close(read_model(tmp_path / "out"), merged_by_peft(model, tmp_path / "want"), 1e-6)
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
     assert not (tmp_path / "out/adapter_config.json").exists()
     load("llama-untied", tmp_path / "out")
@@ -206,11 +188,12 @@ def test_without_a_base_in_the_recipe_an_adapter_finds_the_base_that_it_names(tm
 
 @pytest.mark.parametrize("named", [None, "someone/other-model", "itself"])
 def test_an_adapter_whose_base_cannot_be_opened_needs_one_in_the_recipe(named: Any, tmp_path: Path) -> None:
-    base, adapters, _ = two_adapters(tmp_path)
-    edit_config(adapters[0], base_model_name_or_path=str(adapters[0]) if named == "itself" else named)
+    base, adapter = make_base(tmp_path / "base", "llama-untied"), tmp_path / "adapter"
+    write_adapter(base, "llama-untied", adapter, LoraConfig(r=4, target_modules=LLAMA))
+    edit_config(adapter, base_model_name_or_path=str(adapter) if named == "itself" else named)
     with pytest.raises(InputError):
-        gm.merge({"method": "average", "models": [str(adapters[0])]}, tmp_path / "out")
-    merge_one(base, adapters[0], tmp_path / "out")
+        gm.merge({"method": "average", "models": [str(adapter)]}, tmp_path / "out")
+    merge_one(base, adapter, tmp_path / "out")
 
 
 def logits(model: Any) -> Tensor:
