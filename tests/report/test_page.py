@@ -108,6 +108,11 @@ def test_names_cannot_become_markup(tmp_path: Path) -> None:
     assert NASTY in nasty.words
 
 
+def test_a_report_has_no_secrets_of_urls(tmp_path: Path) -> None:
+    paths = write_report(tmp_path / "out", small_page("https://me:geheim@host/model?signature=geheim"))
+    assert len(paths) == 4 and not [path for path in paths if b"geheim" in path.read_bytes()]
+
+
 def test_names_of_files_are_safe_and_differ(tmp_path: Path) -> None:
     tables = [Table("t", slug, ["a"], [["b"]]) for slug in ("../x", "A b/c", "a-b-c", "", "report", "x" * 300)]
     paths = write_report(tmp_path / "out", Page("t", "", [], [Section("s", tables=tables)], "", {}))

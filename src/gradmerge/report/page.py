@@ -78,7 +78,7 @@ def _by_column(rows: Sequence[Mapping[str, Value]]) -> dict[str, Any]:
 
 
 def in_script(value: Any) -> str:
-    return to_json(value, indent=None).replace("<", "\\u003c")
+    return redact(to_json(value, indent=None)).replace("<", "\\u003c")
 
 
 @cache
@@ -154,7 +154,7 @@ def write_report(folder: Path, page: Page) -> list[Path]:
     items: list[Figure | Table] = []
     for section in _with_file_names(page.sections):
         items += [*section.figures, *section.tables]
-    beside = {folder / f"{item.slug}.csv": item.csv() for item in items}
+    beside = {folder / f"{item.slug}.csv": redact(item.csv()) for item in items}
     report = folder / "report.html"
     for path, content in (*beside.items(), (report, html(page))):
         with atomic_file(path) as partial:
