@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 import gradmerge as gm
 from gradmerge.curvature.losses import LOSSES, MASKED
@@ -48,6 +49,18 @@ def chat_checkpoint(folder: Path, template: str = TEMPLATE) -> Path:
     return folder
 
 
+def decoder_that_classifies(folder: Path) -> Path:
+    """A GPT-2 for three classes, without a padding token."""
+    config = GPT2Config(vocab_size=len(WORDS) + 4, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    config.num_labels = 3
+    torch.manual_seed(0)
+    model = GPT2ForSequenceClassification(config)
+    model.score.weight.data.normal_()
+    model.save_pretrained(folder)
+    word_tokenizer(pad=False).save_pretrained(folder)
+    return folder
+
+
 def multi_label_checkpoint(folder: Path) -> Path:
     return tiny_bert_checkpoint(folder, labels=3, problem_type="multi_label_classification")
 
@@ -56,6 +69,7 @@ def multi_label_checkpoint(folder: Path) -> Path:
 CASES: dict[str, tuple[str, Callable[[Path], Path], list[dict[str, Any]]]] = {
     "two classes": ("classes", tiny_bert_checkpoint, labelled(13)),
     "four classes": ("classes", lambda folder: tiny_bert_checkpoint(folder, labels=4), labelled(13, 4)),
+    "decoder": ("classes", decoder_that_classifies, labelled(7, 3)),
     "pairs": (
         "classes",
         tiny_bert_checkpoint,

@@ -16,8 +16,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
@@ -29,7 +27,6 @@ from gradmerge.tasks.text import longest_sequence, num_positions
 
 from .making import (
     VOCABULARY,
-    WORDS,
     labelled,
     tiny_bert_checkpoint,
     tiny_gpt2_checkpoint,
@@ -192,25 +189,6 @@ def test_texts_are_cut_to_the_positions_of_the_model(tmp_path: Path) -> None:
     for length in (-5, "many", None, 1e30, math.nan, [3], 12.5):
         tokenizer = SimpleNamespace(model_max_length=length)
         assert longest_sequence(loaded.model, tokenizer, None) == (12 if length == 12.5 else 40)
-
-
-def test_a_decoder_that_classifies_gives_the_same_in_batches(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=1, n_head=2)
-    config.num_labels = 3
-    model = GPT2ForSequenceClassification(config).eval()
-    model.score.weight.data.normal_()
-    model.save_pretrained(tmp_path / "model")
-    word_tokenizer(pad=False).save_pretrained(tmp_path / "model")
-    rows = labelled(7, 3)
-    data = str(write_jsonl(tmp_path / "a.jsonl", rows))
-    loaded = load_task(str(tmp_path / "model"), data, dtype="float64", device="cpu")
-    ids = [torch.tensor([[4 + WORDS.index(w) for w in row["text"].split()]]) for row in rows]
-    with torch.no_grad():
-        logits = torch.cat([model.double()(input_ids=tokens).logits for tokens in ids])
-    want = torch.nn.functional.cross_entropy(logits, torch.tensor([row["label"] for row in rows])).item()
-    for size in (1, 3, 7):
-        assert evaluate(loaded, size)["loss_per_example"] == pytest.approx(want, rel=1e-9)
 
 
 def test_the_padding_token_of_the_model_comes_first(tmp_path: Path) -> None:
