@@ -129,24 +129,6 @@ def test_streaming_gives_what_a_module_in_memory_gives(name, tmp_path):
         torch.testing.assert_close(value.get(), wanted[key], rtol=1e-5, atol=1e-6)
 
 
-def test_tasks_with_heads_of_their_own_keep_them(texts, tmp_path):
-    place = tmp_path
-    base = tiny_bert_checkpoint(place / "base")
-    for number, (name, labels) in enumerate({"yelp": 2, "imdb": 3}.items(), 1):
-        tiny_bert_checkpoint(place / f"{name}-base", labels=labels, seed=0)
-        fine_tune(place / f"{name}-base", place / name, number, head=True)
-    gm.merge(merge_recipe(place, exclude=["classifier.*"]), place / "merged", progress=False)
-    out = place / "out"
-    words = [*data_of(texts, "yelp", "imdb"), "--curvature", "merge", "--no-check"]
-    result = invoke("calibrate", place / "merged", *words, "-o", out)
-    assert result.exit_code == 0, result.output
-    before, after = state_of(place / "merged"), state_of(out)
-    assert torch.equal(before["classifier.weight"], after["classifier.weight"])
-    query = "bert.encoder.layer.0.attention.self.query.weight"
-    assert not torch.equal(before[query], after[query])
-    assert base.is_dir()
-
-
 def write_adapters(place):
     """Write a base, LoRA adapters `code` and `chat` of it with their rows, and their merge as an adapter."""
     base = tiny_llama_checkpoint(place / "base")

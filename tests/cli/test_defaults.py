@@ -87,19 +87,6 @@ def test_a_device_that_is_not_there_names_the_variable_it_came_from(place: Path,
     assert found["device"] == "cpu"
 
 
-def test_variables_are_no_options_that_somebody_gave(place: Path) -> None:
-    """`remove --forget` takes no --threads; that the environment has a default for merges is no reason to refuse."""
-    tiny_bert_checkpoint(place / "bert")
-    rows = labelled(12)
-    write_jsonl(place / "forget.jsonl", rows[:4])
-    write_jsonl(place / "retain.jsonl", rows[4:])
-    words = ["remove", "--base", "bert", "--forget", "forget.jsonl", "--retain", "retain.jsonl", "-o", "out"]
-    invoke(*words, GRADMERGE_THREADS="2", GRADMERGE_DEVICE="cpu")
-    assert "--threads" in invoke(*words, "--threads", "3", status=2, GRADMERGE_THREADS="2").stderr
-    words = ["remove", "--base", "base", "--model", "a", "-m", "negation", "-o", "negated"]
-    invoke(*words, GRADMERGE_DEVICE="auto")
-
-
 def test_the_folder_for_what_is_fetched_is_that_of_the_variable(place: Path) -> None:
     script = (
         "import sys; from typer.testing import CliRunner; from gradmerge.cli.app import app; "

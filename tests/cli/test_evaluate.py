@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -47,22 +46,6 @@ def test_numbers_are_shown_with_their_meaning(place: Path) -> None:
     numbers = [f"{want[name]:.5g} ± {errors[name]:#.2g}" for name in ("accuracy", "loss_per_example")]
     for words in ("classify", *numbers):
         assert words in result.stdout, result.stdout
-
-
-def test_perplexity_of_a_language_model(place: Path) -> None:
-    result = invoke(place / "gpt2", "-d", place / "labelled.jsonl", "--max-length", 5, "--limit", 6, "--json")
-    assert result.exit_code == 0, result.output
-    facts = json.loads(result.stdout)
-    assert facts["task"] == "causal-lm"
-    assert facts["examples"] == 6
-    assert facts["columns"] == {"text": ["text"]}
-    assert len(facts["notes"]) == 1
-    assert {"loss_per_token", "perplexity", "loss_per_example", "token_accuracy", "tokens", "seconds"} <= facts.keys()
-    shown = invoke(place / "gpt2", "-d", place / "labelled.jsonl", "--max-length", 5)
-    assert "note: " in shown.stderr
-    quiet = invoke(place / "gpt2", "-d", place / "labelled.jsonl", "--max-length", 5, "--quiet")
-    assert quiet.stderr == ""
-    assert "perplexity" in quiet.stdout
 
 
 def test_a_device_without_memory_is_a_failure_of_the_machine(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

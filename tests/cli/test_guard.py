@@ -89,20 +89,6 @@ def stop_after_saving(model: Path, data: str, out: Path, **options: Any) -> None
     assert (out.with_name(out.name + ".gradmerge-partial") / "saved-sums-0.safetensors").is_file()
 
 
-def test_neither_a_merge_nor_another_measurement_takes_over_an_unfinished_one(bert: Path) -> None:
-    model, rows, out = bert / "models" / "a", str(bert / "data" / "rows.jsonl"), bert / "out"
-    stop_after_saving(model, rows, out)
-    before = contents(bert / "out.gradmerge-partial")
-    words = ("merge", "--method", "average", "--model", bert / "tokenizer", "--model", bert / "tokenizer", "-o", out)
-    for more in ((), ("--resume",), ("--force",)):
-        refused(*words, *more)
-        estimate = ("curvature", "estimate", model, "-d", rows, "-o", out, "--kind", "gram", "--device", "cpu")
-        refused(*estimate, *more)
-    assert contents(bert / "out.gradmerge-partial") == before
-    done = estimate_curvature(str(model), rows, out=out, batch_size=1, resume=True, device="cpu")
-    assert done.resumed_from > 0
-
-
 # What has changed since.
 
 

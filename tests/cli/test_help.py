@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,33 +43,3 @@ def test_words_that_are_completed_are_those_in_the_help() -> None:
     for option in ("task", "dtype", "kind", "likelihood", "precision"):
         assert all(word in text for word in WORDS[option].split())
     assert words_of("task")("c") == ["classify", "causal-lm"]
-
-
-@pytest.fixture(scope="module")
-def shell_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home with a `gradmerge` on the PATH that fails where torch is imported."""
-    home = tmp_path_factory.mktemp("home")
-    (home / "bin").mkdir()
-    script = home / "bin" / "gradmerge"
-    forbid = "import sys; sys.modules['torch'] = None; from gradmerge.cli import main; main()"
-    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c "{forbid}" "$@"\n')
-    script.chmod(0o755)
-    return home
-
-
-def in_bash(home: Path, script: str, **variables: str) -> str:
-    environment = os.environ | {"HOME": str(home), "PATH": f"{home / 'bin'}:{os.environ['PATH']}", **variables}
-    done = subprocess.run(
-        ["bash", "-c", script], env=environment, capture_output=True, text=True, cwd=home, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_completion_installs_itself_and_works_in_bash(shell_home: Path) -> None:
-    told = in_bash(shell_home, "gradmerge --install-completion; true")  # bash, which the program finds above itself
-    assert "bash completion installed" in told
-    ask = "COMP_WORDS=(gradmerge {}); COMP_CWORD={}; _gradmerge_completion gradmerge; echo ${{COMPREPLY[*]}}"
-    asked = "; ".join(ask.format(*one) for one in (("cur", 1), ("merge --method gradient", 3), ("merge rec", 2)))
-    commands, methods, files = in_bash(shell_home, f"source ~/.bashrc; {asked}").splitlines()
-    assert (commands, methods, files) == ("curvature", "gradient-matching", "")  # bash completes files by itself

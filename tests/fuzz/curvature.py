@@ -178,32 +178,6 @@ def journal_lines(draw: Draw, raw: bytes) -> bytes:
     return b"\n".join(lines) + b"\n"
 
 
-class Records(Merging):
-    """`gradmerge.json` of a result that is there already."""
-
-    name, share = "record", 2.0
-
-    def make(self) -> None:
-        write_models()
-        gm.merge(recipe(), self.place.out, threads=1)
-        self.whole = files_in(self.place.out.parent)
-        self.record = next(path for path in self.whole if path.name == "gradmerge.json")
-
-    def valid(self) -> Case:
-        return Case(left=self.whole)
-
-    def case(self, draw: Draw) -> Case:
-        return Case(left=self.whole | {self.record: draw(json_file(self.whole[self.record]))})
-
-    def read(self) -> None:
-        if not gm.merge(recipe(), self.place.out, threads=1, resume=True).already_done:
-            raise Broken("a folder that was there was written over")
-
-    def check(self, outcome: str) -> None:
-        if files_in(self.place.out.parent) != self.place.prepared:
-            raise Broken("a folder that was there was changed")
-
-
 class UnfinishedEstimate(Kind):
     """An estimate that was stopped: its saved sums or the mark beside them, changed before it is resumed."""
 
@@ -243,4 +217,4 @@ class UnfinishedEstimate(Kind):
             raise Broken("there is a result of a measurement that failed")
 
 
-KINDS: list[type[Kind]] = [CurvatureFiles, TrainerCheckpoints, Unfinished, Records, UnfinishedEstimate]
+KINDS: list[type[Kind]] = [CurvatureFiles, TrainerCheckpoints, Unfinished, UnfinishedEstimate]

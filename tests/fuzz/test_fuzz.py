@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, event, given, settings
 
 import gradmerge as gm
 
-from . import curvature, data, models, refinement, trial
+from . import curvature, data, models, trial
 from .models import Merging, recipe
 from .trial import REFUSED, WORKED, Broken, Kind, run_case
 
-KINDS = [*models.KINDS, *curvature.KINDS, *data.KINDS, *refinement.KINDS]
+KINDS = [*models.KINDS, *curvature.KINDS, *data.KINDS]
 #: Mutated inputs in all; 0: the same ten of every kind.
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "0"))
 #: Bytes of address space beyond those in use. An input that asks for more ends the case and not the machine.

@@ -18,7 +18,7 @@ import pytest
 from tests.making import near, random_curvature, random_state, write_model
 
 from .killing import kill_before_change
-from .refinement import write_refinement_inputs
+from .refinement_inputs import write_refinement_inputs
 from .trial import command, files_in
 
 KILLS = max(2, int(os.environ.get("FUZZ_KILLS", "0")) // 4)
