@@ -20,6 +20,7 @@ from gradmerge.checkpoints import open_checkpoint
 from gradmerge.cli.app import app
 from gradmerge.io import file_system, range_reader, remote
 from gradmerge.io.upload import Upload
+from gradmerge.refinement.inputs import recorded_models
 
 from ..api.hub_stand_in import TOKEN, Hub, stand_in
 from ..http_stand_in import web_server
@@ -237,6 +238,7 @@ def test_a_recipe_at_a_url_names_models_relative_to_it(s3: Any, tmp_path: Path) 
     assert run("merge", "s3://bucket/recipes/r.yml", "-o", str(tmp_path / "out"), "--json").exit_code == 0
     gm.merge({"method": "average", "models": [f"{s3.here}/a", f"{s3.here}/b"]}, tmp_path / "local/out")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "local/out/model.safetensors").read_bytes()
+    assert sorted(recorded_models(tmp_path / "out").values()) == ["s3://bucket/a", "s3://bucket/b"]
 
 
 @pytest.mark.parametrize(

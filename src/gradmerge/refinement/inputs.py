@@ -26,6 +26,7 @@ from ..tasks.model_args import BASIC_KEYS, ModelArgs
 from ..tasks.models import device_of, encoder_prefix
 from ..tasks.resolve_model import folder_of
 from ..text import listed, nearest
+from ..urls import is_url, url_of
 from .layers import Layer
 from .rows import TaskRows, cut_batch, hold_out
 from .streaming import ModelFiles, open_model_files
@@ -66,7 +67,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def recorded_models(folder: Path) -> dict[str, str]:
-    """Name → path or Hub id of the models that a merge was made of."""
+    """Name → path, Hub id or URL of the models that a merge was made of."""
     models = read_record(folder).get("models")
     if not isinstance(models, dict):
         return {}
@@ -74,7 +75,8 @@ def recorded_models(folder: Path) -> dict[str, str]:
     for name, reference in models.items():
         if isinstance(reference, str):
             path = Path(os.path.normpath(folder / reference))
-            references[str(name)] = reference if HUB_ID.fullmatch(reference) and not path.exists() else str(path)
+            is_path = not is_url(reference) and (path.exists() or not HUB_ID.fullmatch(reference))
+            references[str(name)] = str(path) if is_path else reference
     return references
 
 
@@ -204,6 +206,6 @@ def _copy_pad_token(source: nn.Module, target: nn.Module) -> None:
 
 
 def model_reference(reference: str, relative_to: Path, out: Path) -> str:
-    """A model as a record in ``out`` names it: a Hub id as it is, a folder relative to ``out``."""
+    """A model as a record in ``out`` names it: a Hub id or a URL as it is, a folder relative to ``out``."""
     path = local_path(reference, relative_to)
-    return os.path.relpath(path, out) if path.exists() else reference
+    return url_of(path) or (os.path.relpath(path, out) if path.exists() else reference)
