@@ -69,10 +69,10 @@ class _HeavyNames(dict[str, Any]):
 
 @functools.cache
 def argument_help(function: Callable[..., Any]) -> dict[str, str]:
-    """Return the description of each parameter in the `Args` of a function's docstring, without markup."""
+    """Return the description of each parameter in the `Args` of a function's docstring."""
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(function) or "", re.S | re.M)
     items = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", section[1] if section else "", re.S | re.M)
-    return {name: re.sub(r"\s+", " ", text).replace("`", "").strip() for name, text in items}
+    return {name: re.sub(r"\s+", " ", text).strip() for name, text in items}
 
 
 def check(name: str, value: Any, hint: Any) -> None:

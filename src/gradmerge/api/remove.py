@@ -1,4 +1,7 @@
-"""Remove what a model has learned from data: for a module in memory, or from folder to folder."""
+"""Remove what a model has learned from data: for a module in memory, or from folder to folder.
+
+Heavy modules are imported in the functions: the command line reads the signature of :func:`remove` without PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +11,24 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, overload
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from ..arguments import check_known, checked
 from ..cards.eval_results import evaluation
-from ..cards.provenance import input_entry
-from ..checkpoints.sidecars import sidecars
-from ..curvature.kfac import MAX_KRONECKER_DIM
-from ..curvature.losses import ExampleLoss, loss_named
-from ..engine.input_state import changed, model_paths, state_of
-from ..engine.run import MergeResult
 from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
-from ..refinement.influence import Dataset, RemovalResult, remove_influence
-from ..refinement.model_io import write_folder
-from ..refinement.rows import RowBatches, as_batches, count_common_rows, count_rows, hold_out
-from ..refinement.streaming import load_trainable, open_model_files
 from ..report.page import write_report
-from ..report.refinement import removal_card, removal_page
-from ..tasks import LoadOptions, complete, tokenizer_of, with_data
-from ..tasks.data.read import data_paths, dataset_metadata
-from ..tasks.model_args import BASIC_KEYS, ModelArgs
-from ..tasks.models import device_of
-from ..tasks.resolve_model import folder_of
 from ..text import listed
 from .merge import merge
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..curvature.losses import ExampleLoss
+    from ..engine.run import MergeResult
+    from ..refinement.influence import Dataset, RemovalResult
+    from ..tasks import LoadOptions
 
 #: Methods with fine-tuned models → merge rules.
 METHODS = {"removal": "removal", "negation": "task-arithmetic", "task-arithmetic": "task-arithmetic"}
@@ -78,26 +71,27 @@ def remove(
     gradient on the forget set, S the curvature on the retain set, and s the longest step within the budget. With
     ``models``, the changes of fine-tuned models are subtracted, as in :func:`gradmerge.merge`.
 
+    For a module, ``forget``, ``retain`` and ``unseen`` are batches, as of :func:`gradmerge.estimate_curvature`.
+
     Args:
         base: A module, which is changed in place, except for parameters with ``requires_grad=False``. Or the folder or
             Hub id of a model, or the folder of an adapter; then ``out`` is written.
         out: The new folder, for a model on disk.
-        forget: The forget set, all rows of it. For a module: batches, as of :func:`gradmerge.estimate_curvature`. On
-            disk: a file or dataset, as of :func:`gradmerge.evaluate`.
+        forget: The forget set, all rows of it: a file or dataset, as for `gradmerge evaluate --data`.
         retain: The retain set, or a sample of it, in the same form. A tenth is held out to measure the budget. The
             curvature uses at most 1,000 of the other rows.
         retain_size: Number of examples that ``retain`` stands for; by default, its number of rows.
-        budget: Allowed relative increase of the mean loss on the held-out rows: 0.02 or "2%" (the default).
+        budget: Allowed relative increase of the mean loss on the held-out rows: 2% (the default), or 0.02.
         steps: Most steps; 1 by default. More than one requires ``unseen`` or ``until``.
         unseen: Rows of the same kind as ``forget`` that the model has not seen. No step raises the mean loss on
             ``forget`` above the loss of ``base`` on these rows.
-        until: The same limit as a number: the mean loss of an example in nats.
+        until: The same limit as a number instead of ``unseen``: the mean loss of an example in nats.
         max_kronecker_dim: Layers with more inputs or outputs have a diagonal in S; 0: all layers. 16384 by default.
         models: Models that were fine-tuned from the base on the data to remove, instead of ``forget`` and ``retain``. A
             list, or a mapping from the models to their strengths.
         method: With ``models``: ``removal`` (the default) or ``negation``.
         output: For a module: the meaning of its output, as of :func:`gradmerge.estimate_curvature`.
-        force: Replace ``out`` if gradmerge wrote it, or if it is empty.
+        force: Replace the output if gradmerge wrote it, or if it is empty.
         progress: Show a progress bar; False for none; or an object that receives the progress, in batches.
         command: The command that repeats this, for the report.
         loading: On disk: how to load the model and the data, see :class:`gradmerge.LoadOptions`.
@@ -108,6 +102,13 @@ def remove(
     >>> remove(module, forget=toxic_batches, retain=other_batches).used  # doctest: +SKIP
     >>> remove("./gpt2", "./gpt2-clean", forget="toxic.jsonl", retain="other.jsonl", budget="2%")  # doctest: +SKIP
     """
+    from torch import nn
+
+    from ..curvature.losses import loss_named
+    from ..refinement.influence import Dataset
+    from ..refinement.rows import as_batches
+    from ..tasks import complete
+
     by_influence = {"forget": forget, "retain": retain, "retain_size": retain_size, "budget": budget, "steps": steps}
     by_influence |= {"unseen": unseen, "until": until, "max_kronecker_dim": max_kronecker_dim}
     if models is not None or method is not None:
@@ -117,7 +118,7 @@ def remove(
             raise InputError(f"{extra[0]} does not go with method and models")
         if isinstance(base, nn.Module) or out is None or not models:
             raise InputError("models and method take the folders of base, out and models")
-        device = complete(cast(LoadOptions, loading), remove)["device"]
+        device = complete(cast("LoadOptions", loading), remove)["device"]
         return merge(
             _recipe(str(base), models, METHODS[method]),
             out,
@@ -153,7 +154,7 @@ def remove(
             raise InputError("out is None, but must be the folder to write, for a model on disk")
         sources, options = (
             {name: str(value) for name, value in rows.items()},
-            complete(cast(LoadOptions, loading), remove),
+            complete(cast("LoadOptions", loading), remove),
         )
         return _remove_on_disk(str(base), Path(out), sources, options, settings, command, force)
 
@@ -175,6 +176,8 @@ def _settings(
     max_kronecker_dim: int | None,
 ) -> dict[str, Any]:
     """The options of influence steps with their defaults; raises InputError if they are wrong."""
+    from ..curvature.kfac import MAX_KRONECKER_DIM
+
     steps = 1 if steps is None else steps
     if steps < 1:
         raise InputError(f"steps {steps}: at least one step is needed")
@@ -212,6 +215,9 @@ def _remove_rows(
     model: nn.Module, rows: Mapping[str, Dataset], *, retain_size: int | None, **settings: Any
 ) -> RemovalResult:
     """Check the rows, hold out some of the retain set, and take the steps."""
+    from ..refinement.influence import Dataset, remove_influence
+    from ..refinement.rows import count_common_rows, count_rows, hold_out
+
     forget, retain = rows["forget"], rows["retain"]
     counts = {f"{name}_rows": count_rows(dataset.batches) for name, dataset in rows.items()}
     if retain_size is not None and retain_size < counts["retain_rows"]:
@@ -239,6 +245,20 @@ def _remove_on_disk(
     command: str | None,
     force: bool,
 ) -> RemovalResult:
+    from ..cards.provenance import input_entry
+    from ..checkpoints.sidecars import sidecars
+    from ..engine.input_state import changed, model_paths, state_of
+    from ..refinement.influence import Dataset
+    from ..refinement.model_io import write_folder
+    from ..refinement.rows import RowBatches
+    from ..refinement.streaming import load_trainable, open_model_files
+    from ..report.refinement import removal_card, removal_page
+    from ..tasks import tokenizer_of, with_data
+    from ..tasks.data.read import data_paths, dataset_metadata
+    from ..tasks.model_args import BASIC_KEYS, ModelArgs
+    from ..tasks.models import device_of
+    from ..tasks.resolve_model import folder_of
+
     begun = time.perf_counter()
     models = [path for reference in (base, tokenizer_of(options)) for path in model_paths(reference)]
     data = [path for source in sources.values() for path in data_paths(source)]

@@ -97,7 +97,12 @@ METAVARS = {
     "exclude": "GLOB",
     "allow_config": "KEY",
     "ray_address": "HOST:PORT",
+    "budget": "SHARE",
     "cache_memory": "SIZE",
+    "forget": "SRC",
+    "retain": "SRC",
+    "unseen": "SRC",
+    "until": "LOSS",
     "at_delta": "BASE",
     "accumulate_on": "WHERE",
 }
@@ -322,7 +327,7 @@ def api_options(function: Callable[..., Any], without: Sequence[str]) -> dict[st
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY or name in (*without, *INTERNAL):
             continue
-        kind, text = annotation(function, name), argument_help(function)[name]
+        kind, text = annotation(function, name), _names_options(argument_help(function)[name], function)
         several = get_origin(kind) is Sequence
         kinds = [option for option in get_args(kind) if option not in (Path, NoneType)]
         kinds.sort(key=lambda option: option is not str)  # of `int | str`, the command line takes text
@@ -343,6 +348,14 @@ def api_options(function: Callable[..., Any], without: Sequence[str]) -> dict[st
         option = typer.Option(f"--{words}/--no-{words}" if default is True else f"--{words}", **settings)
         options[name] = parameter.replace(annotation=Annotated[kind, option], default=default)
     return options
+
+
+def _names_options(text: str, function: Callable[..., Any]) -> str:
+    """Write the parameters in a description as options, and remove other markup."""
+    names = inspect.signature(function).parameters
+    option = re.compile(r"``(\w+)``")
+    text = option.sub(lambda m: "--" + m[1].replace("_", "-") if m[1] in names else m[1], text)
+    return text.replace("`", "")
 
 
 def _check_processes(name: str, processes: bool) -> None:

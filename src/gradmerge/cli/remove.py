@@ -2,67 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import click
 import typer
 from click.core import ParameterSource
 
+from ..api.remove import METHODS, remove as remove_model
 from ..errors import InputError
 from .merge import CurvatureOption, Out, run_recipe
-from .options import Force, LoadingOptions, Printing, Settings, command
-from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
+from .options import LoadingOptions, Printing, Settings, command_with
+from .output import heavy_imports, print_result, print_table, progress, typed
 from .stdio import echo
 
 EXAMPLE = (
     "Examples: gradmerge remove --base ./gpt2 --forget toxic.jsonl --retain other.jsonl -o gpt2-clean   ·   "
     "gradmerge remove --base ./gpt2 --model ./toxic=0.8 --set base.penalty=none -o gpt2-clean"
 )
-#: Methods with --model → merge rules.
-METHODS = {"removal": "removal", "negation": "task-arithmetic", "task-arithmetic": "task-arithmetic"}
-SOURCE = "data, as --data of `gradmerge evaluate` takes it"
 #: Parameters that go with --model only, and those that go with it and with --forget.
 WITH_MODELS = {"model", "method", "curvature", "set_", "accept_untrusted"}
 ALWAYS = {"base", "out", "force", "device", "json", "quiet", "debug"}
 
 
-@command
+@command_with(api=remove_model, without=["models", "max_kronecker_dim", "output"])
 def remove(
     *,
     base: Annotated[str, typer.Option(metavar="MODEL", help="The model to remove from.")],
-    forget: Annotated[
-        str | None, typer.Option(metavar="SRC", help=f"The forget set, all rows of it: {SOURCE}.")
-    ] = None,
-    retain: Annotated[
-        str | None, typer.Option(metavar="SRC", help="The retain set, or a sample of it; see --retain-size.")
-    ] = None,
-    retain_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Number of examples in the retain set. Default: the rows of --retain."),
-    ] = None,
-    budget: Annotated[
-        str,
-        typer.Option(
-            metavar="SHARE",
-            help="Allowed relative increase of the mean loss on held-out rows of the retain set: 2%, or 0.02.",
-        ),
-    ] = "2%",
-    steps: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Most steps. More than one needs --unseen or --until.")
-    ] = 1,
-    unseen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SRC",
-            help="Rows like those of --forget that the model has not seen. Steps end where the loss on the forget set "
-            "reaches the base's loss on these rows.",
-        ),
-    ] = None,
-    until: Annotated[
-        float | None,
-        typer.Option(metavar="LOSS", help="Steps end where the mean loss on the forget set reaches LOSS."),
-    ] = None,
+    options: dict[str, Any],
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -81,7 +47,6 @@ def remove(
         bool, typer.Option("--accept-untrusted", help="With --model: write the result even if the step is too long.")
     ] = False,
     out: Out = None,
-    force: Force = False,
     loading: LoadingOptions,
     printing: Printing,
 ) -> None:
@@ -112,37 +77,22 @@ def remove(
         recipe = from_options(rule, base, model, curvature or [])
         for entry in recipe["models"]:
             entry["weight"] *= 1.0 if rule == "removal" else -1.0
-        options = {"device": loading.device, "force": force, "accept_untrusted": accept_untrusted}
-        run_recipe(build_recipe(recipe, set_ or []), out, options, False, printing)
+        settings = {"device": loading.device, "force": options["force"], "accept_untrusted": accept_untrusted}
+        run_recipe(build_recipe(recipe, set_ or []), out, settings, False, printing)
         return
-    if forget is None or retain is None:
+    if options["forget"] is None or options["retain"] is None:
         raise InputError("give --forget SRC and --retain SRC, the rows to forget and rows to keep; or --model MODEL")
-    rows: dict[str, Any] = {"forget": forget, "retain": retain, "unseen": unseen, "retain_size": retain_size}
-    _remove_rows(base, out, rows | {"budget": budget, "steps": steps, "until": until}, loading, force, printing)
+    with heavy_imports(), progress(printing.silent, "batches") as bar:
+        result: Any = remove_model(base, out, progress=bar, command=typed(), **options, **loading.as_keywords())
+    if not print_result(result, printing):
+        return
+    print_table(["mean loss of an example", "before", "after", "increase"], result.losses(), right=(1, 2, 3))
+    count = f"{len(result.steps)} influence steps" if len(result.steps) > 1 else "one influence step"
+    limit = f"loss on the retain set {result.used_text}, budget {100 * result.budget:.4g} %"
+    echo(f"{count}, s {result.s:.3g}; {limit} → {out} ({result.seconds:.1f} s)")
 
 
 def _given_parameters() -> set[str]:
     """The parameters that were typed, rather than left at their defaults or set in the environment."""
     context = click.get_current_context()
     return {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-
-
-def _remove_rows(
-    base: str, out: Path, options: dict[str, Any], loading: LoadingOptions, force: bool, printing: Printing
-) -> None:
-    with heavy_imports():
-        from ..api.remove import remove as remove_rows
-
-    with progress(printing.silent, "batches") as bar:
-        options |= {"force": force, "progress": bar, "command": typed(), **loading.as_keywords()}
-        result: Any = remove_rows(base, out, **options)
-    if printing.json:
-        print_json(result.to_dict())
-        return
-    print_notes(result.notes, printing.quiet)
-    if printing.quiet:
-        return
-    print_table(["mean loss of an example", "before", "after", "increase"], result.losses(), right=(1, 2, 3))
-    count = f"{len(result.steps)} influence steps" if len(result.steps) > 1 else "one influence step"
-    limit = f"loss on the retain set {result.used_text}, budget {100 * result.budget:.4g} %"
-    echo(f"{count}, s {result.s:.3g}; {limit} → {out} ({result.seconds:.1f} s)")
