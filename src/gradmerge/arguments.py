@@ -55,7 +55,9 @@ class _HeavyNames(dict[str, Any]):
     """The names that some modules import only for type checkers, because they need PyTorch."""
 
     #: Those that gradmerge does not export, and their modules.
-    HEAVY: ClassVar[dict[str, str]] = {"nn": "torch", "ExampleLoss": "gradmerge.curvature.losses"}
+    HEAVY: ClassVar[dict[str, str]] = {"nn": "torch", "ExampleLoss": "gradmerge.curvature.losses"} | dict.fromkeys(
+        ("Overrides", "Weights"), "gradmerge.compare.settings"
+    )
 
     def __missing__(self, name: str) -> Any:
         import gradmerge
@@ -69,10 +71,18 @@ class _HeavyNames(dict[str, Any]):
 
 @functools.cache
 def argument_help(function: Callable[..., Any]) -> dict[str, str]:
-    """Return the description of each parameter in the `Args` of a function's docstring."""
+    """Return the description of each parameter in the `Args` of a function's docstring.
+
+    Of parameters "as of" another public function, it is the description there.
+    """
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(function) or "", re.S | re.M)
-    items = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", section[1] if section else "", re.S | re.M)
-    return {name: re.sub(r"\s+", " ", text).strip() for name, text in items}
+    items = re.findall(r"^    (\w[\w, ]*): (.*?)(?=^    \w|\Z)", section[1] if section else "", re.S | re.M)
+    found: dict[str, str] = {}
+    for names, text in items:
+        other = re.match(r"As of :func:`gradmerge\.(\w+)`", text)
+        known = argument_help(_HeavyNames()[other[1]]) if other else {}
+        found |= {name: known.get(name, re.sub(r"\s+", " ", text).strip()) for name in names.split(", ")}
+    return found
 
 
 def check(name: str, value: Any, hint: Any) -> None:

@@ -1,4 +1,7 @@
-"""Diagnose what a merge costs, from Python."""
+"""Diagnose what a merge costs, from Python.
+
+Heavy modules are imported in the functions: the command line reads the signature of :func:`diagnose` without PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ..arguments import checked
-from ..compare.diagnose import Diagnosis, find_costs
-from ..compare.ranking import Preview, are_tied
-from ..compare.settings import Grid, Overrides, parse_sweeps, with_changes
-from ..engine.input_state import model_paths, recipe_paths
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
-from ..recipe import Recipe
-from ..report.advice import costliest_layers, diagnosis_verdict
-from ..report.diagnosis import diagnosis_page
 from ..report.page import made, write_report
-from ..tasks import LoadOptions, complete, tokenizer_of
-from ..tasks.data.read import data_paths
 from ..text import to_json
 from ..urls import redact
 from ..yaml import to_yaml
-from .calibrate_command import calibrate_command
 from .merge import default_threads, merged_first, recipe_of_models
+
+if TYPE_CHECKING:
+    from ..compare.diagnose import Diagnosis
+    from ..compare.ranking import Preview
+    from ..compare.settings import Overrides
+    from ..recipe import Recipe
+    from ..tasks import LoadOptions
 
 
 @checked()
@@ -54,7 +54,7 @@ def diagnose(
         recipe: A recipe file, a mapping with its keys, or a :class:`Recipe`, with curvature of every model.
         out: A new folder for `report.html`, its figures and tables, and `diagnosis.json`; by default none is written.
         merged: A merged model to diagnose instead of the recipe's merge.
-        target: A model that was trained on all tasks, for the true mismatch; it needs ``data``.
+        target: A model that was trained on all tasks, for the true mismatch; it requires ``data``.
         sweep: Keys of the recipe with values, as of :func:`gradmerge.preview`: the merge with each of them is compared
             too.
         changes: Keys of the recipe to set first: `{"damping": 1e-3}`.
@@ -68,6 +68,13 @@ def diagnose(
 
     >>> print(*diagnose("recipe.yml", "./report").verdict)  # doctest: +SKIP
     """
+    from ..compare.diagnose import find_costs
+    from ..compare.settings import Grid, parse_sweeps, with_changes
+    from ..report.advice import diagnosis_verdict
+    from ..report.diagnosis import diagnosis_page
+    from ..tasks import complete, tokenizer_of
+    from .calibrate_command import calibrate_command
+
     options = complete(loading, diagnose)
     recipe, _ = with_changes(recipe_of_models(recipe, "diagnose", allow_code), changes, None)
     grid = Grid(recipe, [recipe.method], (), parse_sweeps(sweep, [recipe.method]))
@@ -105,6 +112,9 @@ def report_folder(
     recipe: Recipe, out: str | Path | None, data: Mapping[str, str], force: bool, *models: str | None
 ) -> AbstractContextManager[AtomicDir | None]:
     """A folder for a report, if one is wanted, which appears if all goes well; ``models`` are others that are read."""
+    from ..engine.input_state import model_paths, recipe_paths
+    from ..tasks.data.read import data_paths
+
     if out is None:
         return nullcontext()
     reads = recipe_paths(recipe)
@@ -132,6 +142,8 @@ def provenance(recipe: Recipe, data: Mapping[str, str]) -> dict[str, str]:
 
 def as_json(found: Diagnosis) -> dict[str, Any]:
     """Everything that was found, for machines. Predictions are quadratic forms in the curvature, not losses in nats."""
+    from ..report.advice import costliest_layers
+
     prediction = found.prediction
     tasks = prediction.tasks
     return {
@@ -181,6 +193,8 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
 
 def _compared(compared: Preview) -> dict[str, Any]:
     """The merges on the same rows: their scores, and how much more each has than the one that is diagnosed."""
+    from ..compare.ranking import are_tied
+
     merges = {}
     for row in compared.rows:
         apart = compared.difference(row, compared.reference) if row is not compared.reference else None

@@ -47,7 +47,7 @@ def extract_lora(
         threads: Threads; by default one per core, at most 4.
         force: Replace the output if gradmerge wrote it, or if it is empty.
         allow_pickle: Also read .bin and .pt files (tensors only, no code).
-        allow_config: Accept that the models' configs differ in this key, as the error names it.
+        allow_config: Accept that the models' configs differ in these keys, as the error names them.
         dequantize: Dequantize the weights of fp8 and bitsandbytes models on load.
         progress: Show a progress bar; or an object that gets the progress in bytes.
 

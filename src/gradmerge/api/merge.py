@@ -59,19 +59,20 @@ def merge(
         recipe: A recipe file (of gradmerge or mergekit), a mapping with its keys, or a :class:`Recipe`.
         out: A new folder, or an fsspec URL such as s3://bucket/name. The folder appears when it is complete; until then
             files are in ``OUT.gradmerge-partial``. A result at a URL is complete when its gradmerge.json exists.
-        threads: Threads; by default one per core, at most 4. With Ray, threads per worker.
+        threads: Threads; by default one per core, at most 4.
         device: Device of the arithmetic: cpu, cuda, cuda:1, …
         force: Replace the output if gradmerge wrote it, or if it is empty.
         resume: Resume a merge that was killed; the result has the same bytes.
         allow_pickle: Also read .bin and .pt files (tensors only, no code).
-        allow_config: Accept that the models' configs differ in this key, as the error names it.
+        allow_config: Accept that the models' configs differ in these keys, as the error names them.
         dequantize: Dequantize the weights of fp8 and bitsandbytes models on load.
         allow_code: Run the Python file that the recipe names as its method (``method: ./my_rule.py``).
         allow_nonfinite: Continue if weights are NaN or infinite.
         accept_untrusted: Write a removal even if its step is too long to be trusted.
         engine: Execution backend: ``local``, or ``ray`` for the workers of a Ray cluster, with the same bytes. All
             machines of the cluster must have the inputs and the output under the same paths.
-        workers: With Ray, the number of workers; by default as many as the cluster has room for.
+        workers: With Ray, the number of workers, each with ``threads`` threads; by default as many as the cluster has
+            room for.
         ray_address: HOST:PORT of a Ray cluster, or ``auto`` for the one on this machine. Default: RAY_ADDRESS in the
             environment, else a new cluster on this machine.
         progress: Show a progress bar on a terminal or in a notebook; False for none; or an object with

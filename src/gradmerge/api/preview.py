@@ -1,44 +1,32 @@
-"""Compare many settings of a recipe before merging, from Python."""
+"""Compare many settings of a recipe before merging, from Python.
+
+Heavy modules are imported in the functions: the command line reads the signature of :func:`preview` without PyTorch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ..arguments import checked
-from ..compare.evaluate import DataEvaluator, Evaluator, HarnessTasks
-from ..compare.predict import Predictor
-from ..compare.ranking import Outcome, Preview, compare, lost_share
-from ..compare.search import check_objective, search, search_grid
-from ..compare.settings import (
-    DEFAULT_WEIGHTS,
-    Grid,
-    Overrides,
-    Weights,
-    check_methods,
-    method_names,
-    parse_sweeps,
-    parse_weights,
-    recipe_with,
-    with_changes,
-)
-from ..engine.run import MergeResult
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
-from ..recipe import Recipe, plain
-from ..report.advice import preview_verdict
 from ..report.page import write_report
-from ..report.preview import preview_page, settings_table
-from ..tasks import Generation, LoadOptions, complete, tokenizer_of
 from ..text import to_json
 from ..urls import redact
-from .calibrate_command import OUT, calibrate_command
 from .diagnose import provenance, recipe_text, report_folder
 from .merge import default_threads, merge, merged_first, recipe_of_models
-from .recipe_yaml import recipe_documents
+
+if TYPE_CHECKING:
+    from ..compare.evaluate import Evaluator
+    from ..compare.ranking import Outcome, Preview
+    from ..compare.settings import Overrides, Weights
+    from ..engine.run import MergeResult
+    from ..recipe import Recipe
+    from ..tasks import Generation, LoadOptions
 
 
 @checked()
@@ -80,9 +68,9 @@ def preview(
         methods: The methods to compare, a list or `"ties,dare"`; by default the recipe's.
         sweep: Other keys of the recipe with a range or a list of values: `{"density": "0.1:0.9:0.2"}`,
             `{"damping": [1e-6, 1e-3]}`, or `["density=0.1:0.9:0.2"]`. Weights are then the recipe's, unless given.
-        suggest: Search one weight for each task, instead of evaluating a grid. With data, the search minimizes the lost
-            share of what fine-tuning gained: (loss − loss of the task's model) / (loss of the base − loss of the
-            task's model).
+        suggest: Search the best weights, one for each task, instead of evaluating a grid. With data, the search
+            minimizes the lost share of what fine-tuning gained: (loss − loss of the task's model) / (loss of the base −
+            loss of the task's model).
         changes: Keys of the recipe to set first, as `--set` does: `{"damping": 1e-3}`, or `["damping=1e-3"]`. An
             option is set for every method that knows it.
         data: Task (the name of its model's folder, or `base`) → data.
@@ -103,6 +91,21 @@ def preview(
     >>> preview("recipe.yml", weights="0:1:0.25").best().setting.name  # doctest: +SKIP
     'gradient-matching 0.75'
     """
+    from ..compare.evaluate import DataEvaluator, HarnessTasks
+    from ..compare.predict import Predictor
+    from ..compare.ranking import compare
+    from ..compare.search import check_objective, search, search_grid
+    from ..compare.settings import (
+        DEFAULT_WEIGHTS,
+        Grid,
+        check_methods,
+        method_names,
+        parse_sweeps,
+        parse_weights,
+        with_changes,
+    )
+    from ..tasks import complete, tokenizer_of
+
     options = complete(loading, preview)
     allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     recipe = recipe_of_models(recipe, "preview", allow_code)
@@ -148,6 +151,8 @@ def merge_best(found: Preview, out: str | Path, **settings: Any) -> MergeResult:
 
 def best_recipe(found: Preview) -> Recipe:
     """The recipe with the method, weights and changes of the best setting."""
+    from ..compare.settings import recipe_with
+
     best = found.best()
     if best is None:
         raise InputError("no setting is best, so none can be merged. Choose the strength of a removal yourself")
@@ -163,6 +168,11 @@ def write_preview(
     save_best: str | Path | None = None,
 ) -> None:
     """Set the verdict, and write the report if there is a folder for it."""
+    from ..report.advice import preview_verdict
+    from ..report.preview import preview_page, settings_table
+    from .calibrate_command import OUT, calibrate_command
+    from .recipe_yaml import recipe_documents
+
     found.calibrate_command = calibrate_command(found.recipe, data, columns=columns, out=str(save_best or OUT))
     found.verdict = preview_verdict(found)
     if folder is None:
@@ -183,6 +193,8 @@ def write_preview(
 
 def as_json(found: Preview) -> dict[str, Any]:
     """All results for machines. Predictions are ranks and multiples of the reference's, not losses."""
+    from ..recipe import plain
+
     result: dict[str, Any] = {
         "measured": found.measured,
         "compared_by": found.criterion.name,
@@ -215,6 +227,8 @@ def as_json(found: Preview) -> dict[str, Any]:
 
 
 def _row(found: Preview, row: Outcome) -> dict[str, Any]:
+    from ..recipe import plain
+
     weights = {task: plain(weight) for task, weight in found.weights(row).items()}
     facts: dict[str, Any] = {"method": row.setting.method, "weights": weights}
     if row.setting.changes:
@@ -240,6 +254,8 @@ def _row(found: Preview, row: Outcome) -> dict[str, Any]:
 
 
 def _shares(found: Preview, row: Outcome) -> dict[str, Any]:
+    from ..compare.ranking import lost_share
+
     shares = {task: lost_share(row, task) for task in found.tasks}
     return {task: {"value": one, "standard_error": getattr(one, "error", None)} for task, one in shares.items()}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..api.diagnose import as_json, diagnose as diagnose_recipe
 from ..text import one_line
-from .options import LoadingOptions, Printing, RecipeOptions, Settings, SweepOption, command, named
+from .options import LoadingOptions, Printing, Settings, SweepOption, command_with, named
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
 from .stdio import echo
 
@@ -19,7 +20,7 @@ EXAMPLE = (
 )
 
 
-@command
+@command_with(api=diagnose_recipe, without=["changes"])
 def diagnose(
     *,
     recipe: Annotated[
@@ -29,14 +30,6 @@ def diagnose(
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="Folder for the report.")],
-    merged: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="A merged model to diagnose instead of the recipe's merge."),
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="A model trained on all tasks, for the true mismatch (needs --data)."),
-    ] = None,
     sweep: SweepOption = None,
     set_: Settings = None,
     data: Annotated[
@@ -46,8 +39,7 @@ def diagnose(
         ),
     ] = None,
     loading: LoadingOptions,
-    reading: RecipeOptions,
-    force: Annotated[bool, typer.Option("--force", help="Replace REPORT_DIR if gradmerge wrote it.")] = False,
+    options: dict[str, Any],
     printing: Printing,
 ) -> None:
     """Find out what a merge costs: which task loses, in which layers, and which tasks conflict.
@@ -56,27 +48,23 @@ def diagnose(
     with --data also measured.
     """
     with heavy_imports():
-        from ..api import diagnose as diagnosing
         from ..report.diagnosis import measured_table, prediction_table
         from .recipe_args import read_recipe
 
     with progress(printing.silent) as shown:
-        found = diagnosing.diagnose(
-            read_recipe(recipe, reading.allow_code),
+        found = diagnose_recipe(
+            read_recipe(recipe, options["allow_code"]),
             out,
-            merged=merged,
-            target=target,
             sweep=sweep,
             changes=set_,
             data=named(data or []),
-            force=force,
             progress=shown,
             command=typed(),
-            **reading.as_keywords(),
+            **options,
             **loading.as_keywords(),
         )
     if printing.json:
-        print_json({**diagnosing.as_json(found), "report": str(out / "report.html")})
+        print_json({**as_json(found), "report": str(out / "report.html")})
         return
     print_notes(found.notes, printing.quiet)
     table = prediction_table(found)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 from ..api.evaluate import evaluate as evaluate_model
 from ..distributed import launched
 from ..text import Measured, one_line
-from .options import Data, GenerationOptions, HarnessOptions, LoadingOptions, Model, Printing, command_with
+from .options import Data, GenerationOptions, LoadingOptions, Model, Printing, command_with
 from .output import heavy_imports, print_json, print_notes, print_table, progress
 from .stdio import echo
 
@@ -29,7 +29,6 @@ def evaluate(
     options: dict[str, Any],
     loading: LoadingOptions,
     generation: GenerationOptions,
-    harness: HarnessOptions,
     printing: Printing,
 ) -> None:
     """Evaluate a model on data, by the text that it generates, or on tasks of the lm-evaluation-harness.
@@ -46,15 +45,13 @@ def evaluate(
             model,
             data,
             generation=generation.as_generation(),
-            lm_eval=harness.lm_eval,
-            lm_eval_tasks=harness.lm_eval_tasks,
             progress=bar,
             processes=True,
             **options,
             **loading.as_keywords(),
         )
     notes = [] if loaded is None else list(loaded.notes)
-    if harness.lm_eval is not None and launched() is not None:
+    if options["lm_eval"] is not None and launched() is not None:
         notes.append("--lm-eval ran in the first process only")
     if printing.json:
         columns = None if loaded is None else {role: list(names) for role, names in loaded.columns.items()}

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..api.merge import merge
 from ..text import count, one_line, size
-from .options import AllowConfig, AllowPickle, Dequantize, Printing, command
+from .options import Printing, command_with
 from .output import indented, print_json, print_table, with_options
 from .stdio import echo
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Examples: gradmerge inspect ./model   ·   gradmerge inspect ./base ./yelp ./sst2"
 
 
-@command
+@command_with(api=merge, only=["allow_pickle", "allow_config", "dequantize"])
 def inspect(
     *,
     model: Annotated[
@@ -32,29 +33,26 @@ def inspect(
         list[str] | None, typer.Option(metavar="GLOB", help="Tensors that are not compared. Repeatable.")
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors of each model.")] = False,
-    allow_pickle: AllowPickle = False,
-    allow_config: AllowConfig = None,
-    dequantize: Dequantize = False,
+    options: dict[str, Any],
     printing: Printing,
 ) -> None:
     """Show what models contain. With several models, check whether they can be merged (exit status 2 if not)."""
     from ..checkpoints import compare, open_checkpoint
 
     with contextlib.ExitStack() as stack:
-        options: dict[str, Any] = {"allow_pickle": allow_pickle, "dequantize": dequantize}
+        allow_config = options.pop("allow_config")
         first = stack.enter_context(open_checkpoint(model[0], **options))
         others = [stack.enter_context(open_checkpoint(name, adapter_base=first, **options)) for name in model[1:]]
         checkpoints = [first, *others]
         facts = [_facts(checkpoint, tensors) for checkpoint in checkpoints]
         result: dict[str, Any] = {"models": facts}
         if others:
-            comparison = compare(first, others, exclude=exclude or (), allow_config=allow_config or ())
-            parameters = ("allow_config", "allow_pickle", "dequantize")
+            comparison = compare(first, others, exclude=exclude or (), allow_config=allow_config)
             result |= {
                 "mergeable": not comparison.problems,
                 "merged_tensors": len(comparison.merged),
                 "copied_tensors": len(comparison.copied),
-                "problems": [with_options(problem, parameters) for problem in comparison.problems],
+                "problems": [with_options(problem, ["allow_config", *options]) for problem in comparison.problems],
                 "notes": [*comparison.notes, *(note for checkpoint in checkpoints for note in checkpoint.notes)],
             }
     problems = result.get("problems", [])

@@ -34,25 +34,6 @@ Run = Callable[..., None]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Also read .bin and .pt files (tensors only, no code).")
-]
-Dequantize = Annotated[
-    bool, typer.Option("--dequantize", help="Dequantize the weights of fp8 and bitsandbytes models on load.")
-]
-AllowCode = Annotated[
-    bool,
-    typer.Option("--allow-code", help="Run the Python file that a recipe names as its method (method: ./my_rule.py)."),
-]
-AllowConfig = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-config",
-        metavar="KEY",
-        help="Accept that the models' configs differ in KEY, as the error names it. Repeatable.",
-        show_default=False,
-    ),
-]
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Model folder, Hub id (org/name@revision) or PEFT adapter folder.")
@@ -89,15 +70,21 @@ Precision = Annotated[
 VARIABLES = {"device": "GRADMERGE_DEVICE", "threads": "GRADMERGE_THREADS"}
 #: Keywords of functions of `api/` that are no options.
 INTERNAL = ("progress", "command", "block")
+#: Keywords of `merge` about how a recipe and its models are read.
+READING = ("threads", "allow_pickle", "allow_config", "dequantize", "allow_code")
 #: What help shows for the value of an option, if it is neither N nor the name.
 METAVARS = {
     "base": "MODEL",
     "head": "MODEL",
+    "lm_eval": "TASK,...",
+    "lm_eval_tasks": "DIR",
     "include": "GLOB",
     "exclude": "GLOB",
     "allow_config": "KEY",
     "ray_address": "HOST:PORT",
     "budget": "SHARE",
+    "merged": "DIR",
+    "target": "DIR",
     "cache_memory": "SIZE",
     "forget": "SRC",
     "retain": "SRC",
@@ -229,53 +216,17 @@ class GenerationOptions:
         return Generation([self.metrics] if self.metrics is not None else [], self.max_new_tokens)
 
 
-@dataclass(frozen=True)
-class HarnessOptions:
-    """Tasks of the lm-evaluation-harness."""
-
-    lm_eval: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TASK,...", help="Tasks of the lm-evaluation-harness; --limit, --batch-size and --device hold too."
-        ),
-    ] = None
-    lm_eval_tasks: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A folder of task files for it. Functions that they name are run."),
-    ] = None
-
-
-@dataclass(frozen=True)
-class RecipeOptions:
-    """How a recipe and its models are read."""
-
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            max=256,
-            help="Threads; by default one per core, at most 4.",
-            envvar=VARIABLES["threads"],
-        ),
-    ] = None
-    allow_pickle: AllowPickle = False
-    allow_config: AllowConfig = None
-    dequantize: Dequantize = False
-    allow_code: AllowCode = False
-
-    def as_keywords(self) -> dict[str, Any]:
-        """As keywords of the Python functions."""
-        return {**asdict(self), "allow_config": self.allow_config or ()}
-
-
 def command(function: Run) -> Run:
     """Make a typer command of a function, as :func:`command_with` does."""
     return command_with()(function)
 
 
 def command_with(
-    *, api: Callable[..., Any] | None = None, without: Sequence[str] = (), processes: bool = False
+    *,
+    api: Callable[..., Any] | None = None,
+    only: Sequence[str] | None = None,
+    without: Sequence[str] = (),
+    processes: bool = False,
 ) -> Callable[[Run], Run]:
     """Return a decorator that makes a typer command of a function.
 
@@ -284,6 +235,7 @@ def command_with(
     Args:
         api: A function of `api/`. The parameter `options` stands for its keywords that the command does not declare
             itself, and gets them as a mapping.
+        only: Keywords of this function that the command has; by default all.
         without: Keywords of this function that the command does not have.
         processes: Whether several processes may run the command, as torchrun starts them.
     """
@@ -292,7 +244,7 @@ def command_with(
         declared = _parameters(function)
         groups: dict[str, Any] = {name: p.annotation for name, p in declared.items() if is_dataclass(p.annotation)}
         in_groups = [name for group in groups.values() for name in _parameters(group)]
-        from_api = api_options(api, [*declared, *in_groups, *without]) if api is not None else {}
+        from_api = {} if api is None else api_options(api, [*declared, *in_groups, *without], only)
         parameters: dict[str, inspect.Parameter] = {}
         for name, parameter in declared.items():
             if name in groups:
@@ -321,11 +273,15 @@ def command_with(
     return decorate
 
 
-def api_options(function: Callable[..., Any], without: Sequence[str]) -> dict[str, inspect.Parameter]:
-    """Return the keyword-only parameters of a function of `api/` as options."""
+def api_options(
+    function: Callable[..., Any], without: Sequence[str] = (), only: Sequence[str] | None = None
+) -> dict[str, inspect.Parameter]:
+    """Return the keyword-only parameters of a function of `api/` as options, those in ``only`` if it is given."""
     options = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY or name in (*without, *INTERNAL):
+            continue
+        if only is not None and name not in only:
             continue
         kind, text = annotation(function, name), _names_options(argument_help(function)[name], function)
         several = get_origin(kind) is Sequence
@@ -352,7 +308,7 @@ def api_options(function: Callable[..., Any], without: Sequence[str]) -> dict[st
 
 def _names_options(text: str, function: Callable[..., Any]) -> str:
     """Write the parameters in a description as options, and remove other markup."""
-    names = inspect.signature(function).parameters
+    names = [*inspect.signature(function).parameters, *LoadingOptions.__dataclass_fields__]
     option = re.compile(r"``(\w+)``")
     text = option.sub(lambda m: "--" + m[1].replace("_", "-") if m[1] in names else m[1], text)
     return text.replace("`", "")

@@ -7,16 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
+from ..api.preview import as_json, merge_best, preview as preview_recipe
 from ..errors import InputError
 from ..text import one_line
 from .completion import method_names
 from .options import (
+    READING,
     LoadingOptions,
     Printing,
-    RecipeOptions,
     Settings,
     SweepOption,
-    command,
+    command_with,
     named,
 )
 from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
@@ -31,7 +32,7 @@ EXAMPLE = (
 )
 
 
-@command
+@command_with(api=preview_recipe, only=["suggest", *READING, "force"])
 def preview(
     *,
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML), or - for standard input.")],
@@ -61,7 +62,6 @@ def preview(
     ] = None,
     sweep: SweepOption = None,
     set_: Settings = None,
-    suggest: Annotated[bool, typer.Option("--suggest", help="Search for the best weights, one for each task.")] = False,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -75,10 +75,7 @@ def preview(
     save_best: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Merge the best setting into this new folder.")
     ] = None,
-    reading: RecipeOptions,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace REPORT_DIR, and OUT, if gradmerge wrote them.")
-    ] = False,
+    options: dict[str, Any],
     printing: Printing,
 ) -> None:
     """Compare many weights and methods before merging; no model is written.
@@ -87,32 +84,21 @@ def preview(
     predicted from the curvature of the models, and only ranks are shown.
     """
     with heavy_imports():
-        from ..api.preview import as_json, merge_best, preview as run
         from ..report.preview import best_table
         from .recipe_args import read_recipe
 
-    sources = named(data or [])
+    sources, force = named(data or []), options["force"]
     if save_best is not None:
         _check_free(save_best, out, force, recipe, sources)
-    options: dict[str, Any] = {
-        "weights": weights,
-        "methods": methods,
-        "changes": set_,
-        "sweep": sweep,
-        "suggest": suggest,
-        "data": sources,
-        "force": force,
-        "command": typed(),
-        "save_best": save_best,
-        **reading.as_keywords(),
-        **loading.as_keywords(),
-    }
-    given = read_recipe(recipe, reading.allow_code)
+    settings: dict[str, Any] = {"weights": weights, "methods": methods, "changes": set_, "sweep": sweep}
+    settings |= {"save_best": save_best, **options, **loading.as_keywords()}
+    given = read_recipe(recipe, options["allow_code"])
     with progress(printing.silent, "merges") as shown:
-        found = run(given, out, progress=shown, **options)
+        found = preview_recipe(given, out, data=sources, progress=shown, command=typed(), **settings)
     if save_best is not None:
         with progress(printing.silent) as shown:
-            merge_best(found, save_best, force=force, progress=shown, **reading.as_keywords())
+            reading = {name: options[name] for name in READING}
+            merge_best(found, save_best, force=force, progress=shown, **reading)
     if printing.json:
         more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if save_best is not None else {})
         print_json({**as_json(found), **more})

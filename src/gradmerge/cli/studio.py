@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..api.merge import merge
 from ..errors import InputError
-from .options import LoadingOptions, Printing, RecipeOptions, command, named
+from .options import READING, LoadingOptions, Printing, command_with, named
 from .output import heavy_imports, note, print_json
 from .stdio import echo
 
@@ -19,7 +20,7 @@ EXAMPLE = (
 )
 
 
-@command
+@command_with(api=merge, only=READING)
 def studio(
     *,
     source: Annotated[
@@ -49,7 +50,7 @@ def studio(
         typer.Option("--read-only", help="The page writes nothing: no merges, no reports. For pages that others see."),
     ] = False,
     loading: LoadingOptions,
-    reading: RecipeOptions,
+    options: dict[str, Any],
     printing: Printing,
 ) -> None:
     """Open a local page to explore a merge: move weights, see the measured results, compare answers, save the best.
@@ -75,7 +76,7 @@ def studio(
         else:
             echo(address if printing.quiet else f"gradmerge studio: {address} (Ctrl-C ends it)")
 
-    options = {**reading.as_keywords(), **loading.as_keywords()}
+    options |= loading.as_keywords()
     if source.is_dir():  # small batches would take most of the time of the demonstration's small models
         options["batch_size"] = max(64, loading.batch_size)
     with heavy_imports():
