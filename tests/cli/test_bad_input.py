@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,6 @@ from tests.making import (
     near,
     random_curvature,
     random_state,
-    read_model,
     three_models,
     weight_bytes,
     write_model,
@@ -98,45 +96,7 @@ def test_models_that_cannot_be_merged_are_refused(place: Place) -> None:
     refused(place.out, *place.command("average", place.path / "empty"), says=("model.safetensors",))
 
 
-def test_damaged_files_are_named(place: Place) -> None:
-    index, path = place.a / "model.safetensors.index.json", place.base / "model.safetensors"
-    original, whole = index.read_text(), path.read_bytes()
-    for target in ("../x", "/etc/passwd"):
-        value = json.loads(original)
-        value["weight_map"]["classifier.weight"] = target
-        index.write_text(json.dumps(value))
-        refused(place.out, *place.command(), says=(str(index),))
-    index.write_text(original)
-    for size in (0, 8, -1):
-        path.write_bytes(whole[:size])
-        refused(place.out, *place.command(), says=(str(path),))
-    path.write_bytes(whole)
-    (place.a / "model-00002-of-00002.safetensors").unlink()
-    refused(place.out, *place.command(), says=("model-00002-of-00002.safetensors",))
-
-
 # Numbers and curvature
-
-
-@pytest.mark.parametrize(
-    ("method", "damaged", "value"),
-    [("task-arithmetic", "base", "nan"), ("slerp", "a", "-inf")],
-)
-def test_weights_that_are_not_finite_are_named_and_can_be_allowed(
-    place: Place, value: str, method: str, damaged: str
-) -> None:
-    state = dict(place.base_state if damaged == "base" else place.a_state)
-    state["layers.1.linear.weight"] = state["layers.1.linear.weight"].clone()
-    state["layers.1.linear.weight"][3, 5] = float(value)
-    folder = write_model(place.path / f"damaged-{damaged}", state)
-    base, a = (folder, place.a) if damaged == "base" else (place.base, folder)
-    command = ["merge", "--method", method, "--base", base, "--model", a]
-    refused(place.out, *command, says=(f"damaged-{damaged}: layers.1.linear.weight", "--allow-nonfinite"))
-    result = invoke(*command, "--allow-nonfinite", "-o", place.out)
-    assert result.exit_code == 0, result.output
-    merged = read_model(place.out)
-    assert not torch.isfinite(merged["layers.1.linear.weight"]).all()
-    assert torch.isfinite(merged["layers.0.linear.weight"]).all()
 
 
 def curvature_command(place: Place, curvature: Path, *more: str) -> list[str | Path]:

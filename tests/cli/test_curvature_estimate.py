@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import gradmerge as gm
 
 from ..making import read_model, run, write_recipe
-from ..rules import slow as slow_rules
 from ..tasks.making import (
     labelled,
     sentences,
@@ -28,8 +24,6 @@ from ..tasks.making import (
 MAKERS: Mapping[str, Any] = {"classify": tiny_bert_checkpoint, "causal-lm": tiny_gpt2_checkpoint}
 DATA = {"classify": "labels.jsonl", "causal-lm": "texts.txt"}
 LIKELIHOOD = {"classify": "exact", "causal-lm": "sampled"}
-#: The matrix of a linear layer of each model; GPT-2's is transposed.
-LAYER = {"classify": "bert.encoder.layer.1.output.dense.weight", "causal-lm": "transformer.h.1.mlp.c_fc.weight"}
 
 
 def estimate(*arguments: str | Path | int, status: int = 0) -> Any:
@@ -97,28 +91,3 @@ def test_measured_curvature_merges_by_gradient_matching(place: Path, task: str, 
             for w, one, model in zip(weights, h, tuned, strict=True)
         )
     assert_merged(tmp_path / "matched", want)
-
-
-@pytest.mark.parametrize("task", MAKERS)
-def test_gram_matrices_merge_by_regmean(place: Path, task: str, tmp_path: Path) -> None:
-    folder = place / task
-    for name in "ab":
-        estimate(folder / name, "-d", place / DATA[task], "--kind", "gram", "-o", tmp_path / name)
-    assert json.loads(run("curvature", "show", tmp_path / "a", "--json").stdout)["kind"] == "gram"
-    recipe = {
-        "method": "regmean",
-        "models": [{"model": str(folder / n), "curvature": str(tmp_path / n)} for n in "ab"],
-        "damping": 1e-2,
-    }
-    run("merge", write_recipe(tmp_path / "r.yml", recipe), "-o", tmp_path / "out")
-    models = [double(read_model(folder / n)) for n in "ab"]
-    grams = [load_file(tmp_path / n / "curvature.safetensors") for n in "ab"]
-    got = read_model(tmp_path / "out")
-    layer = LAYER[task]
-    turn = (lambda m: m.T) if task == "causal-lm" else (lambda m: m)
-    want = slow_rules.regmean(
-        [turn(m[layer]).numpy() for m in models], [g[layer].double().numpy() for g in grams], [1.0, 1.0], 1e-2
-    )
-    assert np.allclose(turn(got[layer]).double().numpy(), want, atol=1e-5)
-    for name in got.keys() - grams[0].keys():
-        assert torch.allclose(got[name].double(), (models[0][name] + models[1][name]) / 2, atol=1e-6)
