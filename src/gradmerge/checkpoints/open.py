@@ -301,7 +301,7 @@ def _open_named_base(folder: Path, allow_pickle: bool, dequantize: bool) -> Chec
     if not name or as_url(name):
         what = f"names a URL as its base ({name}), which is not opened" if name else "does not name its base"
         raise InputError(f"{folder}: the adapter's config {what}. Give the base model in the recipe.")
-    start = folder if not local_path(name, None).exists() and local_path(name, folder).exists() else None
+    start = folder if local_path(name, folder).exists() else None
     if is_adapter(local_path(name, start)):
         raise InputError(
             f"{folder}: the adapter's base is another adapter, {name}. Merge that adapter into its base first."
