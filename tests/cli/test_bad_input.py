@@ -170,6 +170,11 @@ def test_an_option_that_makes_no_sense_is_refused(place: Place, option: list[str
     assert not place.out.exists()
 
 
+@pytest.mark.parametrize("command", ["preview", "diagnose"])
+def test_a_report_without_threads_is_refused(place: Place, command: str) -> None:
+    refused(place.out, command, place.write(), "--threads", "0", says=("--threads",))
+
+
 def test_too_little_or_too_much_on_the_command_line_is_refused(place: Place) -> None:
     refused(place.out, "merge", says=("--method",))
     refused(place.out, "merge", "--method", "task-arithmetic", "--base", place.base, says=("--model",))

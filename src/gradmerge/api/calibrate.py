@@ -177,6 +177,8 @@ def calibrate(
         raise InputError(f"alpha {alpha}: must be from 0 to 1")
     if not 0 <= ridge < float("inf"):
         raise InputError(f"ridge {ridge}: must be 0 or a positive number")
+    if max_kronecker_dim < 1:
+        raise InputError(f"max_kronecker_dim {max_kronecker_dim}: must be at least 1")
     if not check and curvature == "auto":
         raise InputError("check=False does not go with curvature='auto', which chooses by held-out rows")
     if not data:

@@ -18,7 +18,7 @@ from ..report.page import made, write_report
 from ..text import to_json
 from ..urls import redact
 from ..yaml import to_yaml
-from .merge import default_threads, merged_first, recipe_of_models
+from .merge import merged_first, number_of_threads, recipe_of_models
 
 if TYPE_CHECKING:
     from ..compare.diagnose import Diagnosis
@@ -79,6 +79,7 @@ def diagnose(
     recipe, _ = with_changes(recipe_of_models(recipe, "diagnose", allow_code), changes, None)
     grid = Grid(recipe, [recipe.method], (), parse_sweeps(sweep, [recipe.method]))
     grid.check()
+    threads = number_of_threads(threads)
     allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     merged, target = (None if model is None else str(model) for model in (merged, target))
     with (
@@ -93,7 +94,7 @@ def diagnose(
             merged=merged,
             target=target,
             data=data,
-            threads=threads or default_threads(),
+            threads=threads,
             progress=bar,
             **allowed,
         )

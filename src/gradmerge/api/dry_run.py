@@ -35,7 +35,7 @@ from ..tasks.models import device_of, empty_model
 from ..text import size
 from ..urls import is_url
 from .estimate import check_estimate_options
-from .merge import default_threads, planned
+from .merge import number_of_threads, planned
 
 #: Bytes of a process before it loads a model: Python, PyTorch and transformers, or the context of a GPU.
 PROCESS = 600_000_000
@@ -128,7 +128,7 @@ def free_memory(device: torch.device) -> int | None:
 
 def dry_run_merge(recipe: Recipe, out: Path | None, *, threads: int | None = None, **reading: Any) -> JobSize:
     """Return what a merge would do, and its size. ``reading`` is as of :func:`planned`."""
-    threads, adapter = threads or default_threads(), recipe.output.format == "adapter"
+    threads, adapter = number_of_threads(threads), recipe.output.format == "adapter"
     with planned(recipe, **reading) as plan:
         # The checks below read what they need for the damping and the notes, so this comes first.
         bytes_read = plan.total_read + plan.statistics_read + plan.damping_read

@@ -98,7 +98,7 @@ def merge(
     allow_many_files()
     with contextlib.ExitStack() as stack:
         settings: dict[str, Any] = {
-            "threads": threads or default_threads(),
+            "threads": number_of_threads(threads),
             "device": device,
             "resume": resume,
             "allow_nonfinite": allow_nonfinite,
@@ -221,8 +221,8 @@ def _cluster(
     """The cluster of a merge, not started yet; None for the local engine."""
     check_known(f"engine {engine!r}", engine, ("local", "ray"))
     for name, number in (("workers", workers), ("threads", threads)):
-        if number is not None and not 1 <= number <= 256:
-            raise InputError(f"{name} {number}: must be from 1 to 256")
+        if number is not None:
+            check_count(name, number)
     if engine == "local":
         for name, value in (("workers", workers), ("ray_address", address)):
             if value is not None:
@@ -235,6 +235,12 @@ def _cluster(
     from ..engine.on_ray import RayCluster
 
     return RayCluster(workers, threads, address, reading)
+
+
+def check_count(name: str, number: int) -> None:
+    """Raise InputError unless a number of threads or workers is from 1 to 256."""
+    if not 1 <= number <= 256:
+        raise InputError(f"{name} {number}: must be from 1 to 256")
 
 
 def check_device(device: str) -> None:
@@ -251,7 +257,10 @@ def check_device(device: str) -> None:
         raise InputError(f"device {device!r}: merges run on cpu or cuda")
 
 
-def default_threads() -> int:
-    """One thread per core, at most 4: more would wait for the interpreter's lock."""
+def number_of_threads(threads: int | None) -> int:
+    """Check a number of threads. The default is one per core, at most 4: more would wait for the interpreter's lock."""
+    if threads is not None:
+        check_count("threads", threads)
+        return threads
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 4)

@@ -18,7 +18,7 @@ from ..report.page import write_report
 from ..text import to_json
 from ..urls import redact
 from .diagnose import provenance, recipe_text, report_folder
-from .merge import default_threads, merge, merged_first, recipe_of_models
+from .merge import merge, merged_first, number_of_threads, recipe_of_models
 
 if TYPE_CHECKING:
     from ..compare.evaluate import Evaluator
@@ -126,7 +126,7 @@ def preview(
         raise InputError("generation: answers are compared with data of the tasks; give data NAME=SRC")
     if lm_eval_tasks is not None and lm_eval is None:
         raise InputError("lm_eval_tasks: needs lm_eval, which names tasks of the folder")
-    threads = threads or default_threads()
+    threads = number_of_threads(threads)
     with report_folder(recipe, out, data or {}, force, tokenizer_of(options)) as folder:
         with shown(progress, "merges") as bar, merged_first(recipe, out, threads, allowed) as ready:
             evaluator: Evaluator

@@ -21,7 +21,7 @@ from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
 from ..recipe.method import is_rule_file, load_rule
 from ..rules import METHODS, Rule
-from .merge import check_device, default_threads
+from .merge import check_device, number_of_threads
 
 CurvatureLike = Mapping[str, Tensor] | float
 
@@ -129,7 +129,7 @@ def merge_state_dicts(
         for name, values in merged.tensors.items():
             result[name].view(-1)[merged.start : merged.start + len(values)] = values
 
-    executor = LocalExecutor(threads or default_threads())
+    executor = LocalExecutor(number_of_threads(threads))
     compute_mean_curvature(plan, executor)
     statistics = compute_statistics(plan, executor)
     how = MergeOptions(torch.device(device), allow_nonfinite)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ..api.calibrate import CalibrationResult, calibrate
 from ..api.diagnose import report_folder
-from ..api.merge import default_threads, merge, merged_first, recipe_of_models
+from ..api.merge import merge, merged_first, number_of_threads, recipe_of_models
 from ..api.preview import write_preview
 from ..api.recipe_yaml import recipe_documents
 from ..compare.interactive import InteractiveEvaluator, Stop, Superseded
@@ -133,7 +133,7 @@ class Explorer:
         self.recipe: Recipe = recipe_of_models(recipe, "studio", allow_code)
         check_methods(None, self.recipe)
         options = complete(loading, Explorer)
-        self._threads, self._sources = threads or default_threads(), dict(data)
+        self._threads, self._sources = number_of_threads(threads), dict(data)
         self._allowed: dict[str, Any] = {
             "allow_pickle": allow_pickle,
             "allow_config": allow_config,
