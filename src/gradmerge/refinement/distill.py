@@ -118,7 +118,7 @@ def distill_model(
             too high, so that the loss on held-out rows rises, training starts again with a quarter of it.
         seed: Of the order of batches.
         memory: Bytes for what the fine-tuned models return. One whose outputs fit is freed before the next is loaded.
-        progress: Is told how many steps are done.
+        progress: Shows how many steps are done.
     """
     steps = default_steps(rows, match) if steps is None else steps
     progress = progress or NoProgress()
@@ -133,6 +133,9 @@ def distill_model(
     }
     passes = Passes(model, guides, match, pad_token)
     _evaluate(done, 0, passes)
+    for task, loss in done.losses_at(0).items():
+        if not math.isfinite(loss):
+            raise InputError(f"{task}: the loss of the merge is not finite. Check the weights for NaN and infinity.")
     for attempt in range(1 if lr is not None else MAX_RESTARTS + 1):
         may_stop = lr is None and attempt < MAX_RESTARTS
         if _train(done, trained, passes, {task: len(one.fit) for task, one in rows.items()}, seed, may_stop, progress):
@@ -153,7 +156,8 @@ def _train(
 ) -> bool:
     """Train, and keep the weights that are best on held-out rows.
 
-    Returns False, with the weights as before, if the loss is higher at the first evaluation and ``may_stop`` is set.
+    Returns False, with the weights as before, if ``may_stop`` is set and the loss is infinite, or higher at the first
+    evaluation.
     """
     steps, lowest = done.steps, done.mean_losses[0]
     optimizer = torch.optim.AdamW(
@@ -170,6 +174,9 @@ def _train(
         for losses in passes.losses([(task, next(order)) for task, order in orders.items()]):
             loss = torch.stack([value for _, value in losses]).sum()
             if not bool(loss.isfinite()):
+                if may_stop:
+                    _restore(trained, best)
+                    return False
                 tasks = ", ".join(task for task, _ in losses)
                 raise InputError(f"{tasks}: the loss is not finite at step {step}. Try an lr below {done.lr:g}.")
             loss.backward()
