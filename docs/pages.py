@@ -217,7 +217,7 @@ def contexts(command: Any, name: str, parent: Any = None) -> Iterator[Any]:
 
 
 def usual_columns() -> str:
-    """The names that a column is recognised by, from the lists that the program looks through."""
+    """The names that a column is recognized by, from the lists that the program looks through."""
 
     def names(words: Sequence[str]) -> str:
         return ", ".join(f"`{word}`" for word in words)
@@ -242,7 +242,7 @@ def usual_columns() -> str:
         ("", "`negative`", "every column called `negative`, `negative_1`, `negative_2`, …"),
         ("", "`score`", names(columns.SCORE) + ", if there is no negative"),
     ]
-    return table(("task", "key", "names that are recognised, the first that is there"), rows)
+    return table(("task", "key", "names that are recognized, the first that is there"), rows)
 
 
 def metrics_reference() -> str:

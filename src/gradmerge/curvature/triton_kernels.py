@@ -88,7 +88,7 @@ def _long_described(
     BO: tl.constexpr, BI: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The same through Hopper's copy engine, which also fills what is out of range with zeros."""
-    # Neighbouring programs take neighbouring tiles, so that they find each other's numbers in the cache.
+    # Neighboring programs take neighboring tiles, so that they find each other's numbers in the cache.
     across, down = tl.cdiv(inputs, BI), tl.cdiv(width, BO)
     top = (tl.program_id(0) // (GROUP * across)) * GROUP
     height = tl.minimum(down - top, GROUP)

@@ -108,7 +108,7 @@ def page_script() -> str:
 @cache
 def colors() -> str:
     """Light color → its CSS variable."""
-    return in_script({colour: f"var(--{name})" for name, colour in theme.LIGHT.items()})
+    return in_script({color: f"var(--{name})" for name, color in theme.LIGHT.items()})
 
 
 def digest(script: str) -> str:
