@@ -80,7 +80,7 @@ def remove(
         forget: The forget set, all rows of it: a file or dataset, as for `gradmerge evaluate --data`.
         retain: The retain set, or a sample of it, in the same form. A tenth is held out to measure the budget. The
             curvature uses at most 1,000 of the other rows.
-        retain_size: Number of examples that ``retain`` stands for; by default, its number of rows.
+        retain_size: Total number of retained examples; by default, the number of rows of ``retain``.
         budget: Allowed relative increase of the mean loss on the held-out rows: 2% (the default), or 0.02.
         steps: Most steps; 1 by default. More than one requires ``unseen`` or ``until``.
         unseen: Rows of the same kind as ``forget`` that the model has not seen. No step raises the mean loss on

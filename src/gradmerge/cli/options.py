@@ -230,10 +230,10 @@ def command_with(
 ) -> Callable[[Run], Run]:
     """Return a decorator that makes a typer command of a function.
 
-    A parameter that is a dataclass stands for its fields. Every command has one of the type `Printing`.
+    A parameter that is a dataclass adds an option for each of its fields. Every command has one of the type `Printing`.
 
     Args:
-        api: A function of `api/`. The parameter `options` stands for its keywords that the command does not declare
+        api: A function of `api/`. The parameter `options` holds its keywords that the command does not declare
             itself, and gets them as a mapping.
         only: Keywords of this function that the command has; by default all.
         without: Keywords of this function that the command does not have.

@@ -62,7 +62,7 @@ class Recorder:
         self._hooks.close()
 
     def needs_term(self, entry: ParameterSum) -> bool:
-        """Return whether a bias needs terms of its own."""
+        """Return whether a bias needs separate terms."""
         return True
 
     def add_term(self, entry: ParameterSum, term: Term) -> None:

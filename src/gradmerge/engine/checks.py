@@ -257,7 +257,7 @@ def share_above(plan: Plan, executor: Executor = THIS_THREAD, above: float = ABO
     sampled = min(max(SMALL, total * PART), LARGE, total)
     blocks = list(sample_blocks(plan.block_jobs, RUN, math.ceil(RUN * total / max(1, sampled))))
     seen = sum(block.stop - block.start for block in blocks)
-    # A block of the sample stands for other entries too, and a layer for itself.
+    # A sampled block represents other blocks too; a layer is always whole.
     scale = sum(job.info.numel for job in plan.block_jobs) / max(1, seen)
     changes = executor.reduce(
         plan, functools.partial(block_change, above=above), [*blocks, *whole_tensors(plan.kronecker_jobs)]

@@ -197,7 +197,10 @@ def _train(
 
 
 class Guide:
-    """What a fine-tuned model returns for the rows of its task: computed once, or anew if it takes too much memory."""
+    """What a fine-tuned model returns for the rows of its task.
+
+    The outputs are computed once, or in every step if they take too much memory.
+    """
 
     def __init__(self, load: Callable[[], nn.Module], rows: TaskRows, match: str, memory: int, pad_token: int) -> None:
         self.batches, self.match = [*rows.fit, *rows.held_out], match

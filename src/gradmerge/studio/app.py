@@ -17,7 +17,7 @@ from .controls import Panel
 from .session import Session, error_text
 from .theme import CHOSEN_ROW, COPY, DIM_BOARD
 
-#: Events are not listed as an API, and Gradio shows no progress of its own.
+#: Events are not listed as an API, and Gradio does not show its progress bar.
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 _PARALLEL: dict[str, Any] = {**_QUIET, "concurrency_limit": None}
 #: While one event runs, the page keeps only the latest of the next ones.
@@ -175,7 +175,7 @@ class _Workbench:
             event.then(**measure, **_PARALLEL)
         moving = [c for c in inputs if c not in (panel.method, panel.by_layers, *(box for box, _ in boxes))]
         moved = [component.input for component in moving]
-        # Dimming is an event of its own, so that a late result of one move does not dim the board of another.
+        # Dimming is a separate event, so that a late result of one move does not dim the board of another.
         gr.on(moved, None, None, None, js=DIM_BOARD, **_QUIET, trigger_mode="multiple")
         # So is the note, because the measurements of one event run one after the other.
         gr.on([c.change for c in moving], self._note, inputs, None, **_FAST, trigger_mode="always_last")
