@@ -68,3 +68,11 @@ def test_a_global_with_a_long_name_is_refused_at_once(zipped: bool, tmp_path: Pa
     with pytest.raises(gm.InputError, match=r"model\.bin"):
         gm.merge({"method": "average", "models": [str(path)]}, tmp_path / "out", allow_pickle=True)
     assert time.perf_counter() - begun < 5
+
+
+def test_a_value_larger_than_the_memory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"\x80\x02\x96" + (2**62).to_bytes(8, "little") + b"few bytes.")  # BYTEARRAY8 with its length
+    with pytest.raises(gm.InputError):
+        gm.merge({"method": "average", "models": [str(path)]}, tmp_path / "out", allow_pickle=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.bin"]

@@ -107,11 +107,15 @@ def _check_globals(path: Path) -> None:
             archive = stack.enter_context(zipfile.ZipFile(path))
             pickles = [io.BytesIO(archive.read(name)) for name in archive.namelist() if name.endswith("data.pkl")]
         for pickled in pickles:
-            with contextlib.suppress(ValueError):
+            try:
                 for _ in range(5):  # the legacy format stores four or five pickles before the data
                     for opcode, argument, _position in pickletools.genops(pickled):
                         if opcode.name == "GLOBAL" and len(str(argument)) > MAX_GLOBAL:
                             raise InputError(f"{path}: cannot be read as a PyTorch checkpoint (a name is too long)")
+            except ValueError:
+                continue  # torch.load names the damage
+            except (MemoryError, OverflowError):
+                raise InputError(f"{path}: cannot be read as a PyTorch checkpoint (a value is too large)") from None
 
 
 def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
