@@ -61,26 +61,6 @@ def bar_text(bar: dict[str, Any]) -> str:
     return f"{bar['name']} {bar['sense']} {bar['bar']:g}: {'met' if bar['passed'] else '**missed**'}"
 
 
-def device_results() -> str:
-    """CPU against GPU, and threads, from the last `python -m benchmarks.devices` that was kept."""
-    report = json.loads((RESULTS / "devices.json").read_text("utf-8"))
-    rules = [
-        (r["method"], f"{r['cpu_s']:.1f}", f"{r['device_s']:.1f}", "yes" if r["same_bytes"] else "no")
-        for r in report["rules"]
-    ]
-    counts = sorted({t["threads"] for t in report["threads"]})
-    seconds = {(t["method"], t["threads"]): f"{t['seconds']:.1f}" for t in report["threads"]}
-    methods = list(dict.fromkeys(t["method"] for t in report["threads"]))
-    threads = [(method, *(seconds[method, count] for count in counts)) for method in methods]
-    return (
-        f"`python -m benchmarks.devices --data DIR` on {report['cores']} cores and an {report['device']}, seconds for "
-        f"{report['layers']} layers (as in the table below, but fewer) on 4 threads:\n\n"
-        + table(("method", "cpu s", "cuda s", "same bytes"), rules)
-        + f"\n\nand for {report['thread_layers']} layers by number of threads, on the CPU:\n\n"
-        + table(("method", *(f"{count} thread{'s' if count > 1 else ''}, s" for count in counts)), threads)
-    )
-
-
 #: What a row of a curvature benchmark is called.
 WAYS = {
     "plain": "plain forward and backward pass",
@@ -248,30 +228,6 @@ def same_work_results() -> str:
     return "\n\n".join(parts)
 
 
-def diagnose_results() -> str:
-    """What diagnosing costs beside merging, from the last `python -m benchmarks.diagnose` that was kept."""
-    report = json.loads((RESULTS / "diagnose.json").read_text("utf-8"))
-    median = report["median_s"]
-    return (
-        f"`gradmerge diagnose` on a recipe of {report['tasks']} tasks and models of 1.1 B parameters took "
-        f"{median['diagnose']:.1f} s, {report['ratio']:.1f} times as long as merging it ({median['merge']:.1f} s; "
-        "`python -m benchmarks.diagnose`, medians)."
-    )
-
-
-def move_results() -> str:
-    """What a move of a slider costs, from the last `python -m benchmarks.studio_move` that was kept."""
-    report = json.loads((RESULTS / "studio_move.json").read_text("utf-8"))
-    median, slowest = report["median_s"], report["slowest"]
-    return (
-        f"A move on the demo's models, from new weights to metrics measured on {report['rows']:,} rows, took "
-        f"{median[slowest]:.2f} s or less on {report['cores']} cores ({slowest}, the slowest of the methods tried), "
-        f"{report['times_plain_pass']:.1f} times a plain pass of one model over these rows. The prediction from "
-        f"curvature took {median['prediction']:.2f} s, `gradmerge preview` of one setting, from disk, "
-        f"{median['gradmerge preview']:.1f} s (`python -m benchmarks.studio_move`, medians)."
-    )
-
-
 def engine_results() -> str:
     """Merges on Ray beside local ones, from the last `python -m benchmarks.engines` that was kept."""
     report = json.loads((RESULTS / "engines.json").read_text("utf-8"))
@@ -294,12 +250,9 @@ def engine_results() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "benchmark": benchmark_results,
     "curvature-benchmark": curvature_results,
-    "devices": device_results,
-    "diagnose": diagnose_results,
     "engines": engine_results,
     "kronecker": kronecker_results,
     "precision": precision_results,
     "ranking": ranking_results,
     "same-work": same_work_results,
-    "studio-move": move_results,
 }
