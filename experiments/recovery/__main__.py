@@ -27,7 +27,7 @@ import gradmerge as gm
 
 from .report import write_report
 from .run import run_seed
-from .settings import ALL, tiny
+from .settings import ALL, SCALES
 from .workloads import WORKLOADS
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with the data sets")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--sweep", action="store_true", help="also other hyperparameters of calibrate and distill")
-    parser.add_argument("--tiny", action="store_true", help="few rows and steps, to try it on a CPU")
+    parser.add_argument("--scale", choices=list(SCALES), default="full", help="small: an hour on a CPU; tiny: minutes")
     parser.add_argument("--report", type=Path, metavar="DIR", help="print the tables of a folder of results")
     parser.add_argument("-o", "--out", type=Path, default=Path("runs/recovery"))
     options = parser.parse_args()
@@ -47,9 +47,10 @@ def main() -> None:
         return
     if not (options.workload and options.model and options.data):
         parser.error("give a workload, --model and --data")
-    settings = tiny(ALL[options.workload]) if options.tiny else ALL[options.workload]
+    settings = SCALES[options.scale](ALL[options.workload])
     for seed in map(int, options.seeds.split(",")):
-        path = options.out / f"{options.workload}-{seed}.json"
+        name = options.workload if options.scale == "full" else f"{options.workload}-{options.scale}"
+        path = options.out / f"{name}-{seed}.json"
         described = json.loads(json.dumps(dataclasses.asdict(settings) | {"sweep": options.sweep}))
         if path.exists() and json.loads(path.read_text("utf-8")).get("complete") == described:
             print(f"{path}: exists, with the same settings")
@@ -60,7 +61,7 @@ def main() -> None:
         workload = WORKLOADS[options.workload](settings, seed, options.model, options.data)
         facts = {
             "command": "python -m experiments.recovery " + shlex.join(sys.argv[1:]),
-            "workload": options.workload,
+            "workload": name,
             "metric": workload.metric,
             "seed": seed,
             "settings": described,

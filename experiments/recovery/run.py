@@ -16,7 +16,6 @@ from .workloads import State, Workload
 
 #: Settings that are compared with the defaults by ``--sweep``.
 ALPHAS_AND_RIDGES = ((0.25, 0.05), (1.0, 0.3), (1.0, 0.05))
-RATE_FACTORS = (0.25, 0.5, 2.0)
 
 
 class Recorder:
@@ -202,15 +201,15 @@ def _recover(
 
     calibrated = add("calibrate --curvature none", calibrate(curvature="none"))
     chosen = add("calibrate", calibrate())
+    if sweep:
+        for alpha, ridge in ALPHAS_AND_RIDGES:
+            name = f"calibrate --curvature none, alpha {alpha:g}, ridge {ridge:g}"
+            add(name, calibrate(curvature="none", alpha=alpha, ridge=ridge))
+            add(f"calibrate, alpha {alpha:g}, ridge {ridge:g}", calibrate(alpha=alpha, ridge=ridge))
     add("distill", distill(anchor))
     add("calibrate --curvature none, distill", distill(calibrated))
     rate = record.results["calibrate --curvature none, distill"]["lr"]
     add("calibrate, distill", distill(chosen))
-    if not sweep:
-        return
-    for factor in RATE_FACTORS:
-        add(f"calibrate --curvature none, distill, lr x {factor:g}", distill(calibrated, lr=factor * rate))
-    for alpha, ridge in ALPHAS_AND_RIDGES:
-        name = f"calibrate --curvature none, alpha {alpha:g}, ridge {ridge:g}"
-        add(name, calibrate(curvature="none", alpha=alpha, ridge=ridge))
-    add("calibrate, alpha 1, ridge 0.05", calibrate(alpha=1.0, ridge=0.05))
+    if sweep:
+        for factor in settings.rate_factors:
+            add(f"calibrate --curvature none, distill, lr x {factor:g}", distill(calibrated, lr=factor * rate))

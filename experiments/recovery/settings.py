@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,10 @@ class Settings:
     """The merge that calibration and distillation start from."""
     task_arithmetic: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
     """Weights of which the best on validation rows is kept."""
-    tiny: bool = False
+    rate_factors: tuple[float, ...] = (0.25, 0.5, 2.0)
+    """Multiples of distillation's learning rate that ``--sweep`` tries."""
+    head_steps: int = 200
+    """Steps of L-BFGS for the head of an image task."""
 
 
 LANGUAGE_MODEL = Settings(
@@ -72,6 +77,20 @@ IMAGES = Settings(
 ALL = {"language-model": LANGUAGE_MODEL, "sentiment": SENTIMENT, "images": IMAGES}
 
 
+def small(settings: Settings) -> Settings:
+    """Return settings for a CPU: the same tasks with fewer and shorter rows, for a comparison of hyperparameters."""
+    if settings is SENTIMENT:  # for a model of MiniLM's size
+        changes: dict[str, Any] = {"train_rows": 2000, "test_rows": 1000, "length": 64, "learning_rate": 5e-5}
+        changes |= {"base_learning_rate": 5e-5, "rows": 128}
+    elif settings is IMAGES:
+        changes = {"train_rows": 600, "test_rows": 250, "validation_rows": 100, "epochs": 2, "batch_size": 32}
+        changes |= {"rows": 64, "task_arithmetic": (0.1, 0.2)}
+    else:
+        changes = {"train_rows": 128, "test_rows": 48, "validation_rows": 16, "epochs": 1, "batch_size": 16, "rows": 32}
+        changes |= {"length": 64, "distillation_batch": 4, "task_arithmetic": (0.3, 0.5)}
+    return replace(settings, rate_factors=(), **changes)
+
+
 def tiny(settings: Settings) -> Settings:
     """Return settings for a rehearsal on a CPU, in a minute or two."""
     return replace(
@@ -87,5 +106,8 @@ def tiny(settings: Settings) -> Settings:
         calibration_batch=8,
         distillation_batch=4,
         task_arithmetic=settings.task_arithmetic[:2],
-        tiny=True,
+        head_steps=5,
     )
+
+
+SCALES: Mapping[str, Callable[[Settings], Settings]] = {"full": lambda settings: settings, "small": small, "tiny": tiny}

@@ -394,7 +394,7 @@ class Images(Workload):
         head = nn.Linear(features.shape[1], int(labels.max()) + 1, device=self.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
-        steps = 5 if self.settings.tiny else 200
+        steps = self.settings.head_steps
         optimizer = torch.optim.LBFGS(head.parameters(), max_iter=steps, line_search_fn="strong_wolfe")
 
         def closure() -> Tensor:
