@@ -233,13 +233,13 @@ def usual_columns() -> str:
         ("`seq2seq`", "`source`", names(columns.SOURCE) + "; or else the only column with text"),
         ("", "`target`", names(columns.TARGET)),
         ("`image`", "`image`", names(columns.IMAGE)),
-        ("", "`label`", "`label`, `labels`, `fine_label`; or else as for `classify`"),
+        ("", "`label`", "as for `classify`"),
         (
             "`embedding`",
             "`anchor`, `positive`",
             ", ".join(f"`{a}` + `{b}`" for a, b in columns.ANCHORS) + "; or a pair",
         ),
-        ("", "`negative`", "every column called `negative`, `negative_1`, `negative_2`, …"),
+        ("", "`negative`", "all of " + names(columns.NEGATIVE)),
         ("", "`score`", names(columns.SCORE) + ", if there is no negative"),
     ]
     return table(("task", "key", "names that are recognized, the first that is there"), rows)

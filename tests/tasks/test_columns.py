@@ -50,8 +50,7 @@ def test_the_columns_of_the_user_come_first() -> None:
     chosen = {"text": ("review",), "label": ("stars",)}
     assert choose_columns("classify", rows, {"text": "review", "label": "stars"}) == chosen
     assert choose_columns("classify", rows, {"text": "a+b"})["text"] == ("a+b",)
-    several = choose_columns("classify", rows, {"text": "text+review", "labels": "stars+label"})
-    assert several == {"text": ("text", "review"), "labels": ("stars", "label")}
+    assert choose_columns("classify", rows, {"text": "text+review"})["text"] == ("text", "review")
     partly = choose_columns("embedding", rows_of("query", "positive"), {"anchor": "query"})
     assert partly == {"anchor": ("query",), "positive": ("positive",)}
     assert choose_columns("classify", rows, None, labeled=False) == {"text": ("text",)}
@@ -65,7 +64,8 @@ def test_the_columns_of_the_user_come_first() -> None:
         ("classify", "one two label", {}),
         ("classify", "text label", {"txet": "text"}),
         ("classify", "review label", {"text": "reviews"}),
-        ("classify", "text label b", {"label": "label", "labels": "b"}),
+        ("classify", "text label b", {"label": "label+b"}),
+        ("causal-lm", "text prompt completion", {"text": "text", "prompt": "prompt"}),
         ("causal-lm", "one two", {"prompt": "one"}),
         ("embedding", "anchor positive score", {"score": "score", "negative": "anchor"}),
     ],
@@ -99,7 +99,7 @@ def read(
     names = names or [f"LABEL_{n}" for n in range(classes)]
     tables: dict[str, Any] = {"label2id": {name: n for n, name in enumerate(names)}, "problem_type": None} | config
     rows = Rows("d", [{"label": c} for c in cells], ("label",), {"label": data_names} if data_names else {})
-    return read_labels(rows, {"label": ("label",)}, SimpleNamespace(num_labels=classes, **tables)).tolist()
+    return read_labels(rows, "label", SimpleNamespace(num_labels=classes, **tables)).tolist()
 
 
 def test_classes_are_numbers_or_names() -> None:
@@ -118,15 +118,10 @@ def test_class_names_of_the_data_are_matched_with_those_of_the_model() -> None:
         read([0, 1], names=NLI, data_names=["neutral", "maybe"])
 
 
-def test_several_labels_are_lists_or_columns() -> None:
+def test_several_labels_are_lists() -> None:
     assert read([[0, 1, 1], [1.0, 0, 0]]) == [[0, 1, 1], [1, 0, 0]]
     assert read([[2], [], [0, 1]]) == [[0, 0, 1], [0, 0, 0], [1, 1, 0]]
     assert read([["neutral"], []], names=NLI) == [[0, 1, 0], [0, 0, 0]]
-    row = {"a": 0, "b": 0, "c": "true"}
-    rows = Rows("d", [row], tuple(row))
-    for table, want in (({"c": 0, "b": 1, "a": 2}, [[1, 0, 0]]), ({"LABEL_0": 0}, [[0, 0, 1]])):
-        config = SimpleNamespace(num_labels=3, problem_type=None, label2id=table)
-        assert read_labels(rows, {"labels": ("a", "b", "c")}, config).tolist() == want
 
 
 def test_a_regression_reads_numbers() -> None:
@@ -165,7 +160,7 @@ def test_the_row_of_a_wrong_label_is_named() -> None:
         read([0, 3])
     rows = Rows("d.jsonl", [{"text": "a", "label": 0}, {"text": "b"}], ("text", "label"))
     with pytest.raises(InputError, match="row 2"):
-        read_labels(rows, {"label": ("label",)}, SimpleNamespace(num_labels=2, problem_type=None, label2id={}))
+        read_labels(rows, "label", SimpleNamespace(num_labels=2, problem_type=None, label2id={}))
 
 
 @pytest.mark.parametrize(("numbers", "expected"), [([1, 5, 3], [0, 4, 2]), ([2, 3], [1, 2]), ([0, 4, 2], [0, 4, 2])])

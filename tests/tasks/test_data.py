@@ -88,6 +88,18 @@ def test_a_hub_dataset_gives_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(rows.column("label")) == [1]
 
 
+def test_a_saved_dataset_gives_the_same_rows(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk(tmp_path / "rows")
+    datasets.DatasetDict({"test": data}).save_to_disk(tmp_path / "splits")
+    for source in (f"{tmp_path}/rows", f"{tmp_path}/splits:test"):
+        assert list(read_rows(source).rows) == ROWS
+        assert list(read_rows(source, limit=2).rows) == ROWS[:2]
+    for source in (f"{tmp_path}/splits", f"{tmp_path}/splits:dev"):
+        with pytest.raises(InputError, match="splits"):
+            read_rows(source)
+
+
 def test_hub_datasets_that_cannot_be_loaded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*_: Any, **__: Any) -> Any:
         raise ConnectionError("Couldn't reach the Hub")

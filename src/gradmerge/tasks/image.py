@@ -37,8 +37,8 @@ class ImageData:
         self.size = _image_size(config)
         self.dtype = next(model.parameters()).dtype
         self.labels = None
-        if {"label", "labels"} & fields.keys():
-            self.labels = read_labels(rows, fields, config)
+        if "label" in fields:
+            self.labels = read_labels(rows, fields["label"][0], config)
             self.loss: ExampleLoss = loss_of(model, self.labels)
         if processor is None:
             if self.size is None:

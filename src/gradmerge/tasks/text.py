@@ -148,8 +148,8 @@ class ClassificationData(TokenizedData):
         super().__init__(rows, fields, model, tokenizer, max_length)
         config: Any = model.config
         self.labels = None
-        if {"label", "labels"} & fields.keys():
-            self.labels = read_labels(rows, fields, config)
+        if "label" in fields:
+            self.labels = read_labels(rows, fields["label"][0], config)
             self.loss: ExampleLoss = loss_of(model, self.labels)
         self.padding_side = "left" if config.model_type in PADDED_LEFT else "right"
         if config.get_text_config().pad_token_id is None:

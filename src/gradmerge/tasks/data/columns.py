@@ -2,67 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from ...errors import InputError
 from ...text import nearest
 from .read import Rows
 
-#: The roles that each task reads, which are the keys of ``columns``.
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "classify": ("text", "text2", "label", "labels"),
-    "causal-lm": ("text", "prompt", "completion", "messages"),
-    "seq2seq": ("source", "target"),
-    "image": ("image", "label", "labels"),
-    "embedding": ("anchor", "positive", "negative", "score"),
-}
-LABEL_ROLES = ("label", "labels", "score")
-#: Roles of which the user may name one.
-EXCLUSIVE = (
-    ("label", "labels"),
-    ("text", "prompt"),
-    ("text", "completion"),
-    ("messages", "text"),
-    ("messages", "prompt"),
-    ("messages", "completion"),
-    ("score", "negative"),
-)
-
 # Common names. The first one that the data has is used.
-TEXT = (
-    *("text", "sentence", "review", "content", "comment", "document", "tweet", "message", "utterance", "query"),
-    *("question", "title", "body", "input"),
-)
+TEXT = ("text", "sentence", "review", "content", "comment", "document", "tweet", "query", "question", "title", "input")
 PAIRS = (
     ("premise", "hypothesis"),
     ("sentence1", "sentence2"),
-    ("sentence_1", "sentence_2"),
     ("question1", "question2"),
     ("text1", "text2"),
-    ("text_1", "text_2"),
     ("text", "text_pair"),
-    ("text", "text2"),
     ("question", "sentence"),
     ("question", "passage"),
-    ("question", "context"),
     ("query", "passage"),
 )
-LABEL = (
-    *("label", "labels", "target", "class", "stars", "score", "rating", "sentiment", "category", "topic", "intent"),
-    *("emotion", "y"),
-)
-PROMPT = ("prompt", "instruction", "input", "question")
-COMPLETION = ("completion", "response", "output", "answer")
-SOURCE = (
-    *("source", "input", "inputs", "text", "document", "article", "dialogue", "question", "prompt", "instruction"),
-    "history",
-)
-TARGET = (
-    *("target", "targets", "output", "outputs", "summary", "highlights", "response", "answer", "completion"),
-    *("labels", "label"),
-)
-IMAGE = ("image", "img", "picture", "pixels", "image_path", "file", "path", "filename", "file_name")
 #: Anchor and positive. PAIRS are tried next.
 ANCHORS = (
     ("anchor", "positive"),
@@ -71,7 +28,36 @@ ANCHORS = (
     ("query", "answer"),
     ("question", "answer"),
 )
+LABEL = ("label", "labels", "fine_label", "target", "class", "stars", "score", "rating", "sentiment", "category", "y")
+NEGATIVE = ("negative", "negative_1", "negative_2", "negative_3", "negative_4", "negative_5")
 SCORE = ("score", "similarity", "similarity_score", "label", "labels")
+PROMPT = ("prompt", "instruction", "input", "question")
+COMPLETION = ("completion", "response", "output", "answer")
+SOURCE = ("source", "input", "text", "document", "article", "dialogue", "question", "prompt", "instruction")
+TARGET = ("target", "output", "summary", "highlights", "response", "answer", "completion", "labels", "label")
+IMAGE = ("image", "img", "image_path", "path", "filename", "file_name")
+
+#: Task → the sets of input roles that it can read, each with its common names. The first complete one is used.
+INPUTS: Mapping[str, Sequence[Mapping[str, Sequence[str]]]] = {
+    "classify": [*({"text": (a,), "text2": (b,)} for a, b in PAIRS), {"text": TEXT}],
+    "causal-lm": [
+        {"messages": ("messages",)},
+        {"text": ("text",)},
+        {"prompt": PROMPT, "completion": COMPLETION},
+        {"text": TEXT},
+    ],
+    "seq2seq": [{"source": SOURCE, "target": TARGET}],
+    "image": [{"image": IMAGE}],
+    "embedding": [{"anchor": (a,), "positive": (b,)} for a, b in (*ANCHORS, *PAIRS)],
+}
+#: Task → the roles of labels.
+LABELS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "classify": {"label": LABEL},
+    "image": {"label": LABEL},
+    "embedding": {"negative": NEGATIVE, "score": SCORE},
+}
+#: Roles that the only column with text gets if no column has a common name.
+ONLY_TEXT = ("text", "source", "anchor")
 
 Fields = dict[str, tuple[str, ...]]
 """Role → its columns. Several columns are joined."""
@@ -92,116 +78,75 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 def choose_columns(task: str, rows: Rows, columns: Mapping[str, str] | None, *, labeled: bool = True) -> Fields:
     """Return the columns of each role that the task reads. Without ``labeled``, the roles of its inputs only."""
-    chooser = _Chooser(task, rows, columns or {})
-    fields, find = chooser.fields, chooser.find
-    label = "labels" if "labels" in fields else "label"
-    if task == "classify":
-        required = ["text", label]
-        find(label, LABEL)
-        if "text" not in fields and "text2" not in fields:
-            chooser.find_pair(("text", "text2"), PAIRS)
-        find("text", TEXT, only_text=True)
-    elif task == "causal-lm":
-        required = chooser.find_language()
-    elif task == "seq2seq":
-        required = ["source", "target"]
-        find("target", TARGET)
-        find("source", SOURCE, only_text=True)
-    elif task == "image":
-        required = ["image", label]
-        find("image", IMAGE)
-        find(label, ("label", "labels", "fine_label", *LABEL))
-    elif not labeled:
-        required = ["anchor"]
-        find("anchor", [*(anchor for anchor, _ in ANCHORS), *TEXT], only_text=True)
+    inputs, labels = INPUTS[task], LABELS.get(task, {})
+    if task == "embedding" and not labeled:
+        inputs = [{"anchor": (*(anchor for anchor, _ in ANCHORS), *TEXT)}]
+    chosen = _parse_choices(task, rows, columns or {})
+    if {"negative", "score"} <= chosen.keys():
+        raise InputError("columns: negative and score exclude each other. Give one of them")
+    for role, names in labels.items():
+        if not labels.keys() & chosen.keys() and (free := _free_columns(rows, chosen, names)):
+            chosen[role] = free if role == "negative" else free[:1]
+    if task == "classify" and {"text", "text2"} & chosen.keys():
+        inputs = inputs[-1:]  # the user has chosen, so no pair is guessed
+    for roles in inputs:
+        if task == "causal-lm" and not chosen.keys() <= roles.keys():
+            continue
+        fields = {role: names for role, names in chosen.items() if labeled or role not in labels}
+        for role, names in roles.items():
+            if role not in fields and (found := _free_columns(rows, fields, names)):
+                fields[role] = found[:1]
+        for role in roles.keys() - fields.keys():
+            if role in ONLY_TEXT and len(texts := _text_columns(rows, fields)) == 1:
+                fields[role] = texts
+        if roles.keys() <= fields.keys():
+            break
     else:
-        required = ["anchor", "positive"]
-        chooser.find_pair(("anchor", "positive"), (*ANCHORS, *PAIRS))
-        negatives = [name for name in chooser.free() if re.fullmatch(r"negatives?(_?\d+)?", name, re.IGNORECASE)]
-        if negatives and "score" not in fields:
-            fields.setdefault("negative", tuple(negatives))
-        if "negative" not in fields:
-            find("score", SCORE)
-    chooser.require([role for role in required if labeled or role not in LABEL_ROLES])
+        raise _missing(task, rows, inputs[-1])
     if task == "embedding" and not labeled:
         return {"text": fields["anchor"]}
-    return {role: names for role, names in fields.items() if labeled or role not in LABEL_ROLES}
+    if labeled and "label" in labels and "label" not in fields:
+        raise _missing(task, rows, [*roles, "label"])
+    return {role: fields[role] for role in (*roles, *fields)}
 
 
-class _Chooser:
-    """The columns that the user has chosen, and those that are found for other roles."""
+def _parse_choices(task: str, rows: Rows, columns: Mapping[str, str]) -> Fields:
+    """Check the user's choices: for each role a column, or several joined by +."""
+    known = list(dict.fromkeys([role for roles in (*INPUTS[task], LABELS.get(task, {})) for role in roles]))
+    fields: Fields = {}
+    for role, value in columns.items():
+        if role not in known:
+            hint = f"{nearest(role, known)}\n  The keys for task {task} are {', '.join(known)}."
+            raise InputError(f"columns: unknown key {role!r}{hint}")
+        whole = value in rows.columns or role in ("label", "score")
+        fields[role] = (value,) if whole else tuple(name.strip() for name in value.split("+"))
+        for name in fields[role]:
+            if name not in rows.columns:
+                hint = f"{nearest(name, rows.columns)}\n  {_described(rows)}"
+                raise InputError(f"{rows.label}: there is no column {name!r} for {role}{hint}")
+    return fields
 
-    def __init__(self, task: str, rows: Rows, columns: Mapping[str, str]) -> None:
-        self.task, self.rows = task, rows
-        self.by_name = {name.lower(): name for name in reversed(rows.columns)}
-        self.fields: Fields = {role: self._parse(role, value) for role, value in columns.items()}
-        for pair in EXCLUSIVE:
-            if len(self.fields.keys() & set(pair)) > 1:
-                raise InputError(f"columns: {' and '.join(pair)} exclude each other. Give one of them")
 
-    def _parse(self, role: str, value: str) -> tuple[str, ...]:
-        """Check the user's choice for a role: a column, or several joined by +."""
-        roles = ROLES[self.task]
-        if role not in roles:
-            known = f"{nearest(role, roles)}\n  The keys for task {self.task} are {', '.join(roles)}."
-            raise InputError(f"columns: unknown key {role!r}{known}")
-        names = (value,) if value in self.rows.columns else tuple(name.strip() for name in value.split("+"))
-        for name in names:
-            if name not in self.rows.columns:
-                hint = f"{nearest(name, self.rows.columns)}\n  {self._known()}"
-                raise InputError(f"{self.rows.label}: there is no column {name!r} for {role}{hint}")
-        return names
+def _free_columns(rows: Rows, fields: Fields, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns with these names, in any case, that have no role yet."""
+    taken = {column for columns in fields.values() for column in columns}
+    by_name = {name.lower(): name for name in reversed(rows.columns) if name not in taken}
+    return tuple(by_name[name] for name in names if name in by_name)
 
-    def _known(self) -> str:
-        return f"The data has the columns {', '.join(map(str, self.rows.columns))[:2000] or 'none'}."
 
-    def free(self) -> list[str]:
-        """Return the columns without a role."""
-        taken = [column for columns in self.fields.values() for column in columns]
-        return [column for column in self.rows.columns if column not in taken]
+def _text_columns(rows: Rows, fields: Fields) -> tuple[str, ...]:
+    """Return the columns with text that have no role yet."""
+    free = _free_columns(rows, fields, [name.lower() for name in rows.columns])
+    return tuple(column for column in free if isinstance(rows.rows[0].get(column), str))
 
-    def find(self, role: str, names: Sequence[str], *, only_text: bool = False) -> None:
-        """Choose the first common name, or with ``only_text`` the only column with text."""
-        free = self.free()
-        known = [self.by_name[name] for name in names if self.by_name.get(name) in free]
-        if only_text and not known:
-            known = [column for column in free if isinstance(self.rows.rows[0].get(column), str)]
-            known = known if len(known) == 1 else []
-        if known:
-            self.fields.setdefault(role, (known[0],))
 
-    def find_pair(self, roles: tuple[str, str], pairs: Sequence[tuple[str, str]]) -> None:
-        """Choose the first pair of common names that the data has."""
-        possible = [*self.free(), *(column for role in roles for column in self.fields.get(role, ()))]
-        for pair in pairs:
-            if all(self.by_name.get(name) in possible for name in pair):
-                for role, name in zip(roles, pair, strict=True):
-                    self.fields.setdefault(role, (self.by_name[name],))
-                return
+def _missing(task: str, rows: Rows, roles: Sequence[str] | Mapping[str, Sequence[str]]) -> InputError:
+    example = ",".join(f"{role}=COLUMN" for role in roles)
+    return InputError(
+        f"{rows.label}: task {task} needs columns for {' and '.join(roles)}.\n  {_described(rows)} "
+        f"Name them in `columns`, such as {example}."
+    )
 
-    def find_language(self) -> list[str]:
-        """Choose a text, messages, or a prompt with its completion. Return the roles that are required."""
-        user_chose = bool(self.fields)
-        if not user_chose:
-            self.find("messages", ["messages"])
-        if not self.fields:
-            self.find("text", ["text"])
-        if self.fields.keys() & {"text", "messages"}:
-            return []
-        self.find("completion", COMPLETION)
-        self.find("prompt", PROMPT)
-        if user_chose or len(self.fields) == 2:
-            return ["prompt", "completion"]
-        self.fields.clear()
-        self.find("text", TEXT, only_text=True)
-        return ["text"]
 
-    def require(self, roles: Sequence[str]) -> None:
-        """Raise if a role has no column, with an example of how to name it."""
-        if all(role in self.fields for role in roles):
-            return
-        example = ",".join(f"{role}={'+'.join(self.fields.get(role, ['COLUMN']))}" for role in roles)
-        raise InputError(
-            f"{self.rows.label}: task {self.task} needs columns for {' and '.join(roles)}.\n  {self._known()} "
-            f"Name them in `columns`, such as {example[:500]}."
-        )
+def _described(rows: Rows) -> str:
+    return f"The data has the columns {', '.join(map(str, rows.columns))[:2000] or 'none'}."

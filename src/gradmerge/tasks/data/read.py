@@ -22,7 +22,8 @@ from ...text import first_line, listed, size
 from ...urls import redact, remote_url, strip_file_scheme
 
 FORMATS = (
-    ".jsonl, .csv, .parquet or .txt (each also .gz), .npz, a folder of images by class, or org/name:split of the Hub"
+    ".jsonl, .csv, .parquet or .txt (each also .gz), .npz, a folder of images by class, a folder of "
+    "Dataset.save_to_disk, or org/name:split of the Hub"
 )
 SUFFIXES = (".npz", ".parquet", ".jsonl", ".csv", ".txt")
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -110,7 +111,8 @@ def read_rows(source: str | Path, *, limit: int | None = None) -> Rows:
 
     Args:
         source: A .jsonl, .csv, .parquet or .txt file (each also .gz), an .npz (`digits.npz:test` reads `x_test` and
-            `y_test`), a folder of images by class, or a Hub dataset `org/name:split`.
+            `y_test`), a folder of images by class, a folder of ``Dataset.save_to_disk``, or a Hub dataset
+            `org/name:split`.
         limit: The maximum number of rows.
 
     Returns:
@@ -124,12 +126,14 @@ def read_rows(source: str | Path, *, limit: int | None = None) -> Rows:
         raise InputError(f"limit {limit}: must be at least 1")
     location, split = split_source(source)
     path = _local_file(location)
-    if path.is_dir():
+    if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+        rows = _read_dataset(source, path, None, split, limit)
+    elif path.is_dir():
         rows = _read_image_folder(source, path, split, limit)
     elif path.is_file():
         rows = _read_file(source, path, split, limit)
     elif (hub := HUB_DATASET.fullmatch(location)) and _format(location) is None:
-        rows = _read_hub(source, hub["name"], hub["config"], split, limit)
+        rows = _read_dataset(source, hub["name"], hub["config"], split, limit)
     else:
         raise InputError(f"{source}: no such file or folder. Data is {FORMATS}")
     if not len(rows):
@@ -342,26 +346,33 @@ def _read_image_folder(source: str, folder: Path, split: str | None, limit: int 
     return Rows(source, rows, ("image", "label"), {"label": [path.name for path in classes]}, root)
 
 
-def _read_hub(source: str, name: str, config: str | None, split: str | None, limit: int | None) -> Rows:
-    if split is None:
+def _read_dataset(source: str, where: Path | str, config: str | None, split: str | None, limit: int | None) -> Rows:
+    """Read a dataset of the Hub, or a folder of ``Dataset.save_to_disk``."""
+    in_folder = isinstance(where, Path)
+    if split is None and not in_folder:
         raise InputError(f"{source}: no such file or folder. For a dataset of the Hub, name the split: {source}:test")
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise InputError(
-            f"{source}: datasets of the Hub need the library datasets: pip install 'gradmerge[hub]'"
-        ) from error
+        raise InputError(f"{source}: needs the library datasets: pip install 'gradmerge[hub]'") from error
     try:
-        data = datasets.load_dataset(name, config, split=split, streaming=limit is not None)
+        if in_folder:
+            data = datasets.load_from_disk(str(where))
+            data = data if split is None else data[split]
+        else:
+            data = datasets.load_dataset(where, config, split=split, streaming=limit is not None)
+        if isinstance(data, datasets.DatasetDict):
+            raise InputError(f"{source}: name a split, such as {source}:{next(iter(data), 'test')}")
         features = data.features or {}
         for column, feature in features.items():
             if isinstance(feature, datasets.Image):
                 data = data.cast_column(column, datasets.Image(decode=False))
         rows = data if limit is None else list(data.take(limit))
+    except InputError:
+        raise
     except Exception as error:  # of the network, of scripts, of formats
-        raise InputError(
-            f"{source}: no such file or folder, and the Hub did not return this dataset: {first_line(error)}"
-        ) from error
+        problem = "cannot be read" if in_folder else "no such file or folder, and the Hub did not return this dataset"
+        raise InputError(f"{source}: {problem}: {first_line(error)}") from error
     class_names = {n: f.names for n, f in features.items() if isinstance(f, datasets.ClassLabel) and f.names}
     columns = tuple(features) or (tuple(rows[0]) if len(rows) else ())
     return Rows(source, rows, columns, class_names)
