@@ -108,7 +108,7 @@ for name, part in {"low": low, "high": high}.items():
         train_dataset=rows(part),
         prior=out / "base" / "curvature",
         strength=1.0,
-        curvature=gm.CurvatureCallback("online", every=5),
+        curvature=gm.CurvatureCallback("pass"),
     )
     fit(trainer)
     trainer.save_model()

@@ -161,7 +161,7 @@ for name in ("torch", "transformers"):
         data_collator=collator,
         prior=out / "stdlib" / "curvature",
         strength=1.0,
-        curvature=gm.CurvatureCallback("online", every=2),
+        curvature=gm.CurvatureCallback("pass"),
     )
     fit(trainer)
     trainer.save_model()

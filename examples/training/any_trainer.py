@@ -64,7 +64,7 @@ trainer = Trainer(
     arguments,
     train_dataset=data,
     optimizers=(optimizer, None),
-    callbacks=[gm.CurvatureCallback("online")],
+    callbacks=[gm.CurvatureCallback("pass")],
 )
 trainer.train()
 trainer.save_model()

@@ -62,7 +62,7 @@ for task in ("food", "films"):
         # H_0: a curvature folder, a gm.Curvature, "identity" or a number
         prior=out / "base" / "curvature",
         strength=1.0,
-        curvature="online",  # writes curvature/ beside the model
+        curvature="pass",  # writes curvature/ beside the model
     )
 
 # The merge finds curvature and penalty inside the models.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,6 @@ def sentences(number: int, seed: int = 0) -> list[Batch]:
     return examples("bert", number, seed)
 
 
-def texts(number: int, seed: int = 0) -> list[Batch]:
-    """Rows for a language model; up to three tokens at the beginning are masked."""
-    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"].clone()} for row in sentences(number, seed)]
-    for i, row in enumerate(rows):
-        row["labels"][: i % 4] = slow.MASKED
-    return rows
-
-
 class Watch(TrainerCallback):
     """Records the weights before every optimizer step."""
 
@@ -49,17 +41,8 @@ def trainer_for(
     data: Any,
     callback: TrainerCallback | None,
     *more: TrainerCallback,
-    batches: list[Batch] | None = None,
     **changes: Any,
 ) -> Trainer:
-    """Return a Trainer that appends its batches to ``batches``."""
-
-    def collate(items: list[Batch]) -> Batch:
-        batch = default_data_collator(items)
-        if batches is not None:
-            batches.append(batch)
-        return batch
-
     own = {
         name: value for name, value in changes.items() if name in ("optimizers", "compute_loss_func", "eval_dataset")
     }
@@ -69,28 +52,16 @@ def trainer_for(
         model,
         arguments(folder, **{"save_strategy": "steps", "save_steps": 2} | settings),
         train_dataset=data,
-        data_collator=collate,
+        data_collator=default_data_collator,
         callbacks=callbacks,
         **own,
     )
-
-
-def rows_of(batch: Batch) -> list[Batch]:
-    return [{name: value[row] for name, value in batch.items()} for row in range(len(batch["labels"]))]
 
 
 def squares(model: nn.Module, rows: Sequence[Batch], output: str = "classes") -> dict[str, Tensor]:
     """Σ_i [∇ℓ_i]² in float64, example by example."""
     exact = copy.deepcopy(model).double().eval()
     return slow.empirical(exact, rows, output)
-
-
-def averaged(steps: Sequence[Mapping[str, Tensor]], decay: float) -> dict[str, Tensor]:
-    """The weighted mean of the steps' means: weight (1 − decay)·decay^(K − k), over their sum."""
-    weights = [(1 - decay) * decay ** (len(steps) - 1 - k) for k in range(len(steps))]
-    return {
-        name: sum(w * step[name] for w, step in zip(weights, steps, strict=True)) / sum(weights) for name in steps[0]
-    }
 
 
 def read(folder: Path) -> gm.Curvature:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,28 +20,10 @@ from gradmerge.errors import InputError
 from ..checkpoints.families import make, randomise
 from ..curvature import slow
 from ..curvature.training import Batch, as_stored
-from .callback_runs import (
-    Watch,
-    averaged,
-    bert,
-    read,
-    rows_of,
-    sentences,
-    squares,
-    texts,
-    trainer_for,
-)
+from .callback_runs import Watch, bert, read, sentences, squares, trainer_for
 
 TOLERANCE = 2e-4
-SOURCES = ("adam", "online", "pass")
-
-
-def online(**options: Any) -> gm.CurvatureCallback:
-    return gm.CurvatureCallback("online", **{"every": 2, "decay": 0.8} | options)
-
-
-def callback_of(source: str) -> gm.CurvatureCallback:
-    return online() if source == "online" else gm.CurvatureCallback(source)
+SOURCES = ("adam", "pass")
 
 
 # adam
@@ -81,64 +62,6 @@ def test_adam_warns_of_clipping(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert len(caplog.records) == warnings
 
 
-# online
-
-
-def measured_steps(
-    start: Any, watch: Watch, batches: list[Batch], accumulated: int, every: int, output: str = "classes"
-) -> list[dict[str, Tensor]]:
-    """Means over the examples of every ``every``-th step, at the weights before it."""
-    found = []
-    for step, weights in enumerate(watch.weights, 1):
-        if step % every == 0:
-            rows = [row for b in batches[(step - 1) * accumulated : step * accumulated] for row in rows_of(b)]
-            model = copy.deepcopy(start)
-            model.load_state_dict(weights)
-            found.append({name: value / len(rows) for name, value in squares(model, rows, output).items()})
-    return found
-
-
-def test_online_averages_the_squares_of_single_examples_gradients(tmp_path: Path) -> None:
-    model, watch, batches, accumulated = bert(dropout=0.1), Watch(), [], 2
-    start = copy.deepcopy(model)
-    sizes = {"per_device_train_batch_size": 4 // accumulated, "gradient_accumulation_steps": accumulated}
-    trainer_for(tmp_path / "out", model, sentences(24), online(), watch, batches=batches, **sizes).train()
-    steps = measured_steps(start, watch, batches, accumulated, every=2)
-    assert len(steps) == 6
-    want = {name: 24 * mean for name, mean in averaged(steps, 0.8).items()}
-    got = read(tmp_path / "out")
-    assert (got.examples, got.likelihood) == (24, "empirical")
-    slow.assert_same(got, as_stored(tmp_path / "out" / "checkpoint-12", model, want), TOLERANCE)
-    early = {name: 24 * mean for name, mean in averaged(steps[:2], 0.8).items()}
-    trained = copy.deepcopy(model)
-    trained.load_state_dict(watch.weights[4])
-    slow.assert_same(
-        read(tmp_path / "out" / "checkpoint-4"), as_stored(tmp_path / "out" / "checkpoint-4", trained, early), TOLERANCE
-    )
-
-
-def test_online_sums_over_the_tokens_of_a_language_model(tmp_path: Path) -> None:
-    model, watch, batches = make("llama-tied"), Watch(), []
-    start = copy.deepcopy(model)
-    trainer_for(tmp_path / "out", model, texts(8), online(every=1), watch, batches=batches, num_train_epochs=1).train()
-    steps = measured_steps(start, watch, batches, 1, every=1, output="next-token")
-    want = {name: 8 * mean for name, mean in averaged(steps, 0.8).items()}
-    slow.assert_same(read(tmp_path / "out"), as_stored(tmp_path / "out" / "checkpoint-2", model, want), TOLERANCE)
-
-
-def test_online_can_sample_labels(tmp_path: Path) -> None:
-    model, batches = bert(), []
-    start = copy.deepcopy(model)
-    callback = online(every=1, likelihood="sampled", seed=5)
-    trainer = trainer_for(tmp_path / "out", model, sentences(4), callback, batches=batches, num_train_epochs=1)
-    trainer.train()
-    trainer.save_model()
-    want = gm.estimate_curvature(start, batches, "sampled", seed=5).sum()
-    got = read(tmp_path / "out")
-    assert got.likelihood == "sampled"
-    slow.assert_same(got, as_stored(tmp_path / "out", model, want), TOLERANCE)
-
-
 # pass
 
 
@@ -173,43 +96,31 @@ def lora(model: Any, **changes: Any) -> Any:
     return adapted
 
 
-@pytest.mark.parametrize("source", ["adam", "online", "pass"])
+@pytest.mark.parametrize("source", SOURCES)
 def test_the_adapters_own_tensors_go_by_the_names_of_its_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str
 ) -> None:
-    model, data, watch, batches = lora(bert()), sentences(8), Watch(), []
-    start = copy.deepcopy(model)
-    options: dict[str, Any] = {"every": 1, "decay": 0.8} if source == "online" else {}
-    callback = gm.CurvatureCallback(source, **options)
+    model, data = lora(bert()), sentences(8)
     with caplog.at_level(logging.WARNING, logger="gradmerge"):
-        trainer_for(tmp_path / "out", model, data, callback, watch, batches=batches, num_train_epochs=1).train()
+        trainer_for(tmp_path / "out", model, data, gm.CurvatureCallback(source), num_train_epochs=1).train()
     assert caplog.text
     checkpoint = tmp_path / "out" / "checkpoint-2"
     got = read(checkpoint)
     assert {n: t.shape for n, t in got.items()} == {
         n: t.shape for n, t in load_file(checkpoint / "adapter_model.safetensors").items()
     }
-    if source == "online":
-        means = []
-        for weights, batch in zip(watch.weights, batches, strict=True):
-            start.load_state_dict(weights)
-            means.append({n: v / 4 for n, v in squares(start, rows_of(batch)).items()})
-        want = {n: 8 * v for n, v in averaged(means, 0.8).items()}
-    elif source == "pass":
-        want = squares(model, data)
-    else:
-        return
-    slow.assert_same(got, as_stored(checkpoint, model, want), TOLERANCE)
+    if source == "pass":
+        slow.assert_same(got, as_stored(checkpoint, model, squares(model, data)), TOLERANCE)
 
 
 # all
 
 
-@pytest.mark.parametrize(("source", "bf16"), [*((source, False) for source in SOURCES), ("online", True)])
+@pytest.mark.parametrize(("source", "bf16"), [("adam", False), ("pass", False), ("pass", True)])
 def test_the_callback_does_not_change_training(tmp_path: Path, source: str, bf16: bool) -> None:
     results = []
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
-    for callback in (None, callback_of(source)):
+    for callback in (None, gm.CurvatureCallback(source)):
         model = bert(dropout=0.2)
         out = tmp_path / "out"
         trainer_for(out, model, sentences(20), callback, bf16=bf16, save_strategy="no", **settings).train()
@@ -239,20 +150,20 @@ def test_frozen_parameters_get_no_curvature_and_are_named(tmp_path: Path, caplog
     model = bert()
     model.bert.embeddings.requires_grad_(False)
     with caplog.at_level(logging.WARNING, logger="gradmerge"):
-        trainer_for(tmp_path / "out", model, sentences(8), online()).train()
+        trainer_for(tmp_path / "out", model, sentences(8), gm.CurvatureCallback("pass")).train()
     got = read(tmp_path / "out")
     assert set(got) == {n for n, p in model.named_parameters() if p.requires_grad}
     assert "bert.embeddings" in caplog.text
     assert not model.bert.embeddings.word_embeddings.weight.requires_grad
     with pytest.raises(InputError):
-        trainer_for(tmp_path / "none", bert().requires_grad_(False), sentences(8), online()).train()
+        trainer_for(tmp_path / "none", bert().requires_grad_(False), sentences(8), gm.CurvatureCallback("pass")).train()
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_output_gets_the_curvature_of_the_best_checkpoint(tmp_path: Path, source: str) -> None:
     model, data = bert().double(), sentences(16)
     settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.3}
-    callback, held_back = callback_of(source), sentences(6, 9)
+    callback, held_back = gm.CurvatureCallback(source), sentences(6, 9)
     trainer_for(tmp_path / "out", model, data, callback, eval_dataset=held_back, **settings).train()
     curvatures = {p.parent.name: read(p.parent) for p in (tmp_path / "out").glob("checkpoint-*/curvature")}
     weights = {n: p.detach() for n, p in model.named_parameters()}
@@ -284,9 +195,8 @@ def test_data_without_a_length_counts_the_examples_seen(tmp_path: Path) -> None:
         def __iter__(self) -> Iterator[Batch]:
             return iter(sentences(40))
 
-    for source in ("adam", "online"):
-        trainer_for(tmp_path / source, bert(), Stream(), callback_of(source), max_steps=5).train()
-        assert read(tmp_path / source).examples == 20
+    trainer_for(tmp_path / "adam", bert(), Stream(), gm.CurvatureCallback(), max_steps=5).train()
+    assert read(tmp_path / "adam").examples == 20
     with pytest.raises(InputError):
         trainer_for(tmp_path / "pass", bert(), Stream(), gm.CurvatureCallback("pass"), max_steps=5).train()
 
@@ -296,33 +206,16 @@ def test_batches_without_labels_are_refused(tmp_path: Path) -> None:
         return outputs["logits"].square().mean()
 
     data = [{"input_ids": row["input_ids"]} for row in sentences(8)]
-    trainer = trainer_for(tmp_path / "out", bert(), data, online(), compute_loss_func=loss)
+    trainer = trainer_for(tmp_path / "out", bert(), data, gm.CurvatureCallback("pass"), compute_loss_func=loss)
     with pytest.raises(InputError):
         trainer.train()
 
 
-def test_a_later_step_with_infinite_gradients_is_left_out_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Spoil(Watch):
-        """Weights that overflow, from the second step on."""
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # type: ignore[override]
-            if state.global_step == 1:
-                kwargs["model"].classifier.weight.data.fill_(float("inf"))
-
-    with caplog.at_level(logging.WARNING, logger="gradmerge"):
-        trainer_for(tmp_path / "out", bert(), sentences(12), online(every=1), Spoil(), save_strategy="no").train()
-    assert "step 2" in caplog.text
-    assert all(bool(value.isfinite().all()) for value in read(tmp_path / "out").values())
-
-
-def test_invalid_options(tmp_path: Path) -> None:
+def test_invalid_options() -> None:
     options: list[dict[str, Any]] = [
         {"source": "adams"},
-        {"source": "online", "every": 0},
-        {"source": "online", "decay": 1.0},
-        {"source": "online", "limit": 5},
+        {"source": "adam", "limit": 5},
+        {"source": "pass", "limit": 0},
         {"seed": "a"},
         {"likelihood": "sampled"},
         {"precision": "int4"},
@@ -330,5 +223,3 @@ def test_invalid_options(tmp_path: Path) -> None:
     for each in options:
         with pytest.raises(InputError):
             gm.CurvatureCallback(**each)
-    with pytest.raises(InputError):  # more steps between estimates than training has
-        trainer_for(tmp_path / "out", bert(), sentences(8), online(every=10)).train()

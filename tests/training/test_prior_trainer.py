@@ -89,7 +89,7 @@ def test_resuming_gives_the_same_bytes(tmp_path: Path) -> None:
             train_dataset=examples("bert", 10),
             prior=prior,
             strength=20.0,
-            curvature=gm.CurvatureCallback("online", every=3),
+            curvature=gm.CurvatureCallback("pass"),
         )
         trainer.args.max_steps = stop or 6
         trainer.train(resume_from_checkpoint=resume)
@@ -147,7 +147,7 @@ def lora(folder: Path, model: Any = None, **options: Any) -> Any:
 def test_lora_factors_take_their_own_curvature_but_not_that_of_the_base(tmp_path: Path) -> None:
     with pytest.raises(gm.InputError):
         lora(tmp_path / "a", prior=positive(fresh("llama-untied")))
-    first = lora(tmp_path / "a", curvature=gm.CurvatureCallback("online", every=2))
+    first = lora(tmp_path / "a", curvature=gm.CurvatureCallback("pass"))
     held = {n: p.detach().clone() for n, p in first.named_parameters() if p.requires_grad}
     lora(tmp_path / "b", first, prior=tmp_path / "a" / "curvature", damping=1.0, strength=1e9)
     for name, value in held.items():

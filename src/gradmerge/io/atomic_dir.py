@@ -37,7 +37,7 @@ RESULT_FILES = (
     {"report.html", "preview.json"},
     {"commands.sh", "results.json", "results.md"},
 )
-CURVATURE_FILES = ("curvature*.safetensors", "curvature.safetensors.index.json", "online.safetensors")
+CURVATURE_FILES = ("curvature*.safetensors", "curvature.safetensors.index.json")
 
 
 class AtomicDir:

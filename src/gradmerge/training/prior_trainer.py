@@ -13,8 +13,7 @@ from transformers import Trainer, TrainingArguments
 from ..curvature.checkpoint_names import is_adapted
 from ..curvature.losses import loss_of
 from ..errors import GradmergeError, InputError
-from .curvature_callback import CurvatureCallback, sharding
-from .curvature_sources import loss_scale
+from .curvature_callback import CurvatureCallback, loss_scale, sharding
 from .named_tensors import AnchorTensors, Reduction
 from .prior_adamw import Coupling, Missing, Prior, PriorAdamW
 
@@ -57,12 +56,12 @@ class PriorTrainer(Trainer):
         missing: If prior or anchor lack a parameter: `error`, or `zero`, as in `PriorAdamW`.
         keep_on: Device of anchor and H_0, as in `PriorAdamW`.
         keep_dtype: Their type.
-        curvature: Also write the trained model's curvature: a `CurvatureCallback`, or its ``source`` (`adam`,
-            `online`, `pass`).
+        curvature: Also write the trained model's curvature: a `CurvatureCallback`, or its ``source`` (`adam`
+            or `pass`).
 
     Example:
         >>> trainer = gm.PriorTrainer(
-        ...     model, arguments, train_dataset=data, prior="base/curvature", strength=1.0, curvature="online"
+        ...     model, arguments, train_dataset=data, prior="base/curvature", strength=1.0, curvature="pass"
         ... )
         >>> trainer.train()
         >>> trainer.save_model()  # into arguments.output_dir, which already has curvature/
