@@ -136,75 +136,39 @@ def test_only_a_result_of_gradmerge_is_replaced_and_only_with_force(s3: Any) -> 
     assert not [name for name in files_at(s3, "bucket/out") if "-of-" in name]
 
 
-def test_a_merge_that_was_killed_resumes_and_sends_no_shard_twice(
-    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[str] = []
-    put = Upload._put
-
-    def counting(self: Upload, name: str) -> None:
-        put(self, name)
-        sent.append(name)
-
-    monkeypatch.setattr(Upload, "_put", counting)
-    shards = {"shard_size": 1000}
-    asked = recipe("s3://bucket", output=shards)
-    with pytest.raises(KeyboardInterrupt):
-        gm.merge(asked, "s3://bucket/stopped", progress=Stop(4), threads=1, block=100)
-    early = set(files_at(s3, "bucket/stopped"))
-    assert any("-of-" in name for name in early) and "config.json" not in early
-    local = {path.name for path in (tmp_path / "cache/out").rglob("*.safetensors")}
-    assert local and not local & early
-    s3.pipe_file("bucket/stopped/mine.csv", b"x")
-    gm.merge(asked, "s3://bucket/stopped", resume=True, block=100)
-    assert len(sent) == len(set(sent))
-    got = files_at(s3, "bucket/stopped")
-    assert got.pop("mine.csv") == b"x"
-    assert json.loads(s3.cat_file("bucket/stopped/gradmerge.json"))["resumed_blocks"] >= 4
-    gm.merge(recipe(s3.here, output=shards), tmp_path / "stopped")
-    assert_same(got, weight_bytes(tmp_path / "stopped"), s3)
-
-
-def test_only_the_machine_that_started_a_merge_finishes_it_and_it_replaces_damaged_shards(
-    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = recipe("s3://bucket", output={"shard_size": 1000})
-    with pytest.raises(KeyboardInterrupt):
-        gm.merge(asked, "s3://bucket/damaged", progress=Stop(4), threads=1, block=100)
-    for name in files_at(s3, "bucket/damaged"):
-        s3.pipe_file(f"bucket/damaged/{name}", b"x")
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setenv("GRADMERGE_CACHE", str(tmp_path / "elsewhere"))
-        for how in ({}, {"resume": True}, {"force": True}):
-            with pytest.raises(gm.InputError):
-                gm.merge(asked, "s3://bucket/damaged", block=100, **how)
-    gm.merge(asked, "s3://bucket/damaged", resume=True, block=100)
-    gm.merge(recipe(s3.here, output={"shard_size": 1000}), tmp_path / "damaged")
-    assert_same(files_at(s3, "bucket/damaged"), weight_bytes(tmp_path / "damaged"), s3)
-
-
 @pytest.mark.parametrize("again", [{"resume": True}, {"force": True}])
-def test_a_store_that_fails_at_the_end_leaves_an_unfinished_result(
+def test_a_merge_that_was_killed_starts_again_and_uploads_shards_early(
     again: dict[str, bool], s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, put = f"bucket/failed-{next(iter(again))}", Upload._put
+    asked, out = recipe("s3://bucket", output={"shard_size": 1000}), f"bucket/stopped-{next(iter(again))}"
+    monkeypatch.setattr(Upload, "discard", lambda self: None)
+    with pytest.raises(KeyboardInterrupt):
+        gm.merge(asked, f"s3://{out}", progress=Stop(4), threads=1, block=100)
+    early = set(files_at(s3, out))
+    assert any("-of-" in name for name in early) and "config.json" not in early
+    with pytest.raises(gm.InputError):
+        gm.merge(asked, f"s3://{out}")
+    gm.merge(asked, f"s3://{out}", **again)
+    gm.merge(recipe(s3.here, output={"shard_size": 1000}), tmp_path / out.partition("/")[2])
+    assert_same(files_at(s3, out), weight_bytes(tmp_path / out.partition("/")[2]), s3)
+    assert not [path for path in (tmp_path / "cache/out").rglob("*") if path.is_file()]
 
-    def failing(self: Upload, name: str) -> None:
+
+def test_a_store_that_fails_at_the_end_leaves_an_unfinished_result(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = Upload._put
+
+    def failing(self: Upload, folder: Path, name: str) -> None:
         if name == "config.json":
             raise gm.MachineError("the network or the store failed")
-        put(self, name)
+        put(self, folder, name)
 
     monkeypatch.setattr(Upload, "_put", failing)
-    asked = AVERAGE | {"output": {"shard_size": 1000}}
     with pytest.raises(gm.MachineError):
-        gm.merge(asked, f"s3://{out}")
-    assert files_at(s3, out) and not s3.exists(f"{out}/gradmerge.json")
+        gm.merge(AVERAGE | {"output": {"shard_size": 1000}}, "s3://bucket/failed")
+    assert files_at(s3, "bucket/failed") and not s3.exists("bucket/failed/gradmerge.json")
     monkeypatch.setattr(Upload, "_put", put)
-    gm.merge(asked, f"s3://{out}", **again)
-    local = tmp_path / out.partition("/")[2]
-    gm.merge(asked | {"models": [str(s3.here / name) for name in "ab"]}, local)
-    assert_same(files_at(s3, out), weight_bytes(local), s3)
-    assert not [path for path in (tmp_path / "cache/out").rglob("*") if path.is_file()]
+    gm.merge(AVERAGE, "s3://bucket/failed", force=True)
+    assert not {".gradmerge", "model-00001-of-00002.safetensors"} & set(files_at(s3, "bucket/failed"))
 
 
 def test_an_error_leaves_nothing_at_the_url(s3: Any, tmp_path: Path) -> None:

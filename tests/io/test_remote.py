@@ -17,7 +17,7 @@ from gradmerge.engine.thread_pool import run_parallel
 from gradmerge.errors import InputError, MachineError
 from gradmerge.io import file_system, range_reader, remote
 from gradmerge.io.reader import TensorFile
-from gradmerge.io.remote import RemoteFile, download_model, local_copy
+from gradmerge.io.remote import RemoteFile, download_url, local_copy
 from gradmerge.urls import count_local_copies
 
 from ..http_stand_in import Web, web_server
@@ -204,12 +204,10 @@ def test_a_changed_model_gets_a_new_local_copy(folder: str, monkeypatch: pytest.
 def test_a_model_that_is_run_is_downloaded_once(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = download_model(folder)
+    path = download_url(folder)
     assert path.is_relative_to(tmp_path) and path.name == "model" and folder in caplog.text
     assert (path / "model.safetensors").read_bytes() == save({"w": torch.arange(5.0)})
     remote._copies.clear()
     monkeypatch.setattr(RemoteFile, "fetch", None)
-    assert download_model(folder) == path == local_copy(folder)
+    assert download_url(folder) == path == local_copy(folder)
     assert [child.name for child in path.parent.iterdir()] == ["model"]
-    with pytest.raises(InputError):
-        download_model(f"{folder}/model.safetensors")

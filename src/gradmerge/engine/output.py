@@ -60,7 +60,7 @@ class Output:
         self._recipe, self._plan, self._folder = recipe, plan, folder
         self._upload = folder.upload
         self._journal = Journal(folder.folder, fingerprint)
-        self._finished = self._journal.load() if resume else None
+        self._finished = self._journal.load() if resume and folder.upload is None else None
         self.files = WeightFiles(plan, folder.folder, folder.out.name, recipe.output.shard_size)
         self._missing: Counter[tuple[ShardWriter, str]] = Counter()
         """File → the number of its blocks that are not in the journal."""
@@ -80,9 +80,6 @@ class Output:
         finished, model = self._finished, self.files.model
         needed = sum(writer.nbytes for writer in self.files.writers)
         if self._upload is not None:
-            if finished is not None and not self._upload.resume(model.sizes):
-                finished = None  # a file that was sent has disappeared
-            model.uploaded = set(self._upload.uploaded) if finished is not None else set()
             needed -= max(0, model.nbytes - 6 * max(model.sizes.values(), default=0))  # a few files at a time
         if finished is None:
             self._folder.clear()
@@ -123,7 +120,7 @@ class Output:
             # Curvature is uploaded at the end: its card is written from its files.
             if self._upload is not None and writer is self.files.model:
                 writer.uploaded.add(name)
-                self._upload.send(name)
+                self._upload.send(self._folder.folder, name)
 
     def finish(self) -> dict[str, int]:
         """Complete the weight files, copy the small files, and return the size of each weight file."""

@@ -149,8 +149,7 @@ def merge_to_folder(
             resumed=resumed,
             report=report,
         )
-        if folder.upload is None:  # otherwise the journal is needed until everything is uploaded
-            (folder.folder / NAME).unlink(missing_ok=True)
+        (folder.folder / NAME).unlink(missing_ok=True)
     return result
 
 

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 #: Suffixes of the unfinished folder, and of a folder that is being replaced.
 PARTIAL, REPLACED = ".gradmerge-partial", ".gradmerge-replaced"
-#: A file in every unfinished folder that says which command writes it.
+#: A file in every unfinished folder that says which command writes it. A folder at a URL has it, too.
 MARK = ".gradmerge"
 #: A folder with one of these sets of files was written by gradmerge, and so was one with only curvature files.
 RESULT_FILES = (
+    {MARK},
     {"gradmerge.json"},
     {"report.html", "diagnosis.json"},
     {"report.html", "preview.json"},
@@ -49,7 +50,7 @@ class AtomicDir:
         out: The destination: a path or a URL.
         kind: What is written, in a few words. A folder that another kind of command left is not touched.
         force: Replace OUT if gradmerge wrote it.
-        resume: Keep the files that an earlier, killed process left.
+        resume: Keep the files that an earlier, killed process left. A result at a URL starts again.
         reads: All inputs. OUT must not overlap any of them.
         inside: Inputs that OUT may lie in.
     """
@@ -80,8 +81,9 @@ class AtomicDir:
         self.temporary = False
         """Whether the folder is removed at the end, and never renamed."""
         self.notes: list[str] = []
-        self.folder = self.out.with_name(self.out.name + PARTIAL) if self.upload is None else self.upload.folder
-        self._replaced = self.folder.with_name(self.folder.name.removesuffix(PARTIAL) + REPLACED)
+        self._parent = self.out.parent if self.upload is None else self.upload.parent
+        self.folder = self._parent / (self.out.name + PARTIAL)
+        self._replaced = self._parent / (self.out.name + REPLACED)
         self._lock = -1
         try:
             self._check_places(list(reads), inside)
@@ -91,7 +93,7 @@ class AtomicDir:
             if self.upload is None:
                 self._put_back()
                 self._check_replaceable(resume)
-            if not resume:
+            if not resume or self.upload is not None:
                 self.clear()
         except BaseException as error:
             if self._lock >= 0:
@@ -109,8 +111,12 @@ class AtomicDir:
         try:
             if kind is None and not self.temporary:
                 self._finish()
+            elif self.upload is not None:
+                with contextlib.suppress(GradmergeError):
+                    self.upload.discard()
+                self._remove()
             elif kind is None or not self.keep:
-                self._discard()
+                self._remove()
         finally:
             self.close()
 
@@ -145,7 +151,12 @@ class AtomicDir:
 
     def _check_replaceable(self, resume: bool) -> None:
         if self.upload is not None:
-            self.upload.check_replaceable(self.force, resume)
+            names = self.upload.names()
+            ours = are_ours({name.partition("/")[0] for name in names})
+            if names and not (ours and (self.force or (resume and MARK in names))):
+                advice = "pass force=True to replace it" if ours else "remove the files"
+                raise InputError(f"{self.out}: exists already. Choose another output, or {advice}.")
+            self.upload.replace(names)
         elif self.out.exists() or self.out.is_symlink():
             if not self.force:
                 raise InputError(
@@ -202,13 +213,7 @@ class AtomicDir:
 
     def _finish(self) -> None:
         if self.upload is not None:
-            try:
-                self.upload.finish()
-            except GradmergeError as error:
-                raise type(error)(
-                    f"{error}\n  The remaining files are in {self.folder}. Run the same command with resume=True, "
-                    "if it has this option."
-                ) from None
+            self.upload.finish(self.folder)
             self._remove()
             return
         replaces = self.out.exists() and self.force
@@ -229,17 +234,11 @@ class AtomicDir:
         if replaces:
             shutil.rmtree(self._replaced, ignore_errors=True)
 
-    def _discard(self) -> None:
-        if self.upload is not None:
-            with contextlib.suppress(GradmergeError):
-                self.upload.discard()
-        self._remove()
-
     def _remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.upload is not None:
             with contextlib.suppress(OSError):
-                self.folder.parent.rmdir()
+                self._parent.rmdir()
 
 
 def require_space(folder: Path, nbytes: int) -> None:

@@ -46,18 +46,16 @@ def protocol_of(fs: Any) -> str:
 
 def retry(url: str, request: Callable[[], T]) -> T:
     """Return what ``request`` returns. Repeat it if the network or the store fails."""
-    for attempt in range(1, TRIES + 1):
+    for attempt in range(TRIES):
         try:
             return request()
         except GradmergeError:
             raise
         except Exception as error:
             translated = translate_fs_error(url, error)
-            if isinstance(translated, InputError):
+            if isinstance(translated, InputError) or attempt == TRIES - 1:
                 raise translated from None
-            if attempt == TRIES:
-                raise MachineError(f"{translated} (tried {TRIES} times)") from None
-            time.sleep(PAUSE * 2 ** (attempt - 1))
+            time.sleep(PAUSE * 2**attempt)
     raise AssertionError
 
 
@@ -75,12 +73,11 @@ def translate_fs_error(url: str, error: Exception) -> GradmergeError:
         return InputError(f"{url}: does not exist, or you may not see it ({reason})")
     if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in kind or "Token" in kind:
         return InputError(
-            f"{url}: access denied ({reason}). Set the credentials of this file system, for example in the environment "
-            "or a profile. Records contain no passwords and signatures: pass such a URL again in full."
+            f"{url}: access denied ({reason}). Set the credentials of this file system. Records contain no passwords "
+            "and signatures: pass such a URL again in full."
         )
     if isinstance(error, ImportError):
-        package = "pip install 'gradmerge[remote]'" if url.startswith(("s3://", "s3a://")) else reason
-        return InputError(f"{url}: a package is not installed: {package}")
+        return InputError(f"{url}: a package is not installed ({reason}); try pip install 'gradmerge[remote]'")
     if isinstance(error, ValueError | NotImplementedError) or kind == "ParamValidationError":
         return InputError(f"{url}: cannot be used: {reason}. Check the address, or download the file.")
     return MachineError(f"{url}: the network or the store failed: {kind}: {reason}")

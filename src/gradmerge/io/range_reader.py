@@ -24,7 +24,7 @@ MIN_PIECES, PIECES_PER_COPY = 24, 6
 _pool = ThreadPoolExecutor(PARALLEL, "gradmerge-ranges")
 _lock = threading.Lock()
 _pieces: dict[tuple[RangeReader, int], Future[bytes]] = {}
-"""Pieces by file and number, the least recently used first."""
+"""Pieces by file and first byte, the least recently used first."""
 
 
 class RangeReader:
@@ -33,7 +33,6 @@ class RangeReader:
     def __init__(self, file: RemoteFile) -> None:
         self.file = file
         self._head = file.fetch(0, min(HEAD, file.size))
-        self._count = -(-(file.size - len(self._head)) // PIECE)
         self._last = 0
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -42,37 +41,34 @@ class RangeReader:
         buffer[:done] = self._head[offset : offset + done]
         jumps = abs(offset - self._last) > JUMP
         self._last = offset + len(buffer)
-        if jumps and done == 0 and len(buffer) <= SAMPLE and (self, self._number(offset)) not in _pieces:
+        if jumps and done == 0 and len(buffer) <= SAMPLE and (self, self._start_of(offset)) not in _pieces:
             buffer[:] = self.file.fetch(offset, offset + len(buffer))
             return
         while done < len(buffer):
-            number = self._number(offset + done)
-            begin = offset + done - self._start(number)
-            part = memoryview(self._piece(number))[begin : begin + len(buffer) - done]
+            start = self._start_of(offset + done)
+            part = memoryview(self._piece(start))[offset + done - start :][: len(buffer) - done]
             buffer[done : done + len(part)] = part
             done += len(part)
 
     def will_need(self, offset: int) -> None:
         """Start to download the bytes at ``offset`` in the background."""
-        if offset >= len(self._head):
+        if len(self._head) <= offset < self.file.size:
             with _lock:
-                self._request(self._number(offset))
+                self._request(self._start_of(offset))
 
     def close(self) -> None:
         with _lock:
             for key in [key for key in _pieces if key[0] is self]:
                 _pieces.pop(key).cancel()
 
-    def _number(self, offset: int) -> int:
-        return (offset - len(self._head)) // PIECE
+    def _start_of(self, offset: int) -> int:
+        """Return the first byte of the piece with a byte."""
+        return offset - (offset - len(self._head)) % PIECE
 
-    def _start(self, number: int) -> int:
-        return len(self._head) + number * PIECE
-
-    def _piece(self, number: int) -> bytes:
+    def _piece(self, start: int) -> bytes:
         with _lock:
-            piece = self._request(number)
-            for following in range(number + 1, min(number + 1 + AHEAD, self._count)):
+            piece = self._request(start)
+            for following in range(start + PIECE, min(start + (1 + AHEAD) * PIECE, self.file.size), PIECE):
                 self._request(following)
             excess = len(_pieces) - max(MIN_PIECES, PIECES_PER_COPY * count_local_copies())
             for key in [key for key, other in _pieces.items() if other.done()][: max(0, excess)]:
@@ -81,14 +77,13 @@ class RangeReader:
             return piece.result()
         except BaseException:
             with _lock:
-                _pieces.pop((self, number), None)  # the next read tries again
+                _pieces.pop((self, start), None)  # the next read tries again
             raise
 
-    def _request(self, number: int) -> Future[bytes]:
+    def _request(self, start: int) -> Future[bytes]:
         """Return a piece, and mark it as recently used. Requires the lock."""
-        piece = _pieces.pop((self, number), None)
+        piece = _pieces.pop((self, start), None)
         if piece is None or piece.cancelled():
-            stop = min(self._start(number + 1), self.file.size)
-            piece = _pool.submit(self.file.fetch, self._start(number), stop)
-        _pieces[self, number] = piece
+            piece = _pool.submit(self.file.fetch, start, min(start + PIECE, self.file.size))
+        _pieces[self, start] = piece
         return piece

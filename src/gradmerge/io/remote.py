@@ -9,8 +9,8 @@ content.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
 import logging
 import os
 import tempfile
@@ -37,13 +37,6 @@ SMALL_FILES = (
 )
 #: Seconds for which a listing is reused while a recipe is being opened.
 FRESH = 10.0
-#: Bytes of each request when a whole file is downloaded.
-STEP = 32 << 20
-#: Keys of fsspec's file information that change with a file's content.
-VERSION_KEYS = (
-    *("ETag", "etag", "generation", "versionId", "VersionId", "blob_id", "content_md5", "md5Hash", "LastModified"),
-    *("Last-Modified", "last_modified", "mtime", "modified", "modify", "created"),
-)
 #: The first bytes of a placeholder. As the length of a safetensors header, they exceed every file.
 INVALID_HEADER = b"\xff" * 8
 
@@ -70,16 +63,6 @@ class RemoteFile:
             raise MachineError(f"{self.url}: ends at byte {start + len(content)}; it was longer when it was opened")
         return content
 
-    def download(self, path: Path) -> Path:
-        """Download the whole file to a path, several ranges at a time."""
-        with path.open("wb") as out, ThreadPoolExecutor(8, "gradmerge-download") as pool:
-
-            def fetch(start: int) -> None:
-                os.pwrite(out.fileno(), self.fetch(start, min(start + STEP, self.size)), start)
-
-            list(pool.map(fetch, range(0, self.size, STEP)))
-        return path
-
     def _read_range(self, start: int, stop: int) -> bytes:
         if protocol_of(self.fs) not in ("hf", "http", "https"):
             return bytes(self.fs.cat_file(self.path, start=start, end=stop))
@@ -100,13 +83,12 @@ class LocalCopy:
     """Of a Hub repository."""
     listed: float = field(default_factory=time.monotonic)
 
-    def path_of(self, name: str) -> Path:
-        return self.path / name if name else self.path
+    def name_of(self, path: Path) -> str:
+        name = path.relative_to(self.path).as_posix()
+        return "" if name == "." else name
 
 
 _copies: dict[str, LocalCopy] = {}
-_files: dict[str, tuple[LocalCopy, RemoteFile]] = {}
-"""By local path."""
 _lock = threading.RLock()
 
 
@@ -115,21 +97,10 @@ def local_copy(url: str) -> Path:
     return _local_copy(url, FRESH).path
 
 
-def download_model(url: str) -> Path:
-    """Return the local copy of the model at a URL, with all its weights."""
+def download_url(url: str) -> Path:
+    """Return the local copy of a file, or of a model folder with all its weights."""
     copy = _local_copy(url, 0)
-    if "" in copy.files:
-        raise InputError(f"{url}: is a file. To run a model, pass the folder with its config.json.")
-    download(copy.path / name for name in copy.files if name.endswith(".safetensors"))
-    return copy.path
-
-
-def download_file(url: str) -> Path:
-    """Return the local copy of a file at a URL, with its content."""
-    copy = _local_copy(url, 0)
-    if "" not in copy.files:
-        raise InputError(f"{url}: is a folder. Pass the URL of one file.")
-    download([copy.path])
+    download(copy.path / name for name in copy.files if not name or name.endswith(".safetensors"))
     return copy.path
 
 
@@ -139,34 +110,43 @@ def download(paths: Iterable[Path]) -> None:
         if (file := remote_file_at(path)) is None:
             continue
         logging.getLogger(__name__).warning("%s: downloading %s to %s", redact(file.url), size(file.size), path)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".partial-") as partial:
-                file.download(Path(partial, "file")).rename(path)
+            retry(file.url, functools.partial(file.fs.get_file, file.path, str(partial)))
+            partial.replace(path)
         except OSError as error:
             raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def remote_file_at(path: Path) -> RemoteFile | None:
     """Return the remote file that a local path is a placeholder of, or None if the path has the content."""
-    known = _files.get(str(path)) if _files else None
-    is_placeholder = known is not None and read_start(path)[:8] == INVALID_HEADER[: known[1].size]
-    return known[1] if known is not None and is_placeholder else None
+    copy = _copy_at(path)
+    file = copy.files.get(copy.name_of(path)) if copy is not None else None
+    return file if file is not None and read_start(path)[:8] == INVALID_HEADER[: file.size] else None
 
 
 def commit_of(folder: Path) -> str | None:
     """Return the Hub commit of a folder that is a local copy, or a snapshot in the Hub's cache."""
-    commit = next((copy.commit for copy in _copies.values() if copy.path == folder), None)
+    copy = _copy_at(folder)
+    commit = copy.commit if copy is not None else None
     return commit or (folder.name if folder.parent.name == "snapshots" else None)
 
 
 def states_of(paths: Iterable[Path]) -> dict[Path, list[Any]]:
     """Return the current URL, size and version of every path that is a local copy of a remote file."""
-    known = {path: _files[str(path)] for path in paths if str(path) in _files}
-    copies = {copy.url: copy for copy, _ in known.values()}
-    with ThreadPoolExecutor(8, "gradmerge-list") as pool:
-        listings = pool.map(lambda copy: copy.files if copy.commit else list_files(copy.url)[0], copies.values())
-        now = {file.url: [file.size, file.version] for files in listings for file in files.values()}
-    return {path: [redact(file.url), *now.get(file.url, [])] for path, (_, file) in known.items()}
+    copies = {path: copy for path in paths if (copy := _copy_at(path)) is not None}
+    files = {
+        copy.url: copy.files if copy.commit else list_files(copy.url)[0]
+        for copy in {copy.url: copy for copy in copies.values()}.values()
+    }
+    states: dict[Path, list[Any]] = {}
+    for path, copy in copies.items():
+        name = copy.name_of(path)
+        file = files[copy.url].get(name)
+        states[path] = [redact(f"{copy.url}/{name}"), *([file.size, file.version] if file is not None else [])]
+    return states
 
 
 def read_whole(url: str, limit: int) -> bytes:
@@ -177,28 +157,28 @@ def read_whole(url: str, limit: int) -> bytes:
     return file.fetch(0, file.size)
 
 
+def _copy_at(path: Path) -> LocalCopy | None:
+    return next((copy for copy in list(_copies.values()) if path.is_relative_to(copy.path)), None)
+
+
 def _local_copy(url: str, max_age: float) -> LocalCopy:
     """Return the local copy of a URL, listed at most ``max_age`` seconds ago."""
     with _lock:
         copy = _copies.get(url)
         if copy is None or time.monotonic() - copy.listed > max_age:
             files, commit = list_files(url)
-            if copy is None or files != copy.files:
-                copy = LocalCopy(url, _cached_path(url, files), files, commit)
-                _create(copy)
-                _copies[url] = copy
-                _files.update({str(copy.path_of(name)): (copy, file) for name, file in files.items()})
-                register_local_copy(copy.path, url)
-            copy.listed = time.monotonic()
+            copy = LocalCopy(url, _cached_path(url, files), files, commit)
+            _create(copy)
+            _copies[url] = copy
+            register_local_copy(copy.path, url)
         return copy
 
 
 def _cached_path(url: str, files: dict[str, RemoteFile]) -> Path:
     """Return the path in the cache of these versions of the files."""
-    key = json.dumps([url, sorted((name, file.size, file.version) for name, file in files.items())])
+    key = str([url, sorted((name, file.size, file.version) for name, file in files.items())])
     name = Path(redact(url)).name
     name = name if "" in files else name.partition("@")[0]  # of a Hub repository without its revision
-    name = name if is_plain_name(name) else "model"
     return cache_folder() / "models" / hashlib.sha256(key.encode()).hexdigest()[:16] / name
 
 
@@ -206,21 +186,20 @@ def _create(copy: LocalCopy) -> None:
     """Download the small files and create placeholders for all others, unless the cache has them."""
     if copy.path.exists():
         return
-    small = {name: file for name, file in copy.files.items() if is_small(file)}
+    small = [file for file in copy.files.values() if _is_small(file)]
     try:
         copy.path.parent.mkdir(parents=True, exist_ok=True)
         with (
             tempfile.TemporaryDirectory(dir=copy.path.parent, prefix=".partial-") as partial,
             ThreadPoolExecutor(8, "gradmerge-download") as pool,
         ):
-            contents = dict(zip(small, pool.map(lambda file: file.fetch(0, file.size), small.values()), strict=True))
-            unfinished = LocalCopy(copy.url, Path(partial, copy.path.name), copy.files, None)
+            contents = dict(zip(small, pool.map(lambda file: file.fetch(0, file.size), small), strict=True))
             for name, file in copy.files.items():
-                path = unfinished.path_of(name)
+                path = Path(partial, copy.path.name, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(contents.get(name, INVALID_HEADER[: file.size]))
+                path.write_bytes(contents.get(file, INVALID_HEADER[: file.size]))
                 os.truncate(path, file.size)
-            unfinished.path.rename(copy.path)
+            Path(partial, copy.path.name).rename(copy.path)
     except OSError as error:
         if not copy.path.exists():  # otherwise another process has created it meanwhile
             advice = "Set the environment variable GRADMERGE_CACHE to another folder."
@@ -259,12 +238,11 @@ def _list(fs: Any, path: str, url: str) -> dict[str, RemoteFile]:
 def _remote_file(fs: Any, url: str, info: dict[str, Any]) -> RemoteFile:
     if not isinstance(info.get("size"), int):
         raise InputError(f"{url}: the server does not report the size of the file, so gradmerge cannot read ranges")
-    version = next((str(info[key]) for key in VERSION_KEYS if info.get(key) is not None), "")
+    version = hashlib.sha256(str(sorted(info.items())).encode()).hexdigest()[:16]  # includes the ETag or the time
     return RemoteFile(fs, info["name"], url, info["size"], version)
 
 
-def is_small(file: RemoteFile) -> bool:
-    """Return whether a file is downloaded when its model is opened."""
+def _is_small(file: RemoteFile) -> bool:
     name = Path(file.path.partition("?")[0]).name
     return file.size <= MAX_TOKENIZER and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
 

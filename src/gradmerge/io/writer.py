@@ -107,7 +107,7 @@ class ShardWriter:
     def open(self) -> bool:
         """Create the files at full size with their headers. Return whether an earlier run left all of them."""
         complete = True
-        for filename in self._headers.keys() - self.uploaded:
+        for filename in self._headers:
             path = self.folder / filename
             try:
                 path.parent.mkdir(exist_ok=True)

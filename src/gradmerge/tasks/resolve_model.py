@@ -25,10 +25,11 @@ _SMALL_FILES = (
 def folder_of(reference: str) -> Path:
     """Return the folder of a model. Downloads a model of the Hub or at a URL."""
     if (url := remote_url(reference)) is not None:
-        from ..io.remote import download_model
+        from ..io.remote import download_url
 
-        return download_model(url)
-    path = local_path(reference, None)
+        path = download_url(url)
+    else:
+        path = local_path(reference, None)
     if path.is_dir():
         return require_utf8_path(path)
     if path.is_file():

@@ -156,9 +156,12 @@ def _local_file(location: str) -> Path:
     """Return the path of a location. A file at a URL is downloaded."""
     if (url := remote_url(location)) is None:
         return local_path(location, None)
-    from ...io.remote import download_file
+    from ...io.remote import download_url
 
-    return download_file(url)
+    path = download_url(url)
+    if path.is_dir():
+        raise InputError(f"{location}: is a folder. Pass the URL of one file.")
+    return path
 
 
 def data_paths(source: str | None) -> list[Path]:
