@@ -17,8 +17,6 @@ import gradmerge as gm
 from gradmerge.compare.ranking import (
     Outcome,
     Preview,
-    are_tied,
-    headline,
     score_difference,
     score_error,
     set_scores,
@@ -46,20 +44,21 @@ def outcome(setting: Setting, rows: dict[str, dict[str, Tensor]]) -> Outcome:
         | {"standard_errors": standard_errors(found)}
         for task, found in rows.items()
     }
-    values: dict[str, float | None] = {task: found[next(iter(rows[task]))] for task, found in metrics.items()}
-    return Outcome(setting, values, metrics, rows=rows)
+    return Outcome(setting, metrics, rows=rows)
 
 
 def accurate(method: str, weights: tuple[float, ...], **right: Sequence[int]) -> Outcome:
     return outcome(Setting(method, weights), {task: {"accuracy": answers(some)} for task, some in right.items()})
 
 
-def preview(rows: list[Outcome], own: Outcome | None = None, method: str = "gradient-matching") -> Preview:
+def preview(
+    rows: list[Outcome], own: Outcome | None = None, method: str = "gradient-matching", allows_own: bool = True
+) -> Preview:
     recipe = make_recipe({"method": method, "base": "base", "models": ["a", "b"]})
     criterion = set_scores(rows if own is None else [*rows, own], True, "worst")
-    found = Preview(recipe, ["a", "b"], ["a", "b"], True, criterion, rows, own or rows[0], Axis("weight"))
-    found.rank_all()
-    return found
+    return Preview(
+        recipe, ["a", "b"], ["a", "b"], True, criterion, rows, own or rows[0], Axis("weight"), allows_own=allows_own
+    )
 
 
 def test_a_score_over_tasks_has_the_error_of_independent_tasks_each_on_the_same_rows() -> None:
@@ -119,7 +118,7 @@ def test_of_tied_settings_the_recipes_own_is_taken_and_ranks_say_that_they_are_t
         accurate("task-arithmetic", (0.5, 0.5), a=range(95), b=range(95)),
     ]
     found = preview(rows, rows[1])
-    assert found.leading() is rows[2] and found.tied(rows[2]) == [rows[1]]
+    assert found.leading() is rows[2] and found.all_tied() == [rows[2], rows[1]]
     assert found.best() is rows[1] and [row.rank for row in rows] == [3, 1, 1]
     assert "0.7917 ± 0.026 (task-arithmetic 0.5)" in " ".join(preview_verdict(found))
     assert found.best("task-arithmetic") is rows[2]
@@ -138,7 +137,7 @@ def test_of_tied_settings_without_the_recipes_own_the_simplest_that_beats_it_is_
         accurate("task-arithmetic", (0.5, 0.5), a=range(95), b=range(95)),
     ]
     found = preview(rows, rows[0])
-    assert len(found.tied(rows[1])) == 4 and found.best() is rows[5], "one weight, no curvature, the better of two"
+    assert len(found.all_tied()) == 5 and found.best() is rows[5], "one weight, no curvature, the better of two"
 
 
 def test_a_recipe_whose_own_weights_are_not_asked_for_is_kept_where_it_is_tied() -> None:
@@ -146,16 +145,17 @@ def test_a_recipe_whose_own_weights_are_not_asked_for_is_kept_where_it_is_tied()
     rows = [accurate("gradient-matching", (0.5, 0.5), a=range(96), b=range(96))]
     found = preview(rows, own)
     assert found.best() is own and own.rank == 1 and found.all_tied() == [rows[0], own]
-    found.allows_own = False  # as where weights were searched in ranges without it
-    assert found.best() is rows[0]
+    assert preview(rows, own, allows_own=False).best() is rows[0], "a search in ranges without it"
 
 
 def predicted(own: float, *others: float) -> Preview:
-    rows = [Outcome(Setting("gradient-matching", (1.0, 1.0), changes=(("damping", value),)), {}) for value in others]
-    for row, value in zip(
-        (first := Outcome(Setting("gradient-matching", (1.0, 1.0)), {}), *rows), (own, *others), strict=True
-    ):
-        row.values, row.costs = {"a": value, "b": value / 2}, {"a": value, "b": value / 2}
+    settings = [
+        Setting("gradient-matching", (1.0, 1.0), (("damping", value),) if value else ()) for value in (0, *others)
+    ]
+    first, *rows = (
+        Outcome(setting, costs={"a": value, "b": value / 2})
+        for setting, value in zip(settings, (own, *others), strict=True)
+    )
     recipe = make_recipe({"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
     criterion = set_scores([first, *rows], False, "worst")
     return Preview(recipe, ["a", "b"], ["a", "b"], False, criterion, rows, first, Axis("damping", "damping"))
@@ -166,26 +166,6 @@ def test_of_predictions_the_recipes_own_is_taken_within_a_hundredth_of_the_small
     assert found.best() is found.reference and found.leading() is found.rows[0]
     other = predicted(1.0, 0.9, 1.3)
     assert other.best() is other.rows[0]
-
-
-def test_mean_ranks_are_tied_where_no_task_tells_settings_apart() -> None:
-    def mixed(weight: float, right: int, loss: float) -> Outcome:
-        losses = loss + torch.linspace(0, 1, 50, dtype=torch.float64)
-        wobble = 0.1 * torch.sin(torch.arange(50) * (1 + weight))
-        rows = {"a": {"accuracy": answers(range(right))}, "b": {"loss_per_token": losses + wobble}}
-        return outcome(Setting("ties", (weight, weight)), rows)
-
-    rows = [mixed(0.1, 95, 2.0), mixed(0.2, 94, 2.001), mixed(0.3, 95, 3.0), mixed(0.4, 30, 1.999)]
-    found = preview(rows, method="task-arithmetic")
-    assert found.criterion.by_rank
-    leading = found.leading()
-    assert leading in rows[:2] and [are_tied(leading, row, found.criterion) for row in rows] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert {row.rank for row in rows[:2]} == {1}
 
 
 def test_simple_is_few_changes_then_few_needs_then_few_weights() -> None:
@@ -207,35 +187,26 @@ def test_a_missing_score_is_tied_with_nothing_and_removal_has_no_best() -> None:
         accurate("ties", (0.5, 0.5), a=range(60), b=range(60)),
         accurate("ties", (1.0, 1.0), a=range(60), b=range(60)),
     ]
-    rows[1].metrics["b"], rows[1].values["b"] = {}, None
+    rows[1].metrics["b"] = {}
     found = preview(rows, method="ties")
-    assert rows[1].score is None and found.tied(rows[0]) == [] and rows[1].rank is None
+    assert rows[1].score is None and found.all_tied() == [rows[0]] and rows[1].rank is None
     taken_out = preview([accurate("removal", (0.5, 0.5), a=[1], b=[1])], method="removal")
     assert taken_out.best() is None and not taken_out.among_best(taken_out.rows[0])
 
 
-def rows_of(*metrics: dict[str, dict[str, float]]) -> list[Outcome]:
-    rows = []
-    for number, by_task in enumerate(metrics):
-        values: dict[str, float | None] = {task: found[headline(found)] for task, found in by_task.items()}
-        rows.append(Outcome(Setting("task-arithmetic", (float(number),)), values, by_task))
-    return rows
-
-
-def test_metrics_of_one_kind_are_averaged_and_others_are_ranked() -> None:
-    accuracies = rows_of(
-        {"a": {"accuracy": 0.5}, "b": {"accuracy": 0.9}}, {"a": {"accuracy": 0.8}, "b": {"accuracy": 0.5}}
-    )
-    criterion = set_scores(accuracies, True, "worst")
-    assert criterion.higher and [row.score for row in accuracies] == [pytest.approx(0.7), pytest.approx(0.65)]
-    mixed = rows_of(
-        {"a": {"accuracy": 0.5}, "b": {"loss_per_token": 2.0}},
-        {"a": {"accuracy": 0.8}, "b": {"loss_per_token": 2.0}},
-        {"a": {"accuracy": 0.6}, "b": {"loss_per_token": 3.0}},
-    )
+def test_metrics_of_one_kind_are_averaged_and_of_others_the_lost_shares_of_the_losses_count() -> None:
+    rows = [
+        accurate("ties", (0.5, 0.5), a=range(60), b=range(108)),
+        accurate("ties", (1.0, 1.0), a=range(96), b=range(60)),
+    ]
+    criterion = set_scores(rows, True, "worst")
+    assert criterion.higher and [row.score for row in rows] == [pytest.approx(0.7), pytest.approx(0.65)]
+    losses = {"loss_per_token": torch.linspace(1, 2, 50, dtype=torch.float64)}
+    mixed = [outcome(row.setting, {"a": row.rows["a"], "b": losses}) for row in rows]
+    for row, lost in zip(mixed, (0.2, 0.4), strict=True):
+        row.costs, row.shares = {"a": lost, "b": 0.1}, {task: torch.full((9,), lost) for task in "ab"}
     criterion = set_scores(mixed, True, "worst")
-    assert criterion.by_rank and not criterion.higher
-    assert [row.score for row in mixed] == [(3 + 1.5) / 2, (1 + 1.5) / 2, (2 + 3) / 2]
+    assert criterion.shares and not criterion.higher and [row.score for row in mixed] == [0.2, 0.4]
 
 
 def test_the_front_is_what_no_other_point_beats() -> None:
@@ -264,7 +235,7 @@ def test_table_verdict_json_csv_and_recipe_agree(measured: tuple[Preview, Path])
     best, leading = found.best(), found.leading()
     assert best is not None and leading is not None and best is found.own
     facts = json.loads((out / "preview.json").read_text())
-    tied = [row for row in found.rows if row is leading or row in found.tied(leading)]
+    tied = found.all_tied()
     assert len(tied) > 1, "ten rows tell little apart"
     assert facts["tied_with_best"] == len(tied) == facts["winner"]["tied"]["settings"]
     assert [row["tied_with_best"] for row in facts["settings"]] == [row in tied for row in found.rows]

@@ -32,7 +32,7 @@ def test_a_recipe_whose_weights_vary_is_the_reference_of_a_preview(varied: Path)
         assert found.reference.setting.weights_text == (
             "(0.2, 0.9) over the layers, layers.1*: (0.3, 0.5) over the layers; else: 0.1"
         )
-        assert found.relative_score(found.reference) == 1
+        assert found.shown_score(found.reference) == 1
         page = (varied / "out" / "report.html").read_text()
         assert "(0.2, 0.9) over the layers" in page and found._repr_html_()
         facts = json.loads((varied / "out" / "preview.json").read_text())

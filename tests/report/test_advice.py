@@ -45,8 +45,7 @@ def diagnosis(
                 task: {"accuracy": counts[task] / 120, "standard_errors": standard_errors(one)}
                 for task, one in rows.items()
             }
-            values = {task: counts[task] / 120 for task in tasks}
-            found.outcomes[model] = Outcome(Setting(model), dict(values), metrics, rows=rows)
+            found.outcomes[model] = Outcome(Setting(model), metrics, rows=rows)
         found.rank_measured()
     return found
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import gradmerge as gm
-from gradmerge.api.preview import as_json
 from gradmerge.tasks import load_model
 from gradmerge.tasks.lm_eval import LMEval
 from gradmerge.tasks.loading import load_tokenizer
@@ -109,24 +108,6 @@ def test_groups_have_the_rows_of_their_tasks(place: Path) -> None:
     assert again["geography"].metrics == whole.metrics, "tasks can be run again"
 
 
-def test_a_preview_compares_merges_on_tasks_of_the_harness(place: Path, tmp_path: Path) -> None:
-    tasks: dict[str, Any] = {"lm_eval": "cities", "lm_eval_tasks": place / "tasks", "device": "cpu", "progress": False}
-    found = gm.preview(place / "recipe.yml", tmp_path / "report", weights="0.5,1.5", **tasks)
-    assert found.tasks == ["cities"] and found.examples == {"cities": COUNT} and found.criterion.name == "acc"
-    for number, row in enumerate(found.rows):
-        weight = row.setting.weights[0]
-        recipe = {"method": "task-arithmetic", "base": str(place / "base")}
-        models = [{"model": str(place / name), "weight": weight} for name in ("one", "two")]
-        gm.merge({**recipe, "models": models}, tmp_path / f"{number}", progress=False)
-        right = by_hand(tmp_path / f"{number}")
-        assert row.values["cities"] == pytest.approx(sum(right) / COUNT)
-        assert row.rows["cities"]["acc"].tolist() == right
-    assert found.alone["one"]["cities"]["acc"] == pytest.approx(sum(by_hand(place / "one")) / COUNT)
-    assert (tmp_path / "report" / "report.html").is_file()
-    facts = json.loads((tmp_path / "report" / "preview.json").read_text())
-    assert set(facts["settings"][0]["metrics"]["cities"]["standard_errors"]) == {"acc"}
-
-
 def write_other_tasks(folder: Path) -> Path:
     """`wiki`: perplexity by words and bytes; `copy`: BLEU of what is written. Neither is a mean over rows."""
     folder.mkdir()
@@ -144,13 +125,6 @@ def write_other_tasks(folder: Path) -> Path:
 
 def test_metrics_that_are_not_means_have_standard_errors(place: Path, tmp_path: Path) -> None:
     tasks = write_other_tasks(tmp_path / "tasks")
-    for task, metric in (("wiki", "word_perplexity"), ("copy", "bleu")):
-        options: dict[str, Any] = {"lm_eval": task, "lm_eval_tasks": tasks, "device": "cpu", "progress": False}
-        found = as_json(gm.preview(place / "recipe.yml", weights="0.9,1,1.1", **options))
-        assert found["compared_by"] == metric and all(row["standard_error"] > 0 for row in found["settings"])
-        others = [row["more_than_best"] for row in found["settings"] if row["more_than_best"] is not None]
-        assert found["tied_with_best"] == 1 + sum(abs(one["value"]) <= 2 * one["standard_error"] for one in others)
-    assert found["winner"]["weights"] == {"one": 1.0, "two": 1.0}, "the recipe's own, as BLEU ties all"
     one = gm.evaluate(place / "one", lm_eval="wiki", lm_eval_tasks=tasks, device="cpu")["lm_eval"]["wiki"]
     model, info = load_model(str(place / "one"), "causal-lm", device="cpu")
     rows = LMEval("wiki", tasks).evaluate(model, load_tokenizer(str(place / "one"), info))["wiki"].rows

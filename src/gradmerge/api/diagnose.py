@@ -35,7 +35,6 @@ def diagnose(
     *,
     merged: str | Path | None = None,
     target: str | Path | None = None,
-    sweep: Overrides | None = None,
     changes: Overrides | None = None,
     data: Mapping[str, str] | None = None,
     threads: int | None = None,
@@ -55,8 +54,6 @@ def diagnose(
         out: A new folder for `report.html`, its figures and tables, and `diagnosis.json`; by default none is written.
         merged: A merged model to diagnose instead of the recipe's merge.
         target: A model that was trained on all tasks, for the true mismatch; it requires ``data``.
-        sweep: Keys of the recipe with values, as of :func:`gradmerge.preview`: the merge with each of them is compared
-            too.
         changes: Keys of the recipe to set first: `{"damping": 1e-3}`.
         data: Task (the name of its model's folder, or `base`) → data to evaluate the merges on.
         threads, allow_pickle, allow_config, dequantize, allow_code, force, progress: As of :func:`gradmerge.merge`.
@@ -69,7 +66,7 @@ def diagnose(
     >>> print(*diagnose("recipe.yml", "./report").verdict)  # doctest: +SKIP
     """
     from ..compare.diagnose import find_costs
-    from ..compare.settings import Grid, parse_sweeps, with_changes
+    from ..compare.settings import with_changes
     from ..report.advice import diagnosis_verdict
     from ..report.diagnosis import diagnosis_page
     from ..tasks import complete, tokenizer_of
@@ -77,8 +74,6 @@ def diagnose(
 
     options = complete(loading, diagnose)
     recipe, _ = with_changes(recipe_of_models(recipe, "diagnose", allow_code), changes, None)
-    grid = Grid(recipe, [recipe.method], (), parse_sweeps(sweep, [recipe.method]))
-    grid.check()
     threads = number_of_threads(threads)
     allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     merged, target = (None if model is None else str(model) for model in (merged, target))
@@ -90,7 +85,6 @@ def diagnose(
         found = find_costs(
             ready,
             options,
-            settings=grid.settings() if grid.sweeps else (),
             merged=merged,
             target=target,
             data=data,

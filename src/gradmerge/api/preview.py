@@ -41,8 +41,6 @@ def preview(
     changes: Overrides | None = None,
     data: Mapping[str, str] | None = None,
     generation: Generation | None = None,
-    lm_eval: Sequence[str] | str | None = None,
-    lm_eval_tasks: str | Path | None = None,
     objective: str = "worst",
     threads: int | None = None,
     allow_pickle: bool = False,
@@ -75,8 +73,6 @@ def preview(
             option is set for every method that knows it.
         data: Task (the name of its model's folder, or `base`) → data.
         generation: With data, every merge also writes answers, and their scores rank the settings.
-        lm_eval: Tasks of lm-eval to evaluate every merge on, a list or `"arc_easy,hellaswag"`.
-        lm_eval_tasks: A folder with task files of lm-eval.
         objective: For predictions and searches: minimize the loss of the worst task ("worst") or of all ("sum").
         threads, allow_pickle, allow_config, dequantize, allow_code, force: As of :func:`gradmerge.merge`.
         progress: Show a bar, or report progress to this object, in merges.
@@ -91,7 +87,7 @@ def preview(
     >>> preview("recipe.yml", weights="0:1:0.25").best().setting.name  # doctest: +SKIP
     'gradient-matching 0.75'
     """
-    from ..compare.evaluate import DataEvaluator, HarnessTasks
+    from ..compare.evaluate import DataEvaluator
     from ..compare.predict import Predictor
     from ..compare.ranking import compare
     from ..compare.search import check_objective, search, search_grid
@@ -112,8 +108,8 @@ def preview(
     recipe, fixed = with_changes(recipe, changes, method_names(methods))
     chosen = check_methods(methods, recipe)
     check_objective(objective)
-    if suggest and (sweep or generation is not None or lm_eval is not None):
-        raise InputError("suggest: searches weights by losses on data; use it without sweep, generation and lm_eval")
+    if suggest and (sweep or generation is not None):
+        raise InputError("suggest: searches weights by losses on data; use it without sweep and generation")
     if suggest:
         grid = search_grid(weights, recipe, chosen, fixed)
     else:
@@ -124,16 +120,14 @@ def preview(
     grid.check()
     if generation is not None and not data:
         raise InputError("generation: answers are compared with data of the tasks; give data NAME=SRC")
-    if lm_eval_tasks is not None and lm_eval is None:
-        raise InputError("lm_eval_tasks: needs lm_eval, which names tasks of the folder")
     threads = number_of_threads(threads)
     with report_folder(recipe, out, data or {}, force, tokenizer_of(options)) as folder:
         with shown(progress, "merges") as bar, merged_first(recipe, out, threads, allowed) as ready:
             evaluator: Evaluator
-            if data or lm_eval is not None:
-                harness = None if lm_eval is None else HarnessTasks(lm_eval, lm_eval_tasks)
-                more: dict[str, Any] = {"generation": generation, "harness": harness, "threads": threads}
-                evaluator = DataEvaluator(ready, chosen, data or {}, options, **more, **allowed)
+            if data:
+                evaluator = DataEvaluator(
+                    ready, chosen, data, options, generation=generation, threads=threads, **allowed
+                )
             else:
                 evaluator = Predictor(ready, chosen, threads=threads, **allowed)
             grid = Grid(ready, grid.methods, grid.weights, grid.sweeps, grid.fixed)
@@ -215,7 +209,7 @@ def as_json(found: Preview) -> dict[str, Any]:
         result["examples"] = found.examples
     best = found.best()
     if found.objective and best is not None:
-        costs = {task: best.costs[task] if found.measured else found.relative(best, task) for task in found.tasks}
+        costs = {task: best.costs[task] if found.measured else found.shown_value(best, task) for task in found.tasks}
         result["suggestion"] = {
             "method": best.setting.method,
             "weights": {task: plain(weight) for task, weight in found.weights(best).items()},
@@ -248,8 +242,8 @@ def _row(found: Preview, row: Outcome) -> dict[str, Any]:
         }
     return {
         **facts,
-        "times_reference": found.relative_score(row),
-        "tasks": {t: {"times_reference": found.relative(row, t), "rank": row.ranks.get(t)} for t in found.tasks},
+        "times_reference": found.shown_score(row),
+        "tasks": {task: {"times_reference": found.shown_value(row, task)} for task in found.tasks},
     }
 
 

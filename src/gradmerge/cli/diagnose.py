@@ -8,15 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from ..api.diagnose import as_json, diagnose as diagnose_recipe
-from ..text import one_line
-from .options import LoadingOptions, Printing, Settings, SweepOption, command_with, named
-from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
+from .options import LoadingOptions, Printing, Settings, command_with, named
+from .output import heavy_imports, print_json, print_notes, print_table, print_verdict, progress, typed
 from .stdio import echo
 
 EXAMPLE = (
     "Examples: gradmerge diagnose recipe.yml -o report   ·   gradmerge diagnose recipe.yml --data yelp=yelp.jsonl "
-    "--data sst2=sst2.jsonl --limit 200 -o report   ·   "
-    "gradmerge diagnose recipe.yml --sweep damping=1e-6,1e-3 -o report"
+    "--data sst2=sst2.jsonl --limit 200 -o report"
 )
 
 
@@ -30,7 +28,6 @@ def diagnose(
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="Folder for the report.")],
-    sweep: SweepOption = None,
     set_: Settings = None,
     data: Annotated[
         list[str] | None,
@@ -55,7 +52,6 @@ def diagnose(
         found = diagnose_recipe(
             read_recipe(recipe, options["allow_code"]),
             out,
-            sweep=sweep,
             changes=set_,
             data=named(data or []),
             progress=shown,
@@ -67,12 +63,13 @@ def diagnose(
         print_json({**as_json(found), "report": str(out / "report.html")})
         return
     print_notes(found.notes, printing.quiet)
+    if printing.quiet:
+        return
     table = prediction_table(found)
     print_table(table.columns, table.rows, right=range(1, len(table.columns)), digits=3)
     if found.measured is not None:
         echo("")
         table = measured_table(found, losses=False)
         print_table(table.columns, table.rows, right=range(1, len(table.columns)))
-    if not printing.quiet:
-        echo("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
-        echo(f"\n{out / 'report.html'} has the figures. Predictions rank merges; they are not losses in nats.")
+    print_verdict(found.verdict)
+    echo(f"\n{out / 'report.html'} has the figures. Predictions rank merges; they are not losses in nats.")

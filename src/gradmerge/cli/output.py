@@ -196,6 +196,11 @@ def print_result(result: Any, printing: Any) -> bool:
     return not printing.quiet
 
 
+def print_verdict(sentences: Iterable[str]) -> None:
+    """Print the sentences of a report, without their markup."""
+    echo("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in sentences))
+
+
 def typed() -> str:
     """Return the command line, for reports that tell how to repeat the command."""
     return redact(shlex.join(["gradmerge", *sys.argv[1:]]))

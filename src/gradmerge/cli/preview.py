@@ -9,7 +9,6 @@ import typer
 
 from ..api.preview import as_json, merge_best, preview as preview_recipe
 from ..errors import InputError
-from ..text import one_line
 from .completion import method_names
 from .options import (
     READING,
@@ -20,7 +19,7 @@ from .options import (
     command_with,
     named,
 )
-from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
+from .output import heavy_imports, print_json, print_notes, print_table, print_verdict, progress, typed
 from .stdio import echo
 
 EXAMPLE = (
@@ -104,11 +103,11 @@ def preview(
         print_json({**as_json(found), **more})
         return
     print_notes(found.notes, printing.quiet)
-    table = best_table(found)
-    print_table(table.columns, table.rows, right=range(2, len(table.columns) - 1))
     if printing.quiet:
         return
-    echo("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
+    table = best_table(found)
+    print_table(table.columns, table.rows, right=range(2, len(table.columns) - 1))
+    print_verdict(found.verdict)
     echo(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
     if save_best is not None:
         echo(f"{save_best} contains the best setting; {out / 'recipe.yml'} is its recipe.")

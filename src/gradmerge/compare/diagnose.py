@@ -6,16 +6,15 @@ import contextlib
 import math
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.open import open_checkpoint
-from ..curvature.summary import group_of
 from ..display import Displayed, View
 from ..engine.inputs import Inputs
 from ..engine.jobs import LayerJob
@@ -26,18 +25,16 @@ from ..recipe import Recipe, mapped, reduction_factor
 from ..rules import METHODS
 from ..rules.kronecker_matching import applied, diagonal_of, solve, sound
 from ..tasks import LoadOptions
-from .candidates import Block, Candidate, SettingPlans, notes_on, visit_blocks
+from .candidates import Block, Candidate, notes_on, plan_of, visit_blocks
 from .evaluate import DataEvaluator, State, match_data, merge_in_memory, state_of
 from .predict import Prediction, open_for_prediction, predict
-from .ranking import Outcome, Preview, headline, set_scores
-from .settings import BASE, Axis, Setting, changes_inputs, recipe_with, task_names
+from .ranking import Outcome, Preview, set_scores
+from .settings import BASE, Axis, Setting, make_setting, task_names
 
 #: The methods that a merge is compared with.
 OTHERS = ("task-arithmetic", "average", "fisher-averaging", "gradient-matching")
 #: The methods that predictions are relative to.
 REFERENCES = ("task-arithmetic", "task-arithmetic (negated)")
-#: Settings of a sweep that are compared with the recipe's merge; with data, all are in memory at once.
-MAX_SWEPT = 12
 TUNED = "tuned"
 TARGET = "target"
 #: Up to the first ratio, a model counts as trained under the penalty; from the second on, as trained without it.
@@ -56,8 +53,6 @@ class Residual:
     """‖H̄⁻¹ r‖: the predicted distance to the jointly trained model."""
     moved: float
     """‖θ̂ − θ_0‖, to compare the distance with."""
-    by_group: dict[str, float] = field(default_factory=dict)
-    """‖H̄⁻¹ r‖ of each layer group."""
 
 
 @dataclass
@@ -131,12 +126,10 @@ class Diagnosis(Displayed):
     def rank_measured(self) -> None:
         """Set ``measured`` from the outcomes of the merges."""
         merges = [self.outcomes[name] for name in (*self.candidates, self.without_penalty) if name]
-        criterion = set_scores(merges, True, "worst")
-        axis, examples = Axis(""), self.examples
+        tasks, criterion = [*self.examples], set_scores(merges, True, "worst")
         self.measured = Preview(
-            self.recipe, [*examples], [], True, criterion, merges, merges[0], axis, examples=examples
+            self.recipe, tasks, [], True, criterion, merges, merges[0], Axis(""), examples=self.examples
         )
-        self.measured.rank_all()
 
     def _line(self) -> list[str]:
         data = f"data of {len(self.examples)}" if self.examples else "predicted"
@@ -152,7 +145,6 @@ def find_costs(
     recipe: Recipe,
     loading: LoadOptions,
     *,
-    settings: Sequence[Setting] = (),
     merged: str | None = None,
     target: str | None = None,
     data: Mapping[str, str] | None = None,
@@ -165,7 +157,6 @@ def find_costs(
     Args:
         recipe: The recipe.
         loading: How models and data are loaded.
-        settings: Further settings of the recipe to compare.
         merged: A merged model to diagnose instead of the recipe's merge.
         target: A model that was trained on all tasks.
         data: Task (or `base`) → data.
@@ -173,12 +164,6 @@ def find_costs(
         allowed: ``allow_pickle``, ``allow_config`` and ``dequantize``.
     """
     tasks = task_names(recipe)
-    if other := [key for setting in settings for key, _ in setting.changes if changes_inputs(key)]:
-        instead = f"set a single value with set {other[0]}=…, or compare several with gradmerge preview and data"
-        raise InputError(f"sweep {other[0]}: a diagnosis reads the same inputs for all merges; {instead}")
-    if len(settings) > MAX_SWEPT:
-        many = f"{len(settings)} settings; a diagnosis compares at most {MAX_SWEPT} with the recipe's own"
-        raise InputError(f"sweep: {many}. gradmerge preview compares more")
     given = match_data(data or {}, [*tasks, BASE])
     if target is not None and not given:
         raise InputError("target: the true mismatch is measured on data; give data NAME=SRC")
@@ -195,13 +180,12 @@ def find_costs(
         progress.begin("comparing", plan.total_read)
         plan.note(notes_on(recipe, plan, threads))
         candidates, notes = _candidates(recipe, plan, checkpoint(merged))
-        plans = SettingPlans(recipe, plan, lambda changed: plan)
-        candidates[1:1] = [plans.candidate(setting, setting.name) for setting in settings]
         prediction = predict(plan, tasks, candidates, threads=threads, advance=progress.advance)
         found = Diagnosis(recipe, candidates[0].name, prediction, notes=plan.notes + notes)
         if given:
-            evaluator = DataEvaluator(recipe, [], given, loading, threads=threads, plan=plan)
-            _measure(found, evaluator, candidates, checkpoint(target), allowed)
+            evaluator = DataEvaluator(recipe, [], given, loading, threads=threads, plan=plan, **allowed)
+            opened.callback(evaluator.close)
+            _measure(found, evaluator, candidates, checkpoint(target))
         return found
 
 
@@ -219,14 +203,14 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
         negated = [mapped(weight, operator.neg) for weight in recipe.weights]
         return [*found, Candidate(REFERENCES[1], "task-arithmetic", negated)], notes
     for method in OTHERS:
-        if method in {c.name for c in found}:
+        candidate = Candidate(method, method, _weights(recipe, method))
+        if method in {one.name for one in found}:
             continue
-        if "prior" in METHODS[method].inputs and "prior" not in METHODS[method].when and plan.inputs.prior is None:
-            notes.append(f"{method} is not compared: it needs the base's curvature")
-        elif plan.kronecker_jobs and METHODS[method].layers is None and "curvature" in METHODS[method].inputs:
-            notes.append(f"{method} is not compared: it needs diagonal curvature, and this is Kronecker curvature")
-        else:
-            found.append(Candidate(method, method, _weights(recipe, method)))
+        try:
+            plan_of(plan, candidate)
+            found.append(candidate)
+        except InputError as error:
+            notes.append(f"{method} is not compared: {error}")
     return found, notes
 
 
@@ -236,88 +220,59 @@ def _weights(recipe: Recipe, method: str) -> list[float] | None:
 
 
 def _measure(
-    found: Diagnosis,
-    evaluator: DataEvaluator,
-    candidates: Sequence[Candidate],
-    target: Checkpoint | None,
-    allowed: dict[str, Any],
+    found: Diagnosis, evaluator: DataEvaluator, candidates: Sequence[Candidate], target: Checkpoint | None
 ) -> None:
     """Evaluate all models on the data, and compute what needs gradients."""
-    plan, inputs, data = evaluator.plan, evaluator.plan.inputs, evaluator.data
-    assert inputs.base is not None
-    places = {task: place for place, task in enumerate(evaluator.names)}
+    plan, data, alone, rows = evaluator.plan, evaluator.data, evaluator.alone, evaluator.alone_rows
+    tuned = [task for task in evaluator.tasks if task in alone]
     found.examples = evaluator.examples
+    found.outcomes = {
+        BASE: Outcome(Setting(BASE), alone[BASE], rows=rows[BASE]),
+        TUNED: Outcome(Setting(TUNED), {t: alone[t][t] for t in tuned}, rows={t: rows[t][t] for t in tuned}),
+    }
 
-    def evaluate(name: str, model: nn.Module, tasks: Sequence[str]) -> Outcome:
-        results = {task: data[task].evaluate(model) for task in tasks}
-        metrics = {task: result[0] for task, result in results.items()}
-        rows = {task: result[1] for task, result in results.items()}
-        values = {task: found.get(headline(found)) for task, found in metrics.items()}
-        return Outcome(Setting(name), values, metrics, rows=rows)
+    def gradients_of(name: str, state: State) -> dict[str, State]:
+        """Evaluate a model on all tasks; returns the gradient of each."""
+        model = evaluator.model_with(state, name)
+        found.outcomes[name] = evaluator.outcome(Setting(name), model)
+        if evaluator.failures:
+            raise InputError(evaluator.failures[0])
+        return {task: data[task].gradient(model) for task in evaluator.tasks}
 
-    def add(name: str, model: nn.Module) -> None:
-        found.outcomes[name] = evaluate(name, model, evaluator.tasks)
-
-    add(BASE, evaluator.model)
-    tuned = found.outcomes[TUNED] = Outcome(Setting(TUNED), {})
-    at_tuned: dict[str, State] = {}
-    for task in evaluator.tasks:
-        try:
-            model = (
-                evaluator.model if task == BASE else evaluator.model_with(state_of(inputs.tuned[places[task]]), task)
-            )
-        except InputError as error:  # its head does not fit the config of the merges
-            found.notes.append(f"{task}: its model is not evaluated: {error}")
-            continue
-        one = evaluate(TUNED, model, [task])
-        tuned.metrics |= one.metrics
-        tuned.rows |= one.rows
-        if task != BASE:
-            at_tuned[task] = data[task].gradient(model)
-    at_target: dict[str, State] = {}
-    if target is not None:
-        model = evaluator.model_with(state_of(target), TARGET)
-        add(TARGET, model)
-        at_target = {task: data[task].gradient(model) for task in evaluator.tasks}
-    gradients: dict[str, dict[str, State]] = {}
-    for candidate, state in zip(candidates, merge_in_memory(plan, candidates, evaluator.threads), strict=True):
-        model = evaluator.model_with(state, candidate.name)
-        add(candidate.name, model)
-        gradients[candidate.name] = {task: data[task].gradient(model) for task in evaluator.tasks}
+    numbers = {task: evaluator.names.index(task) for task in tuned if task != BASE}
+    at_tuned = {
+        task: data[task].gradient(evaluator.model_with(state_of(plan.inputs.tuned[number]), task))
+        for task, number in numbers.items()
+    }
+    at_target = {} if target is None else gradients_of(TARGET, state_of(target))
+    states = merge_in_memory(plan, candidates, evaluator.threads)
+    gradients = {candidate.name: gradients_of(candidate.name, states.pop(0)) for candidate in candidates}
+    for name, of_merge in gradients.items():
         for task, gradient in at_target.items():
-            distance = _distance(gradients[candidate.name][task], gradient)
-            found.mismatch[candidate.name, task] = distance / found.examples[task]
-    found.penalty_checks = check_penalties(found.recipe, plan, places, at_tuned, found.examples, evaluator.threads)
-    _measure_without_penalty(found, candidates[0], evaluator, add, allowed)
+            found.mismatch[name, task] = _distance(of_merge[task], gradient) / found.examples[task]
+    found.penalty_checks = check_penalties(found.recipe, plan, numbers, at_tuned, found.examples, evaluator.threads)
+    _measure_without_penalty(found, candidates[0], evaluator)
+    found.notes = list(dict.fromkeys([*found.notes, *evaluator.notes()]))
     found.rank_measured()
     if not set(evaluator.names) <= set(evaluator.tasks):
         found.notes.append("the residual is not computed: it needs data of every task")
-    elif inputs.prior is None:
+    elif plan.inputs.prior is None:
         found.notes.append("the residual is not computed: it needs the base's curvature")
     else:
         for candidate in candidates:
             found.residuals[candidate.name] = _residual(found, evaluator, candidate, gradients[candidate.name])
 
 
-def _measure_without_penalty(
-    found: Diagnosis,
-    own: Candidate,
-    evaluator: DataEvaluator,
-    add: Callable[[str, nn.Module], None],
-    allowed: dict[str, Any],
-) -> None:
+def _measure_without_penalty(found: Diagnosis, own: Candidate, evaluator: DataEvaluator) -> None:
     """Evaluate the merge with `base.penalty: none` if a model was trained without the penalty."""
     without = any((check.ratio or 0.0) >= WITHOUT_PENALTY for check in found.penalty_checks.values())
-    if not without or own.model is not None or "penalty" not in found.recipe.rule.inputs or METHODS[own.method].removes:
+    rule = found.recipe.rule
+    if not without or own.model is not None or "penalty" not in rule.inputs or rule.removes:
         return
-    setting = Setting(own.method, tuple(found.recipe.weights), (("base.penalty", "none"),))
-    plan = open_for_prediction(recipe_with(found.recipe, setting), **allowed)
-    try:
-        (state,) = merge_in_memory(plan, [own], evaluator.threads)
-    finally:
-        plan.inputs.close()
+    setting = make_setting(found.recipe, own.method, {"base.penalty": "none"})
+    (outcome,) = evaluator.evaluate([setting], lambda done: None)
     found.without_penalty = f"{own.name}, base.penalty none"
-    add(found.without_penalty, evaluator.model_with(state, own.name))
+    found.outcomes[found.without_penalty] = replace(outcome, setting=Setting(found.without_penalty))
 
 
 def check_penalties(
@@ -409,7 +364,7 @@ def _residual(
     scales = [
         _gradient_scale(found.recipe, inputs, place, found.examples[task]) for place, task in enumerate(evaluator.names)
     ]
-    sums: dict[str, Tensor] = {}
+    sums = torch.zeros(4, dtype=torch.float64)
     lock = threading.Lock()
 
     def visit(block: Block) -> None:
@@ -422,12 +377,10 @@ def _residual(
         residual = applied(block.prior, step) + inputs.damping * step + pull
         squares = torch.stack([v.square().sum() for v in (residual, pull, _solved(plan, block, residual), step)])
         with lock:
-            group = group_of(block.job.name)
-            sums[group] = sums.get(group, torch.zeros(4, dtype=torch.float64)) + squares
+            sums.add_(squares)
 
     visit_blocks(plan, [candidate], visit, threads=evaluator.threads)
-    residual, pull, away, step = torch.stack(list(sums.values())).sum(0).sqrt().tolist()
-    return Residual(residual, pull, away, step, {group: float(values[2].sqrt()) for group, values in sums.items()})
+    return Residual(*sums.sqrt().tolist())
 
 
 def _solved(plan: Plan, block: Block, residual: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import abc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from ..checkpoints.checkpoint import Buffers, Checkpoint
 from ..curvature.batches import moved
 from ..curvature.checkpoint_names import stored_tensors
-from ..curvature.losses import LOSSES, labels_of, logits_of
+from ..curvature.losses import labels_of, logits_of
 from ..engine.jobs import torch_type
 from ..engine.plan import Plan
 from ..engine.rounding import rounded
@@ -24,7 +23,6 @@ from ..io.reader import local_path
 from ..recipe import Recipe
 from ..tasks import Generation, LoadedTask, LoadOptions, load_task, measure
 from ..tasks.evaluate import with_generation_metrics
-from ..tasks.lm_eval import LMEval, language_model
 from ..tasks.models import model_with
 from ..tasks.text_metrics import generation_rows
 from ..text import nearest
@@ -38,7 +36,7 @@ from .candidates import (
     open_for_methods,
     visit_blocks,
 )
-from .ranking import Advance, Outcome, Rows, headline, higher_is_better, loss_name, loss_of
+from .ranking import Advance, Outcome, Rows, headline, loss_name, loss_of
 from .settings import BASE, Setting, task_names
 
 State = dict[str, Tensor]
@@ -105,7 +103,6 @@ class DataEvaluator(Evaluator):
         loading: LoadOptions,
         *,
         generation: Generation | None = None,
-        harness: HarnessTasks | None = None,
         threads: int = 1,
         plan: Plan | None = None,
         **allowed: Any,
@@ -120,20 +117,19 @@ class DataEvaluator(Evaluator):
             self.data = _load(recipe, {name: given[name] for name in (*self.names, BASE) if name in given}, loading)
             for one in self.data.values():
                 one.generation = generation
-            if harness is not None:
-                self.data |= harness_data(recipe, harness, loading, self.data)
         except BaseException:
             self.close()
             raise
         self.tasks = [*self.data]
         self.model = next(iter(self.data.values())).loaded.model
         """The base's model, whose config and dtype all merges have."""
-        self.examples = self._count_rows()
+        self.examples = {name: one.loaded.examples for name, one in self.data.items()}
         self.alone_rows: dict[str, dict[str, Rows]] = {}
         """The same as ``alone``, for every row."""
         self._alone: dict[str, dict[str, dict[str, Any]]] = {}
         self.alone_is_known = False
-        self._failures: list[str] = []
+        self.failures: list[str] = []
+        """Merges that could not be evaluated."""
 
     def evaluate(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         self.evaluate_models_alone()
@@ -162,11 +158,10 @@ class DataEvaluator(Evaluator):
             try:
                 metrics[task], rows[task] = self.data[task].evaluate(model)
             except InputError as error:  # of the merge, since the base could be evaluated on the same data
-                self._failures.append(f"{setting.name} on {task}: {error}")
+                self.failures.append(f"{setting.name} on {task}: {error}")
                 metrics[task] = {}
-        values = {task: found.get(headline(found)) if found else None for task, found in metrics.items()}
         costs = {task: self.lost_share(task, found) for task, found in metrics.items()}
-        return Outcome(setting, values, metrics, costs, rows=rows, shares=self._row_shares(rows))
+        return Outcome(setting, metrics, costs, rows=rows, shares=self._row_shares(rows))
 
     @property
     def alone(self) -> dict[str, dict[str, dict[str, Any]]]:
@@ -189,10 +184,6 @@ class DataEvaluator(Evaluator):
                 continue
             self._evaluate_alone(name, model)
         self.alone_is_known = True
-        self.examples = self._count_rows()  # of lm-eval's tasks, only now
-
-    def _count_rows(self) -> dict[str, int]:
-        return {name: one.loaded.examples for name, one in self.data.items()}
 
     def _evaluate_alone(self, name: str, model: nn.Module) -> None:
         found, rows = self._alone.setdefault(name, {}), self.alone_rows.setdefault(name, {})
@@ -239,15 +230,14 @@ class DataEvaluator(Evaluator):
         return best, max(worst - best, 0.01 * max(abs(worst), abs(best)), 1e-12)
 
     def notes(self) -> list[str]:
-        of_tasks = {name for name, one in self.data.items() if not isinstance(one, HarnessData)}
-        lacking = [name for name in self.names if name not in of_tasks] if of_tasks else []
+        lacking = [name for name in self.names if name not in self.data]
         notes = [*self.plan.notes, *(note for one in self.data.values() for note in one.loaded.notes)]
         if lacking:
             notes.append(f"no data for {', '.join(lacking)}: the effect on these tasks is not measured")
         unfit = [name for name in self.names if self.alone_is_known and name not in self.alone]
         if unfit:
             notes.append(f"{', '.join(unfit)}: not evaluated alone, since its head does not fit the base's config")
-        return list(dict.fromkeys([*notes, *self.plans.notes(), *self._failures[:5]]))
+        return list(dict.fromkeys([*notes, *self.plans.notes(), *self.failures[:5]]))
 
 
 @dataclass
@@ -378,61 +368,3 @@ def _model_reference(recipe: Recipe) -> str:
     model = recipe.base.model if recipe.base is not None else recipe.models[0].model
     path = local_path(model, recipe.folder)
     return str(path) if path.exists() else model
-
-
-@dataclass(frozen=True)
-class HarnessTasks:
-    """Tasks of lm-eval to evaluate merges on."""
-
-    names: Sequence[str] | str
-    folder: str | Path | None = None
-
-
-class _NoRows:
-    """Replaces the data of a task of lm-eval, which reads its own."""
-
-    loss = LOSSES["next-token"]
-
-    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        return {}
-
-    def notes(self) -> list[str]:
-        return []
-
-
-class HarnessData(TaskData):
-    """One task of lm-eval."""
-
-    def __init__(self, loaded: LoadedTask, harness: LMEval, tokenizer: Any) -> None:
-        super().__init__(harness.names[0], loaded)
-        self._harness, self._tokenizer = harness, tokenizer
-
-    def evaluate(self, model: nn.Module) -> tuple[dict[str, Any], Rows]:
-        found = self._harness.evaluate(model, self._tokenizer)[self.name]
-        self.loaded.examples = found.examples
-        summary = found.summary()
-        for metric, higher in found.higher_is_better.items():
-            if higher is not higher_is_better(metric):  # a metric whose direction is not known here
-                del summary[metric]
-        if not set(summary) & set(found.metrics):
-            raise InputError(f"lm_eval {self.name}: none of {', '.join(found.metrics)} can be compared here")
-        first = headline(summary)
-        if not math.isfinite(summary[first]):
-            raise InputError(f"lm_eval {self.name}: {first} is {summary[first]:g}, which cannot be compared")
-        return summary, {first: found.rows[first]} if first in found.rows else {}
-
-
-def harness_data(
-    recipe: Recipe, wanted: HarnessTasks, loading: LoadOptions, known: dict[str, TaskData]
-) -> dict[str, TaskData]:
-    """Every task of lm-eval, with the model of the other data, or that of the base."""
-    given = next((one.loaded for one in known.values()), None)
-    model, tokenizer, device = language_model(_model_reference(recipe), loading, given)
-    found: dict[str, TaskData] = {}
-    for name in LMEval.parse_names(wanted.names):
-        if name in known:
-            raise InputError(f"lm_eval {name}: a task of the recipe has this name too; rename its model's folder")
-        harness = LMEval(name, wanted.folder, loading["limit"], loading["batch_size"])
-        no_rows = LoadedTask(model, "lm-eval", _NoRows.loss, 0, device, {}, _NoRows(), [])
-        found[name] = HarnessData(no_rows, harness, tokenizer)
-    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from ..rules import METHODS
 from ..tasks import LoadOptions
 from ..tasks.models import WeightSwap
 from ..text import size
-from .candidates import Block, Candidate, KnownStatistics, visit_blocks
+from .candidates import Candidate, KnownStatistics
 from .evaluate import DataEvaluator, merge_in_memory, state_of
 from .predict import Predictor
 from .ranking import Outcome
@@ -106,7 +105,7 @@ class InteractiveEvaluator(DataEvaluator):
                 share(min(1.0, done / total))
 
         self.plans.check(setting)
-        failures = len(self._failures)
+        failures = len(self.failures)
         try:
             for one in self.data.values():
                 one.before_batch = step
@@ -117,8 +116,8 @@ class InteractiveEvaluator(DataEvaluator):
         finally:
             for one in self.data.values():
                 one.before_batch = lambda: None
-        if len(self._failures) > failures:
-            raise InputError(self._failures.pop())
+        if len(self.failures) > failures:
+            raise InputError(self.failures.pop())
         share(1.0)
         return found
 
@@ -160,29 +159,6 @@ class InteractiveEvaluator(DataEvaluator):
                 raise InputError(f"{name}: its head does not fit the merge's config: {instead}")
             found[name] = copy.deepcopy(model).float().eval()
         return found
-
-    def remaining_distances(self, setting: Setting) -> dict[str, dict[str, float]]:
-        """Layer → model → ‖θ̂ − θ_t‖ / ‖θ_0 − θ_t‖: 0 is the fine-tuned model, 1 as far from it as the base."""
-        plan, known, candidate = self._ready(setting)
-        sums: dict[tuple[str, str], list[float]] = {}
-        lock = threading.Lock()
-
-        def visit(block: Block) -> None:
-            found = [
-                [float((tensor - tuned).double().square().sum()) for tensor in (block.merged[0], block.base)]
-                for tuned in block.tuned
-            ]
-            with lock:
-                for name, squares in zip(self.names, found, strict=True):
-                    own = sums.setdefault((group_of(block.job.name), name), [0.0, 0.0])
-                    own[:] = map(operator.add, own, squares)
-
-        visit_blocks(plan, [candidate], visit, threads=self.threads, measured=known)
-        layers: dict[str, dict[str, float]] = {}
-        for (layer, name), (now, before) in sums.items():
-            if before:
-                layers.setdefault(layer, {})[name] = math.sqrt(now / before)
-        return layers
 
     def _ready(self, setting: Setting) -> tuple[Plan, KnownStatistics, Candidate]:
         plan, known = self.plans.plan_for(setting)

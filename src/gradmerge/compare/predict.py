@@ -293,8 +293,7 @@ class Predictor(Evaluator):
         rows = []
         for setting, groups in zip(settings, parts, strict=True):
             costs = {task: sum(group[task] for group in groups.values()) for task in self.tasks}
-            values = {task: value if math.isfinite(value) else None for task, value in costs.items()}
-            rows.append(Outcome(setting, values, costs=costs, parts=groups))
+            rows.append(Outcome(setting, costs=costs, parts=groups))
         return rows
 
 

@@ -34,10 +34,7 @@ HEADLINES = (
     *("accuracy", "micro_f1", "spearman_r", "r2", "exact_match", "rougeL", "bleu", "chrf"),
     *("loss_per_token", "mse", "loss_per_example"),
 )
-_LOWER_IS_BETTER = (
-    *("loss_per_token", "mse", "loss_per_example", "perplexity"),
-    *("word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "ter", "wer", "cer"),  # of lm-eval
-)
+_LOWER_IS_BETTER = ("loss_per_token", "mse", "loss_per_example", "perplexity")
 #: Predictions as close to the best as this count as equal.
 CLOSE = 0.01
 #: Random draws for the error of the worst of several means.
@@ -77,8 +74,6 @@ class Outcome:
     """One setting and its results."""
 
     setting: Setting
-    values: dict[str, float | None]
-    """Task → its first metric, or the predicted excess loss per example."""
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task → all metrics, if data was given."""
     costs: dict[str, float] = field(default_factory=dict)
@@ -92,9 +87,14 @@ class Outcome:
     score: float | None = None
     """What settings are compared by; see the preview's criterion."""
     rank: int | None = None
-    """1 for the best of all settings."""
-    ranks: dict[str, int | None] = field(default_factory=dict)
-    """Task → the same for that task alone."""
+    """1 for the best of all settings, and for those tied with it."""
+
+    @property
+    def values(self) -> dict[str, float | None]:
+        """Task → its first metric, or the predicted excess loss per example; None if it is not known."""
+        if self.metrics:
+            return {task: found[headline(found)] if found else None for task, found in self.metrics.items()}
+        return {task: cost if math.isfinite(cost) else None for task, cost in self.costs.items()}
 
 
 @dataclass(frozen=True)
@@ -104,18 +104,10 @@ class Criterion:
     name: str
     higher: bool
     """Higher is better."""
-    by_rank: bool = False
-    """The score is a mean of ranks, whose distances mean nothing."""
     shares: bool = False
-    """The score is a share, of which 1 % is 0.01."""
+    """The score is a share of what fine-tuning gained, of which 1 % is 0.01."""
     worst: bool = False
     """The score is that of the worst task; else an average or a sum over tasks."""
-
-    def close(self, row: Outcome, best: Outcome) -> bool:
-        """Whether a setting's score is within 1 % of the best."""
-        if row.score is None or best.score is None:
-            return False
-        return abs(row.score - best.score) <= CLOSE * abs(best.score) + 1e-12
 
 
 @dataclass(repr=False)
@@ -141,15 +133,25 @@ class Preview(Displayed):
     notes: list[str] = field(default_factory=list)
     objective: str = ""
     """What a search for weights made small, "worst" or "sum"; empty if no weights were searched."""
+    allows_own: bool = True
+    """Whether the recipe's own merge may be taken; not if it is outside the ranges of a search."""
     calibrate_command: str = ""
     """The command that calibrates the best merge; empty if it cannot be calibrated."""
     verdict: list[str] = field(default_factory=list)
     """The result in sentences."""
-    allows_own: bool = True
-    """Whether the recipe's own merge may be taken; not if it is outside the ranges of a search."""
+    _good: dict[str | None, list[Outcome]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    _ties: dict[int, list[Outcome]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _leading: dict[Any, Outcome | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    def __post_init__(self) -> None:
+        """Set the ranks of all settings; those tied with the leading one have rank 1 too."""
+        tied = {id(row) for row in self.as_good()} if self.measured else set()
+        scores = {id(row): self._badness(row)[0] for row in self._scored()}
+        ordered = sorted(scores.values())
+        for row in (*self.rows, self.reference):
+            score = scores.get(id(row))
+            row.rank = None if score is None else 1 if id(row) in tied else 1 + bisect.bisect_left(ordered, score)
+
+    def _scored(self) -> list[Outcome]:
+        return [row for row in self.compared() if row.score is not None]
 
     def _line(self) -> list[str]:
         best = self.best()
@@ -175,16 +177,12 @@ class Preview(Displayed):
         """The name of a task's first metric."""
         return headline(next(row.metrics[task] for row in (self.reference, *self.rows) if row.metrics.get(task)))
 
-    def relative(self, row: Outcome, task: str) -> float | None:
-        """The predicted excess loss of a task, as a multiple of the reference's score."""
-        return self._relative(row.values.get(task))
+    def higher(self, task: str) -> bool:
+        """Whether a higher value of a task is better."""
+        return self.measured and higher_is_better(self.metric(task))
 
-    def relative_score(self, row: Outcome) -> float | None:
-        """The predicted loss that settings are compared by, as a multiple of the reference's."""
-        return self._relative(row.score)
-
-    def _relative(self, value: float | None) -> float | None:
-        """A multiple of the reference's score, or of the largest score if that is not above 0."""
+    def relative(self, value: float | None) -> float | None:
+        """A predicted loss as a multiple of the reference's score, or of the largest score if that is not above 0."""
         whole = self.reference.score or 0.0
         if whole <= 0:
             whole = max((row.score for row in self.rows if row.score is not None), default=0.0)
@@ -193,12 +191,14 @@ class Preview(Displayed):
     def shown_score(self, row: Outcome) -> float | None:
         """The score for tables: with its standard error if measured, else as a multiple of the reference's."""
         if not self.measured or row.score is None:
-            return self.relative_score(row)
+            return self.relative(row.score)
         return Measured(row.score, score_error(row, self.criterion))
 
     def shown_value(self, row: Outcome, task: str) -> float | None:
         """The same of one task: its first metric, or its predicted loss."""
-        return with_error(row.metrics.get(task, {}), self.metric(task)) if self.measured else self.relative(row, task)
+        if not self.measured:
+            return self.relative(row.values.get(task))
+        return with_error(row.metrics.get(task, {}), self.metric(task))
 
     def weights(self, row: Outcome) -> dict[str, Varying]:
         """Model → weight; empty for a method that takes none."""
@@ -215,20 +215,6 @@ class Preview(Displayed):
         own = self.own
         return [*self.rows, *([] if own is None or any(own is row for row in self.rows) else [own])]
 
-    def leading(self, method: str | None = None) -> Outcome | None:
-        """The setting of a method, or of all methods, with the best score; None for a removal.
-
-        A removal has no best setting: what is forgotten and what is kept pull in opposite directions.
-        """
-        if is_removal(self.recipe):
-            return None
-        key = method, self.allows_own
-        if key not in self._leading:
-            known = [row for row in self.compared() if row.score is not None and not _removes(row)]
-            known = [row for row in known if method in (None, row.setting.method)]
-            self._leading[key] = min(known, key=self._badness, default=None)
-        return self._leading[key]
-
     def _badness(self, row: Outcome) -> tuple[float, float]:
         """A sort key: by score, then by the mean loss over tasks."""
         losses = [loss_of(metrics) for metrics in row.metrics.values()] or [0.0]
@@ -236,41 +222,41 @@ class Preview(Displayed):
         return -score if self.criterion.higher else score, steady(sum(losses) / len(losses))
 
     def difference(self, row: Outcome, other: Outcome) -> Difference | None:
-        """How much larger a score is than another, on the same rows; None for predictions and mean ranks."""
+        """How much larger a score is than another, on the same rows; None for predictions."""
         return score_difference(row, other, self.criterion) if self.measured else None
 
-    def tied(self, best: Outcome) -> list[Outcome]:
-        """The other settings whose difference to one is within two standard errors; none for predictions."""
-        if id(best) not in self._ties:
-            others = (row for row in self.rows if row is not best and self.measured)
-            self._ties[id(best)] = [row for row in others if are_tied(row, best, self.criterion)]
-        return self._ties[id(best)]
+    def are_alike(self, row: Outcome, other: Outcome) -> bool:
+        """Whether two settings are tied, or predicted within 1 % of each other."""
+        if row.score is None or other.score is None:
+            return False
+        if self.measured:
+            return row is other or are_tied(row, other, self.criterion)
+        return abs(row.score - other.score) <= CLOSE * abs(other.score) + 1e-12
+
+    def as_good(self, method: str | None = None) -> list[Outcome]:
+        """The setting of a method, or of all, with the best score, then those that are like it.
+
+        Empty for a removal: what is forgotten and what is kept pull in opposite directions.
+        """
+        if method not in self._good:
+            known = [row for row in self._scored() if method in (None, row.setting.method)]
+            known = [row for row in known if not _removes(row)]
+            leading = None if is_removal(self.recipe) else min(known, key=self._badness, default=None)
+            alike = [row for row in known if leading is not None and self.are_alike(row, leading)]
+            self._good[method] = sorted(alike, key=lambda row: row is not leading)
+        return self._good[method]
+
+    def leading(self, method: str | None = None) -> Outcome | None:
+        """The setting of a method, or of all methods, with the best score."""
+        return next(iter(self.as_good(method)), None)
 
     def among_best(self, row: Outcome) -> bool:
         """Whether a setting is the leading one or tied with it."""
-        leading = self.leading()
-        if leading is None or row is leading:
-            return leading is not None
-        if row is self.reference and not any(row is other for other in self.rows):
-            return self.measured and are_tied(row, leading, self.criterion)
-        return any(row is other for other in self.tied(leading))
+        return self.leading() is not None and row.rank == 1
 
     def all_tied(self) -> list[Outcome]:
-        """The leading setting and those tied with it, also the recipe's own."""
-        return [row for row in self.compared() if self.measured and self.among_best(row)]
-
-    def as_good(self, method: str | None = None) -> list[Outcome]:
-        """The settings of a method, or of all, that are tied with its leading one, or predicted within 1 % of it."""
-        leading = self.leading(method)
-        same = [row for row in self.rows if method in (None, row.setting.method)]
-        return [] if leading is None else [row for row in same if self._alike(row, leading)]
-
-    def _alike(self, row: Outcome, leading: Outcome) -> bool:
-        if row is leading:
-            return True
-        if self.measured:
-            return are_tied(row, leading, self.criterion)
-        return self.criterion.close(row, leading)
+        """The leading setting and those tied with it, also the recipe's own; empty for predictions."""
+        return self.as_good() if self.measured else []
 
     def best(self, method: str | None = None) -> Outcome | None:
         """The setting of a method, or of all methods, to take.
@@ -278,14 +264,14 @@ class Preview(Displayed):
         Measured: of the leading setting and those tied with it, the recipe's own; else the simplest of those that are
         not tied with the recipe's own. Predicted: the recipe's own within 1 % of the leading setting, else that.
         """
-        leading, own = self.leading(method), self.own
-        if leading is None:
+        good, own = self.as_good(method), self.own
+        if not good:
             return None
-        good = self.as_good(method) if self.measured else [leading]
         if own is not None and method in (None, own.setting.method):
-            if self._alike(own, leading):
+            if any(row is own for row in good):
                 return own
-            good = [row for row in good if not self.measured or not self._alike(row, own)]
+            good = [row for row in good if not self.are_alike(row, own)] or good
+        good = good if self.measured else good[:1]
         return min(good, key=lambda row: (simplicity(row.setting), self._badness(row)))
 
     def spans(self, rows: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
@@ -297,29 +283,9 @@ class Preview(Displayed):
                 found[task] = min(numbers), max(numbers)
         return found
 
-    def rank_all(self) -> None:
-        """Set the ranks of all settings; those tied with the leading one have rank 1 too."""
-        self._ties.clear()
-        self._leading.clear()
-        overall = Ranking([row.score for row in self.compared()], self.criterion.higher)
-        for row in (*self.rows, self.reference):
-            row.rank = 1 if self.among_best(row) else overall.rank(row.score)
-        for task in self.tasks:
-            ranking = Ranking([row.values.get(task) for row in self.rows], self.higher(task))
-            for row in self.rows:
-                row.ranks[task] = ranking.rank(row.values.get(task))
-
-    def higher(self, task: str) -> bool:
-        """Whether a higher value of a task is better."""
-        return self.measured and higher_is_better(self.metric(task))
-
 
 def compare(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progress: Progress) -> Preview:
-    """Evaluate all settings of a grid, and the recipe's own merge, and rank them.
-
-    Measured settings are ranked by the average of the tasks' metrics, or by the mean of their ranks where metrics
-    differ. Predictions are ranked by the worst task (``objective`` "worst") or the sum over tasks ("sum").
-    """
+    """Evaluate all settings of a grid, and the recipe's own merge, and rank them; see :func:`set_scores`."""
     settings = grid.settings()
     own = own_setting(grid.recipe, [setting.method for setting in settings], grid.fixed)
     reference = next((setting for setting in settings if same_merge(grid.recipe, setting, own)), own)
@@ -329,7 +295,7 @@ def compare(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progr
     found = next((row for row in rows if row.setting == reference), rows[0])
     shown = [row for row in rows if row is not found] if len(asked) > len(settings) else rows
     criterion = set_scores(rows, evaluator.measured, objective)
-    return make_preview(grid.recipe, evaluator, shown or [found], found, grid.axis, criterion, grid.notes())
+    return make_preview(grid.recipe, evaluator, shown or [found], found, grid.axis, criterion)
 
 
 def make_preview(
@@ -339,48 +305,40 @@ def make_preview(
     reference: Outcome,
     axis: Axis,
     criterion: Criterion,
-    notes: Sequence[str] = (),
+    **more: Any,
 ) -> Preview:
-    """Rank outcomes that have their scores."""
-    found = Preview(
-        recipe,
-        evaluator.tasks,
-        task_names(recipe),
-        evaluator.measured,
-        criterion,
-        rows,
-        reference,
-        axis,
-        evaluator.alone,
-        evaluator.examples,
-    )
-    found.rank_all()
-    found.notes = [*evaluator.notes(), *_indifferent(found)]
-    if not found.measured and not (reference.score or 0) > 0:
-        found.notes.append(f"{reference.setting.name} is predicted to cost nothing: multiples are of the largest score")
-    found.notes += notes
-    return found
+    """Rank outcomes that have their scores; ``more`` are further fields of :class:`Preview`."""
+    tasks, notes = evaluator.tasks, evaluator.notes()
+    if not evaluator.measured and not (reference.score or 0) > 0:
+        notes.append(f"{reference.setting.name} is predicted to cost nothing: multiples are of the largest score")
+    if all(row.score is None for row in rows):
+        notes.append(
+            "no setting has a score: the tasks have different metrics, and without a base losses cannot be compared"
+        )
+    known: dict[str, Any] = {"alone": evaluator.alone, "examples": evaluator.examples, "notes": notes}
+    models = task_names(recipe)
+    return Preview(recipe, tasks, models, evaluator.measured, criterion, rows, reference, axis, **known, **more)
 
 
 def set_scores(rows: Sequence[Outcome], measured: bool, objective: str) -> Criterion:
-    """Set the score of every outcome, and return what it is."""
-    if not measured:
-        return set_scores_by_costs(rows, False, objective)
+    """Set the score of every outcome, and return what it is.
+
+    Measured: the average of the tasks' first metrics. Predicted, or where tasks have different metrics: see
+    :func:`set_scores_by_costs`.
+    """
     names = {headline(metrics) for row in rows for metrics in row.metrics.values() if metrics}
-    if len(names) <= 1:
-        name = next(iter(names), "loss_per_example")
-        for row in rows:
-            known = [value for value in row.values.values() if value is not None]
-            row.score = sum(known) / len(known) if len(known) == len(row.values) else None
-        several = len(rows[0].values) > 1
-        return Criterion(f"average {name}" if several else name, higher_is_better(name))
-    for row, score in zip(rows, mean_ranks(rows), strict=True):
-        row.score = score
-    return Criterion("mean rank over tasks", False, by_rank=True)
+    if not measured or len(names) > 1:
+        return set_scores_by_costs(rows, measured, objective)
+    name = next(iter(names), "loss_per_example")
+    for row in rows:
+        known = [value for value in row.values.values() if value is not None]
+        row.score = sum(known) / len(known) if known and len(known) == len(row.values) else None
+    several = len(rows[0].values) > 1
+    return Criterion(f"average {name}" if several else name, higher_is_better(name))
 
 
 def set_scores_by_costs(rows: Sequence[Outcome], measured: bool, objective: str) -> Criterion:
-    """Set the scores to the cost of the worst task, or the sum of costs, and return what they are."""
+    """Set the scores to the cost of the worst task (``objective`` "worst") or the sum of costs ("sum")."""
     worst = objective == "worst"
     for row in rows:
         total = worst_or_sum(row.costs, objective)
@@ -398,61 +356,9 @@ def worst_or_sum(costs: Mapping[str, float], objective: str) -> float:
     return max(values) if objective == "worst" else sum(values)
 
 
-def _indifferent(found: Preview) -> list[str]:
-    """Notes on methods that divide by the sum of the weights, for which one weight for all tasks changes nothing."""
-    notes = []
-    for method in found.methods:
-        rows = [row for row in found.rows if row.setting.method == method and len(set(row.setting.weights)) == 1]
-        rows = [row for row in rows if row.setting.changes == rows[0].setting.changes]
-        losses = [
-            [loss_of(metrics) for metrics in row.metrics.values()] if found.measured else list(row.costs.values())
-            for row in rows
-            if min(leaves(row.setting.weights[0])) > 0
-        ]
-        losses = [one for one in losses if all(map(math.isfinite, one))]
-        pairs = ((a, b) for one in losses for a, b in zip(one, losses[0], strict=True))
-        if len(found.models) > 1 and len(losses) > 2 and all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs):
-            notes.append(
-                f"{method}: a weight that all tasks share makes no difference, only the ratios of weights do; "
-                f"give each task its own range, such as weights {found.models[0]}=0:1:0.25"
-            )
-    return notes
-
-
 def steady(value: float) -> float:
     """A number without the digits that rounding errors decide, so that equal merges are equal."""
     return float(f"{value:.7g}")
-
-
-class Ranking:
-    """Ranks of values among all values of their kind; a missing value has none."""
-
-    def __init__(self, values: Sequence[float | None], higher: bool) -> None:
-        self._sign = -1.0 if higher else 1.0
-        self._sorted = sorted(self._sign * steady(value) for value in values if value is not None)
-
-    def rank(self, value: float | None) -> int | None:
-        """1 for the best; equal values have the same rank."""
-        return None if value is None else 1 + bisect.bisect_left(self._sorted, self._sign * steady(value))
-
-    def mean_rank(self, value: float) -> float:
-        """The same, but equal values share the mean of their ranks."""
-        signed = self._sign * steady(value)
-        return (bisect.bisect_left(self._sorted, signed) + 1 + bisect.bisect_right(self._sorted, signed)) / 2
-
-
-def mean_ranks(rows: Sequence[Outcome]) -> list[float | None]:
-    """The mean over tasks of each outcome's rank; None if a task is missing."""
-    rankings = {}
-    for task in rows[0].values if rows else ():
-        known = next((row.metrics[task] for row in rows if row.metrics.get(task)), None)
-        higher = known is not None and higher_is_better(headline(known))
-        rankings[task] = Ranking([row.values.get(task) for row in rows], higher)
-    means: list[float | None] = []
-    for row in rows:
-        ranks = [rankings[task].mean_rank(value) for task, value in row.values.items() if value is not None]
-        means.append(sum(ranks) / len(ranks) if ranks and len(ranks) == len(row.values) else None)
-    return means
 
 
 def unbeaten(items: Sequence[tuple[Item, Sequence[float]]]) -> list[Item]:
@@ -487,7 +393,7 @@ def task_differences(row: Outcome, other: Outcome) -> dict[str, Difference]:
 
 def score_difference(row: Outcome, other: Outcome, criterion: Criterion) -> Difference | None:
     """How much larger the score of one setting is than another's. The rows of different tasks are independent."""
-    if row.score is None or other.score is None or criterion.by_rank:
+    if row.score is None or other.score is None:
         return None
     if not criterion.shares:
         differences = list(task_differences(row, other).values())
@@ -530,8 +436,8 @@ def lost_share(row: Outcome, task: str) -> float | None:
 
 
 def score_error(row: Outcome, criterion: Criterion) -> float | None:
-    """The standard error of a score; None for mean ranks and predictions."""
-    if row.score is None or criterion.by_rank or not row.metrics:
+    """The standard error of a score; None for predictions."""
+    if row.score is None or not row.metrics:
         return None
     if not criterion.shares:
         errors = [found["standard_errors"].get(headline(found)) or math.nan for found in row.metrics.values()]
@@ -542,12 +448,7 @@ def score_error(row: Outcome, criterion: Criterion) -> float | None:
 
 
 def are_tied(row: Outcome, other: Outcome, criterion: Criterion) -> bool:
-    """Whether the difference is within two standard errors: of the scores, or, for mean ranks, on every task."""
-    if row.score is None or other.score is None:
-        return False
-    if criterion.by_rank:
-        differences = task_differences(row, other)
-        return len(differences) == len(row.values) and all(one.tied for one in differences.values())
+    """Whether the difference of the scores is within two standard errors."""
     found = score_difference(row, other, criterion)
     return found is not None and found.tied
 

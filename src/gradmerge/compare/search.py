@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,9 +89,8 @@ def search(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progre
     own = next((row for row in rows if row.setting == reference), rows[0])
     outside = len(rows) > 1 and reference.weights and not _holds(grid.weights, reference.weights)
     shown = [row for row in rows if row is not own] if outside else rows
-    found = make_preview(grid.recipe, evaluator, shown, own, grid.axis, criterion)
-    found.objective, found.allows_own = objective, not outside
-    found.rank_all()
+    more: dict[str, Any] = {"objective": objective, "allows_own": not outside}
+    found = make_preview(grid.recipe, evaluator, shown, own, grid.axis, criterion, **more)
     if found.best() is None:
         raise InputError("no setting gives a finite loss; check the models and their curvature")
     return found

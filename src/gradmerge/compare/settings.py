@@ -196,14 +196,6 @@ class Grid:
         label = "weight, the same for all tasks" if len(names) > 1 else "weight"
         return Axis(label, "", tuple(single + shared) if shared else tuple(range(len(names))))
 
-    def notes(self) -> list[str]:
-        """Which methods a swept key makes no difference to."""
-        found = []
-        for one in self.sweeps:
-            if without := [method for method in self.methods if method not in one.methods]:
-                found.append(f"{one.keys[0]} makes no difference to {', '.join(without)}, for which it is not swept")
-        return found
-
 
 def make_setting(recipe: Recipe, method: str, overrides: Mapping[str, Any]) -> Setting:
     """A setting from keys of the recipe; models whose weight is not among them keep the recipe's weight."""

@@ -71,7 +71,7 @@ def _may_lose(found: Preview, row: Outcome) -> bool:
 
 
 def _predicted_best(found: Preview, best: Outcome, leading: Outcome) -> list[str]:
-    times = found.relative_score(leading)
+    times = found.shown_score(leading)
     beside = f": {number(times)} times that of {reference_text(found)}" if times is not None else ""
     if leading is found.own:
         beside = ". It is the recipe's own merge"
@@ -105,8 +105,7 @@ def _measured_best(found: Preview, best: Outcome, leading: Outcome) -> list[str]
         why = "it is the recipe's own merge" if best is own else f"it is the simplest of {of} ({SIMPLEST})"
         scored = "" if best is leading else f" Its score is {_score(found, best)}."
         words.append(f"Take **{_named(found, best)}**: {why}.{scored}")
-        where = " on any task" if found.criterion.by_rank else ""
-        words.append(f"Tied means within two standard errors on the same rows{where}: {_tied_text(found, tied)}.")
+        words.append(f"Tied means within two standard errors on the same rows: {_tied_text(found, tied)}.")
     if found.reference is not best:
         words.append(_reference_result(found, best))
     return words

@@ -306,8 +306,7 @@ def settings_table(found: Preview) -> Table:
                 if metric != "standard_errors":
                     add(f"{task} {metric}", (with_error(row.metrics[task], metric) for row in found.rows))
         else:
-            add(f"{task} times reference", (found.relative(row, task) for row in found.rows))
-            add(f"{task} rank", (row.ranks.get(task) for row in found.rows))
+            add(f"{task} times reference", (found.shown_value(row, task) for row in found.rows))
     return Table("Settings", "preview", columns, rows)
 
 

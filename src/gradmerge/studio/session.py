@@ -183,7 +183,7 @@ class Session:
             return cards
         scores = [html.score_of(best.metrics.get(lane.task), lane.metric) for lane in lanes]
         top = html.average([score for score in scores if score is not None])
-        ties = len(found.tied(_row(found, best.setting)))
+        ties = sum(map(found.among_best, found.rows)) - 1
         more = f" · {ties} other{'s' if ties > 1 else ''} tried tie{'' if ties > 1 else 's'} with it" if ties else ""
         return cards + html.card("best", "Best so far", top, f"<code>{esc(best.setting.name)}</code>{more}")
 
@@ -193,11 +193,11 @@ class Session:
         gap = found.difference(_row(found, now.setting), _row(found, best.setting))
         if gap is None:
             return "tied", "tied with the best" if self.explorer.tied(now, best) else "differs from the best"
-        metric = found.metric(self.explorer.tasks[0])
+        metric = "accuracy" if found.criterion.shares else found.metric(self.explorer.tasks[0])
         apart = f"{html.number(metric, abs(gap.value))} ± {html.number(metric, gap.error)}"
         if gap.tied:
             return "tied", f"tied with the best: {apart} apart"
-        better = (gap.value > 0) == html.higher_is_better(metric)
+        better = (gap.value > 0) == found.criterion.higher
         return ("good", f"better by {apart}") if better else ("bad", f"behind by {apart}")
 
     def _removal_cards(self, lanes: Sequence[Lane]) -> str:
