@@ -31,6 +31,7 @@ import json, os, signal, sys, time
 import torch
 torch.set_num_threads(1)
 import gradmerge as gm
+import gradmerge.engine.build_plan, gradmerge.engine.run
 from gradmerge.engine.journal import Journal
 from gradmerge.errors import GradmergeError
 
@@ -184,17 +185,16 @@ def whole(
     return want, first["seconds"]
 
 
-def test_a_merge_killed_at_25_random_moments_never_leaves_half_a_result_and_always_resumes(
+def test_a_merge_killed_at_random_moments_never_leaves_half_a_result_and_always_resumes(
     driver: Driver, models: tuple[dict[str, Any], Path], whole: tuple[dict[str, bytes], float], tmp_path: Path
 ) -> None:
     recipe, _ = models
     want, seconds = whole
     assert set(want) > {"model.safetensors.index.json", "config.json", "README.md"}
-    rng, moments = random.Random(7), 25
+    rng, moments = random.Random(7), 12
     phases: Counter[str] = Counter()
     for moment in range(moments):
         out = tmp_path / str(moment) / "out"
-        # One moment in each 25th of the run.
         delay = seconds * (moment + rng.random()) / moments
         driver.merge(recipe, out, delay=delay)
         phases[phase_of(out)] += 1
@@ -320,7 +320,7 @@ def test_a_merge_of_another_recipe_is_not_resumed_and_its_work_is_kept(driver: D
 
 def test_a_resumed_merge_does_not_do_again_what_was_done(driver: Driver, unfinished: Unfinished) -> None:
     recipe, out, want = unfinished
-    units = (partial(out) / NAME).read_bytes().count(b"\n") - 2
+    units = (partial(out) / NAME).read_bytes().count(b"\n") - 1
     driver.finish(recipe, out, resume=True)
     assert json.loads((out / "gradmerge.json").read_text())["resumed_blocks"] == units > 0
     assert weight_bytes(out) == want

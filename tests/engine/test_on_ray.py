@@ -204,9 +204,9 @@ def test_an_interrupted_merge_resumes_on_ray(cluster: RayCluster, models: Path, 
     with pytest.raises(KeyboardInterrupt):
         on_ray(cluster, recipe, out, progress=StopMerging())
     lines = (tmp_path / "ray" / "out.gradmerge-partial" / NAME).read_bytes().count(b"\n")
-    assert lines > 2 and not out.exists()
+    assert lines > 1 and not out.exists()
     on_ray(cluster, recipe, out, workers=1, resume=True)
-    assert record(out)["resumed_blocks"] == lines - 2
+    assert record(out)["resumed_blocks"] == lines - 1
     assert weight_bytes(out) == weight_bytes(tmp_path / "local" / "out")
     assert gm.merge(recipe, out, block=64, resume=True, engine="ray", progress=False).already_done
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradmerge.engine.quantiles import Bracket, Counts, Quantile, bracket_of
+from gradmerge.engine.executor import add_up
+from gradmerge.engine.quantiles import Bracket, Quantile, QuantileSearch, bracket_of
 
 GENERATOR = np.random.default_rng(0)
 KINDS = {
@@ -23,15 +24,12 @@ KINDS = {
 
 def search(values: np.ndarray, k: int, bracket: Bracket | None = None) -> tuple[float, int]:
     """The k-th largest, and how many passes it took."""
-    quantile = Quantile(k, torch.from_numpy(values).dtype, bracket)
+    found = QuantileSearch([[Quantile(k, torch.from_numpy(values).dtype, bracket)]])
     passes = 0
-    while quantile.value is None:
-        total, *parts = (quantile.count(part) for part in np.array_split(values, 7))
-        for part in parts:
-            total += part
-        quantile.narrow(total)
+    while found.unknown:
+        found.narrow(add_up(found.count([part]) for part in np.array_split(values, 7)))
         passes += 1
-    return quantile.value, passes
+    return found.values[0][0], passes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,9 +61,10 @@ def test_the_ranks_0_and_minus_1_are_infinity_and_0() -> None:
     assert Quantile(0, torch.float32).value == math.inf and Quantile(-1, torch.float32).value == 0.0
 
 
-def test_counts_can_be_added_up_and_pickled() -> None:
-    total = Counts(0, 1 << 18, np.array([1, 3]), np.array([1, 2]))
-    for _ in range(10):
-        total += pickle.loads(pickle.dumps(Counts(1, 1 << 18, np.arange(1 << 18), np.ones(1 << 18, np.int64))))
-    bins, counts = pickle.loads(pickle.dumps(total)).in_bins()
-    assert total.above == 10 and len(bins) == 1 << 18 and counts[:4].tolist() == [10, 11, 10, 12]
+def test_quantiles_of_several_models_are_found_together_and_counts_can_be_pickled() -> None:
+    values = [KINDS["normal"], KINDS["few values"], KINDS["zeros"]]
+    found = QuantileSearch([Quantile(k, torch.float32) for k in (1, 700, 0)] for _ in values)
+    while found.unknown:
+        parts = (found.count(parts) for parts in zip(*(np.array_split(some, 5) for some in values), strict=True))
+        found.narrow(pickle.loads(pickle.dumps(add_up(pickle.loads(pickle.dumps(part)) for part in parts))))
+    assert found.values == [[float(np.sort(some)[-k]) for k in (1, 700)] + [math.inf] for some in values]

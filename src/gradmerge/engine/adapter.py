@@ -26,7 +26,6 @@ from ..io.writer import ShardWriter
 from ..recipe import Recipe
 from .executor import merge_blocks
 from .jobs import Block, BlockJob, Job, LayerJob, MergedBlock, MergeOptions, all_finite, rule_arguments
-from .journal import Finished
 from .peft_config import AdapterReport, Change, ModuleTree, lay_out
 from .plan import Plan
 from .rounding import rounded
@@ -77,7 +76,6 @@ class AdapterOutput:
         self._dtype = getattr(torch, recipe.output.dtype, torch.float32)  # also for `auto` and `widest`
         self._stored = plan.merged_tensors
         plan.jobs = [in_float64(job) for job in plan.jobs]
-        self._statistics = Statistics()
         self._changes: dict[str, Change] = {}
         self._differences: dict[str, Difference] = {}
         self._lock = threading.Lock()
@@ -108,15 +106,10 @@ class AdapterOutput:
     def __exit__(self, *_: object) -> None:
         """Close nothing: all files are closed already."""
 
-    def open(self) -> Finished:
-        """Return that an earlier run finished nothing."""
+    def open(self) -> list[Block]:
+        """Concatenate the factors of adapters where that is exact, and return the blocks that must be merged."""
         self._folder.clear()
         self._folder.keep = False
-        return Finished()
-
-    def start(self, statistics: Statistics) -> list[Block]:
-        """Concatenate the factors of adapters where that is exact, and return the blocks that must be merged."""
-        self._statistics = statistics
         left = set[str]()
 
         def work(job: Job) -> None:
@@ -198,11 +191,11 @@ class AdapterOutput:
                 "output.dtype to a wider type, or set allow_nonfinite."
             )
 
-    def finish(self) -> dict[str, int]:
+    def finish(self, statistics: Statistics) -> dict[str, int]:
         """Write the adapter, and return the bytes of its file."""
         changes = {name: self._changes[name] for name in self._stored if name in self._changes}
         layout = lay_out(self._tree, changes, self._adapters)
-        sizes = self._write(layout.entries)
+        sizes = self._write(layout.entries, statistics)
         config = json.dumps(layout.config, indent=2) + "\n"
         (self._folder.folder / "adapter_config.json").write_text(config, "utf-8")
         norm = sum(change.norm for change in changes.values())
@@ -215,7 +208,7 @@ class AdapterOutput:
         )
         return sizes
 
-    def _write(self, entries: Mapping[str, tuple[str, str]]) -> dict[str, int]:
+    def _write(self, entries: Mapping[str, tuple[str, str]], statistics: Statistics) -> dict[str, int]:
         """Write adapter_model.safetensors, and return its size by name."""
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         whole: dict[str, list[str]] = {}
@@ -245,7 +238,7 @@ class AdapterOutput:
                 elif part == "base" or name not in whole:
                     _copy(self.base, name, writer, key)
             blocks = [block for block in self._plan.blocks() if whole.keys() & block.job.tensors.keys()]
-            merge_blocks(self._plan, self._statistics, put, blocks=blocks, threads=self._threads, options=self._options)
+            merge_blocks(self._plan, statistics, put, blocks=blocks, threads=self._threads, options=self._options)
             writer.finish()
             return writer.sizes
 

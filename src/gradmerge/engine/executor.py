@@ -143,14 +143,12 @@ def read_ahead(plan: Plan, job: Job) -> None:
 
 
 def add_up(parts: Iterable[Any]) -> Any:
-    """Return the sum of parts of a reduction."""
-    total: Any = None
+    """Return the sum of parts of a reduction; an empty list without any part."""
+    parts = iter(parts)
+    total: Any = next(parts, [])
     for part in parts:
-        if total is None:
-            total = part
-        else:
-            total += part
-    return [] if total is None else total
+        total += part
+    return total
 
 
 def whole_tensors(jobs: Iterable[Job]) -> list[Block]:

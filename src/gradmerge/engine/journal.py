@@ -7,26 +7,16 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, MachineError
-from .statistics import Statistics
 
 NAME = "gradmerge.journal"
 
 
-@dataclass
-class Finished:
-    """What a journal says: the statistics, and the numbers of the finished blocks."""
-
-    statistics: Statistics | None = None
-    blocks: set[int] = field(default_factory=set)
-
-
 class Journal:
-    """An append-only file: a header, a line of statistics, then a line for each finished block.
+    """An append-only file: a header, then a line with the number of each finished block.
 
     The line of a block is written after its bytes, so that a block in the journal is a block on disk. After a crash of
     the machine that need not hold. The header therefore names the boot, and a journal of another boot is not used.
@@ -39,8 +29,11 @@ class Journal:
         self._fd = -1
         self._lock = threading.Lock()
 
-    def load(self) -> Finished | None:
-        """Return what an earlier run finished, or None without a valid journal; raise if it is of another merge."""
+    def load(self) -> set[int] | None:
+        """Return the blocks that an earlier run finished; None without a valid journal.
+
+        Raise if the journal is that of another merge.
+        """
         header = read_header(self.path.parent)
         if header.get("fingerprint", self._header["fingerprint"]) != self._header["fingerprint"]:
             raise InputError(
@@ -49,16 +42,10 @@ class Journal:
             )
         if header != self._header:
             return None
-        finished = Finished()
         try:
-            for record in map(_checked, self.path.read_bytes().split(b"\n")[1:-1]):
-                if isinstance(record, int):
-                    finished.blocks.add(record)
-                else:
-                    finished.statistics = Statistics(**record["statistics"])
-        except (ValueError, KeyError, TypeError):
+            return set(map(_number, self.path.read_bytes().split(b"\n")[1:-1]))
+        except ValueError:
             return None
-        return finished
 
     def open(self, fresh: bool) -> None:
         """Open the journal for writing, empty if ``fresh``."""
@@ -71,14 +58,9 @@ class Journal:
         if fresh:
             self._write(json.dumps(self._header).encode() + b"\n")
 
-    def statistics(self, value: Statistics) -> None:
-        self._append({"statistics": value.to_json()})
-
-    def blocks(self, numbers: Iterable[int]) -> None:
-        self._append(*numbers)
-
-    def _append(self, *records: Any) -> None:
-        texts = [json.dumps(record, separators=(",", ":")).encode() for record in records]
+    def add(self, numbers: Iterable[int]) -> None:
+        """Record finished blocks."""
+        texts = [str(number).encode() for number in numbers]
         self._write(b"".join(text + b" %08x\n" % zlib.crc32(text) for text in texts))
 
     def _write(self, line: bytes) -> None:
@@ -94,10 +76,6 @@ class Journal:
             os.close(self._fd)
             self._fd = -1
 
-    def remove(self) -> None:
-        self.close()
-        self.path.unlink(missing_ok=True)
-
 
 def read_header(folder: Path) -> dict[str, Any]:
     """Return the header of the journal in a folder: the fingerprint of the merge, and the boot. Empty without one."""
@@ -108,11 +86,11 @@ def read_header(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _checked(line: bytes) -> Any:
+def _number(line: bytes) -> int:
     text, _, checksum = line.rpartition(b" ")
     if checksum != b"%08x" % zlib.crc32(text):
         raise ValueError("damaged line")
-    return json.loads(text)
+    return int(text)
 
 
 def boot_id() -> str:

@@ -16,7 +16,7 @@ from ..io.reader import FLOATS, bytes_of
 from ..io.writer import ShardWriter
 from ..recipe import Recipe
 from .jobs import Block, Job, MergedBlock
-from .journal import Finished, Journal
+from .journal import Journal
 from .plan import Plan
 from .statistics import Statistics
 
@@ -75,8 +75,8 @@ class Output:
         if isinstance(error, InputError):  # a resumed run would fail again
             self._folder.keep = False
 
-    def open(self) -> Finished:
-        """Open the files and the journal, and return what an earlier run finished."""
+    def open(self) -> list[Block]:
+        """Open the files and the journal, and return the blocks that no earlier run finished."""
         finished, model = self._finished, self.files.model
         needed = sum(writer.nbytes for writer in self.files.writers)
         if self._upload is not None:
@@ -91,15 +91,7 @@ class Output:
         # Set before the journal exists, so that Ctrl-C keeps the folder as soon as it can be resumed.
         self._folder.keep = True
         self._journal.open(fresh=finished is None)
-        self._finished = finished or Finished()
-        return self._finished
-
-    def start(self, statistics: Statistics) -> list[Block]:
-        """Record the statistics, and return the blocks that are left to merge."""
-        assert self._finished is not None
-        if self._finished.statistics is None:
-            self._journal.statistics(statistics)
-        left = [block for block in self._plan.blocks() if block.number not in self._finished.blocks]
+        left = [block for block in self._plan.blocks() if block.number not in (finished or ())]
         self._missing = Counter(file for block in left for file in self.files.files_of(block.job))
         return left
 
@@ -110,7 +102,7 @@ class Output:
 
     def record_blocks(self, blocks: Sequence[Block]) -> None:
         """Record written blocks in the journal. Close and upload the files that these blocks complete."""
-        self._journal.blocks(block.number for block in blocks)
+        self._journal.add(block.number for block in blocks)
         files = [file for block in blocks for file in self.files.files_of(block.job)]
         with self._lock:
             self._missing.subtract(files)
@@ -122,7 +114,7 @@ class Output:
                 writer.uploaded.add(name)
                 self._upload.send(self._folder.folder, name)
 
-    def finish(self) -> dict[str, int]:
+    def finish(self, statistics: Statistics) -> dict[str, int]:
         """Complete the weight files, copy the small files, and return the size of each weight file."""
         for writer in self.files.writers:
             writer.finish()

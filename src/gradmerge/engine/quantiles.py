@@ -8,7 +8,7 @@ Without a bracket, float32 takes two passes. With a bracket from a sample, one p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,13 @@ Bracket = tuple[float, float]
 
 
 class Counts:
-    """How many values lie above a window, and in each of its bins. ``+=`` adds the counts of other values.
+    """How many values lie above some windows, and in each of their bins. ``+=`` adds the counts of other values.
 
-    The first ``+=`` makes a table of all bins. Lists of every block's counts would take more memory than the blocks:
-    between small arrays that stay, the memory of large ones that were freed is not used again.
+    The first ``+=`` makes a table of all bins. The counts of a block are short lists of the bins that are not empty.
     """
 
-    def __init__(self, above: int, size: int, bins: np.ndarray, counts: np.ndarray) -> None:
-        """``bins`` are the numbers of bins that are not empty, of ``size``, and ``counts`` what is in them."""
+    def __init__(self, above: np.ndarray, size: int, bins: np.ndarray, counts: np.ndarray) -> None:
+        """``above`` has a number for each window. ``bins`` number those that are not empty, of ``size``."""
         self.above, self.size = above, size
         self._bins, self._counts = bins, counts
         self._table: np.ndarray | None = None
@@ -40,13 +39,10 @@ class Counts:
         if self._table is None:
             self._table = np.zeros(self.size, np.int64)
             self._table[self._bins] = self._counts
-        self.above += other.above
         bins, counts = other.in_bins()
         self._table[bins] += counts
+        self.above = self.above + other.above
         return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Counts, (self.above, self.size, *self.in_bins())
 
     def in_bins(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the bins that are not empty, ascending, and their counts."""
@@ -57,17 +53,17 @@ class Counts:
 
 
 class Quantile:
-    """The search for the k-th largest magnitude. For k = 0 it is infinity, and for k = -1 it is 0.
+    """The k-th largest magnitude. For k = 0 it is infinity, and for k = -1 it is 0. NaN is larger than every number.
 
-    In each pass, add up ``count(values)`` of all blocks, in any order, and give the sum to :meth:`narrow`. The search
-    is over when ``value`` is set. NaN counts as larger than every number.
+    The search is over when ``value`` is set.
     """
 
     def __init__(self, k: int, dtype: torch.dtype, bracket: Bracket | None = None) -> None:
         self.k = k
         self.value: float | None = {0: math.inf, -1: 0.0}.get(k)
-        self._float: np.dtype[Any] = np.dtype("f8" if dtype == torch.float64 else "f4")
-        self._integer: np.dtype[Any] = np.dtype("i8" if dtype == torch.float64 else "i4")
+        wide = dtype == torch.float64
+        self._float: np.dtype[Any] = np.dtype("f8" if wide else "f4")
+        self._integer: np.dtype[Any] = np.dtype("i8" if wide else "i4")
         # The k-th largest key lies in [low, high).
         self._low, self._high = 0, self._key(math.inf) + 1
         if bracket is None:
@@ -86,34 +82,31 @@ class Quantile:
         self._start, self._stop = start, stop
         self._shift = max(0, (stop - start - 1).bit_length() - bits)
         self._first, self._last = self._number(start), self._number(stop - 1)
+        self.size = ((stop - start - 1) >> self._shift) + 1
+        """Number of bins."""
 
-    def count(self, magnitudes: np.ndarray) -> Counts:
-        """Count some of the values, all of which are nonnegative or NaN."""
+    def count(self, magnitudes: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
+        """Return how many values are above the window, the bins that are not empty, and their counts."""
         magnitudes = magnitudes.astype(self._float, copy=False)
-        at_most = magnitudes <= self._last
+        inside = magnitudes <= self._last
         # What is not at most the last value is above it, so that NaN is.
-        above = len(magnitudes) - int(np.count_nonzero(at_most))
+        above = len(magnitudes) - int(np.count_nonzero(inside))
         if self._start:
-            at_most &= magnitudes >= self._first
-        if self._stop - self._start == 1:
-            equal = int(np.count_nonzero(at_most))
-            return Counts(above, 1, np.zeros(min(equal, 1), np.int64), np.full(min(equal, 1), equal))
+            inside &= magnitudes >= self._first
         # np.compress is twice as fast as an index.
-        inside = np.compress(at_most, magnitudes).view(self._integer)
-        numbers, size = (inside - self._start) >> self._shift, ((self._stop - self._start - 1) >> self._shift) + 1
-        if len(numbers) >> 13:
-            dense = np.bincount(numbers)
+        bins = (np.compress(inside, magnitudes).view(self._integer) - self._start) >> self._shift
+        if len(bins) >> 13:
+            dense = np.bincount(bins)
             bins = np.flatnonzero(dense)
-            return Counts(above, size, bins, dense[bins])
-        return Counts(above, size, *np.unique(numbers, return_counts=True))
+            return above, bins, dense[bins]
+        return above, *np.unique(bins, return_counts=True)
 
-    def narrow(self, counts: Counts) -> None:
+    def narrow(self, above: int, bins: np.ndarray, counts: np.ndarray) -> None:
         """End a pass: continue below the window, above it or in one of its bins, or set ``value``."""
-        bins, inside = counts.in_bins()
-        at_least = counts.above + np.cumsum(inside[::-1])
-        if self.k <= counts.above and self._last == math.inf:
+        at_least = above + np.cumsum(counts[::-1])
+        if self.k <= above and self._last == math.inf:
             self._low = self._stop - 1  # NaN, for which infinity stands
-        elif self.k <= counts.above:
+        elif self.k <= above:
             self._low = self._stop
         elif not len(bins) or self.k > at_least[-1]:
             self._high = self._start
@@ -127,17 +120,12 @@ class Quantile:
             self._look_at(self._low, self._high, BINS)
 
 
-class QuantileCounts(list[Counts]):
-    """The counts of several quantiles. ``+=`` adds those of other blocks."""
-
-    def __iadd__(self, other: Iterable[Counts]) -> QuantileCounts:  # type: ignore[override,misc]
-        for counts, more in zip(self, other, strict=True):
-            counts += more
-        return self
-
-
 class QuantileSearch:
-    """The search for some quantiles of every model at once, pass by pass."""
+    """The search for some quantiles of every model at once.
+
+    In each pass, add up :meth:`count` of all blocks, in any order, and pass the sum to :meth:`narrow`, until nothing is
+    ``unknown``.
+    """
 
     def __init__(self, quantiles: Iterable[list[Quantile]]) -> None:
         self.quantiles = list(quantiles)
@@ -147,14 +135,27 @@ class QuantileSearch:
         """The quantiles that are not known yet, with the numbers of their models."""
         return [(model, q) for model, some in enumerate(self.quantiles) for q in some if q.value is None]
 
-    def count(self, magnitudes: Sequence[np.ndarray]) -> QuantileCounts:
-        """Count a block, given the magnitudes of every model."""
-        return QuantileCounts(quantile.count(magnitudes[model]) for model, quantile in self.unknown)
+    def _bins(self) -> Iterator[tuple[int, Quantile, int]]:
+        """Yield model, quantile and number of its first bin: each quantile has its own range of bins."""
+        first = 0
+        for model, quantile in self.unknown:
+            yield model, quantile, first
+            first += quantile.size
 
-    def narrow(self, counts: Sequence[Counts]) -> None:
+    def count(self, magnitudes: Sequence[np.ndarray]) -> Counts:
+        """Count a block, given the magnitudes of every model."""
+        counted = [(first, quantile.count(magnitudes[model])) for model, quantile, first in self._bins()]
+        above = np.array([above for _, (above, _, _) in counted])
+        bins = np.concatenate([first + bins for first, (_, bins, _) in counted])
+        counts = np.concatenate([counts for _, (_, _, counts) in counted])
+        return Counts(above, sum(quantile.size for _, quantile in self.unknown), bins, counts)
+
+    def narrow(self, total: Counts) -> None:
         """End a pass over all blocks."""
-        for (_, quantile), some in zip(self.unknown, counts, strict=True):
-            quantile.narrow(some)
+        bins, counts = total.in_bins()
+        for (_, quantile, first), above in zip(list(self._bins()), total.above.tolist(), strict=True):
+            own = slice(*np.searchsorted(bins, [first, first + quantile.size]))
+            quantile.narrow(above, bins[own] - first, counts[own])
 
     @property
     def values(self) -> list[list[float]]:
@@ -168,16 +169,10 @@ def bracket_of(share: float, runs: Sequence[np.ndarray]) -> Bracket:
     Neighboring entries have similar magnitudes. The standard error is therefore that of a mean over runs, but at least
     that of a mean over entries.
     """
-    ordered = np.sort(np.concatenate(runs))  # NaN comes last, as the largest
+    ordered = np.nan_to_num(np.sort(np.concatenate(runs)), nan=math.inf, posinf=math.inf)
     size, rank = len(ordered), share * len(ordered)
     value = ordered[min(size - 1, max(0, size - math.ceil(rank)))]
     above = np.array([np.count_nonzero(run >= value) / len(run) for run in runs])
-    error = max(
-        math.sqrt(max(1.0, rank * (1 - share))),
-        size * float(above.std()) / math.sqrt(len(runs) - 1) if len(runs) > 1 else 0.0,
-    )
-    spread = WIDTH * error + 1
-    upper, lower = size - math.floor(rank - spread) - 1, size - math.ceil(rank + spread) - 1
-    first = float(ordered[lower]) if lower >= 0 else 0.0
-    last = float(ordered[upper]) if upper < size else math.inf
-    return (0.0 if math.isnan(first) else first), (math.inf if math.isnan(last) else last)
+    spread = WIDTH * max(math.sqrt(max(1.0, rank * (1 - share))), size * above.std() / math.sqrt(len(runs))) + 1
+    lower, upper = size - math.ceil(rank + spread) - 1, size - math.floor(rank - spread) - 1
+    return float(ordered[lower]) if lower >= 0 else 0.0, float(ordered[upper]) if upper < size else math.inf

@@ -117,21 +117,16 @@ def merge_to_folder(
 
         start = time.perf_counter()
         with output:
-            finished = output.open()
-            statistics = finished.statistics
-            if statistics is None:
-                if plan.statistics_read:
-                    progress.begin("computing statistics", plan.statistics_read)
-                statistics = compute_statistics(plan, executor, progress.advance)
-                result.bytes_read += plan.statistics_read
-            resumed = len(finished.blocks)
-            left = output.start(statistics)
+            left = output.open()
+            if plan.statistics_read:
+                progress.begin("computing statistics", plan.statistics_read)
+            statistics = compute_statistics(plan, executor, progress.advance)
             blocks = sum(1 for _ in plan.blocks())
             done = plan.total_read * (blocks - len(left)) // max(1, blocks)
             progress.begin("merging", plan.total_read, done)
             executor.merge(plan, statistics, left, output, options, progress.advance)
-            sizes = output.finish()
-            result.bytes_read += plan.total_read - done
+            sizes = output.finish(statistics)
+        result.bytes_read = plan.statistics_read + plan.total_read - done
         check_unchanged(files, state, folder)
 
         result.output, result.bytes_written = folder.out, plan.total_written
@@ -146,7 +141,7 @@ def merge_to_folder(
             fingerprint=fingerprint,
             sizes=sizes,
             seconds=result.seconds,
-            resumed=resumed,
+            resumed=blocks - len(left),
             report=report,
         )
         (folder.folder / NAME).unlink(missing_ok=True)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,7 @@ from ..rules.measures import Measure, Sums
 from .executor import CHUNK, Advance, Executor, add_up, chunks, exact_sum, ignore, sample_blocks, whole_tensors
 from .jobs import Block, BlockJob, LayerJob, rule_arguments
 from .plan import Plan
-from .quantiles import Quantile, QuantileCounts, QuantileSearch, bracket_of
-from .thread_pool import one_thread_each
+from .quantiles import Counts, Quantile, QuantileSearch, bracket_of
 
 RUNS, RUN = 512, 2048
 """A bracket for the thresholds of the whole model comes from a sample of so many runs of so many entries."""
@@ -44,28 +43,27 @@ class Statistics:
         """Return the rule's inputs for one tensor."""
         return {"thresholds": self.thresholds.get(name, self.thresholds.get("")), **self.measured.get(name, {})}
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def compute_statistics(plan: Plan, executor: Executor, advance: Advance = ignore) -> Statistics:
     """Compute the statistics that the plan's rule needs.
 
     NaN and infinity count as the largest magnitudes here; the merge finds and names them.
     """
-    result = Statistics()
-    if "thresholds" in plan.needs:
-        if plan.inputs.options["scope"] == "model":
-            result.thresholds[""] = model_thresholds(plan, executor, advance)
-        else:
-            result.thresholds = dict(executor.reduce(plan, tensor_thresholds, whole_tensors(plan.merged_jobs), advance))
+    result, tensors = Statistics(), whole_tensors(plan.merged_jobs)
+    if "thresholds" in plan.needs and plan.inputs.options["scope"] == "model":
+
+        def count_all(search: QuantileSearch) -> Counts:
+            function = functools.partial(count_magnitudes, search=search)
+            total: Counts = executor.reduce(plan, function, chunks(plan, plan.block), advance)
+            return total
+
+        result.thresholds[""] = find_thresholds(plan, plan.block_jobs, RUNS, count_all)
+    elif "thresholds" in plan.needs:
+        result.thresholds = dict(executor.reduce(plan, tensor_thresholds, tensors, advance))
     if measures := plan.measures:
         function = functools.partial(measure_tensor, statistics=result)
-        result.measured = dict(
-            executor.reduce(
-                plan, function, whole_tensors(plan.merged_jobs), lambda nbytes: advance(len(measures) * nbytes)
-            )
-        )
+        parts = executor.reduce(plan, function, tensors, lambda nbytes: advance(len(measures) * nbytes))
+        result.measured = dict(parts)
     return result
 
 
@@ -94,57 +92,51 @@ def curvature_sum(plan: Plan, block: Block, buffers: Buffers) -> list[float]:
     return [math.fsum(parts)]
 
 
-def model_thresholds(plan: Plan, executor: Executor, advance: Advance) -> Thresholds:
-    """Return the thresholds over all merged tensors: a bracket from a sample, then usually one counting pass."""
-    with one_thread_each():
-        search = search_thresholds(plan, plan.block_jobs, RUNS)
-    while search.unknown:
-        function = functools.partial(count_magnitudes, search=search)
-        search.narrow(executor.reduce(plan, function, chunks(plan, plan.block), advance))
-        advance = ignore  # the total is that of one pass
-    return thresholds_of(search)
+def find_thresholds(
+    plan: Plan, jobs: Sequence[BlockJob], runs: int, count_all: Callable[[QuantileSearch], Counts]
+) -> Thresholds:
+    """Return every tuned model's thresholds over some tensors: entries of certain ranks in |Δ_t|.
 
-
-def tensor_thresholds(plan: Plan, block: Block, buffers: Buffers) -> list[tuple[str, Thresholds]]:
-    """Return the thresholds of one tensor."""
-    job = block.job
-    assert isinstance(job, BlockJob)
-    search = search_thresholds(plan, [job], TENSOR_RUNS)
-    while search.unknown:
-        starts = range(0, job.info.numel, plan.block)
-        parts = (Block(-1, job, start, min(start + plan.block, job.info.numel)) for start in starts)
-        search.narrow(add_up(count_magnitudes(plan, part, buffers, search=search) for part in parts))
-    return [(job.name, thresholds_of(search))]
-
-
-def search_thresholds(plan: Plan, jobs: Sequence[BlockJob], runs: int) -> QuantileSearch:
-    """Return the search for every tuned model's thresholds: entries of certain ranks in |Δ_t| over some tensors."""
+    A bracket comes from a sample of ``runs``. Then ``count_all`` usually makes one pass over all entries.
+    """
     assert plan.rule.ranks is not None
     name = jobs[0].name if jobs else ""
     models, options = len(plan.inputs.tuned_of(name)), plan.inputs.settings.of(name).options
     total = sum(job.info.numel for job in jobs)
     dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
     buffers = Buffers()
-    parts = [block_magnitudes(plan, block, buffers) for block in sample_blocks(jobs, RUN, total // runs)]
+    parts = [magnitudes(plan, block, buffers) for block in sample_blocks(jobs, RUN, total // runs)]
     samples = list(zip(*parts, strict=True)) or [()] * models
-    return QuantileSearch(
+    search = QuantileSearch(
         [Quantile(k, dtype, bracket_of(k / total, sample) if sample else None) for k in ranks]
         for sample, ranks in zip(samples, plan.rule.ranks(total, models, options), strict=True)
     )
-
-
-def thresholds_of(search: QuantileSearch) -> Thresholds:
-    """Return the thresholds that a search has found."""
+    while search.unknown:
+        search.narrow(count_all(search))
     values = search.values
     return [some[0] for some in values] if all(len(some) == 1 for some in values) else values
 
 
-def count_magnitudes(plan: Plan, block: Block, buffers: Buffers, *, search: QuantileSearch) -> QuantileCounts:
+def tensor_thresholds(plan: Plan, block: Block, buffers: Buffers) -> list[tuple[str, Thresholds]]:
+    """Return the thresholds of one tensor."""
+    job = block.job
+    assert isinstance(job, BlockJob)
+    starts = range(0, job.info.numel, plan.block)
+    blocks = [Block(-1, job, start, min(start + plan.block, job.info.numel)) for start in starts]
+
+    def count_all(search: QuantileSearch) -> Counts:
+        total: Counts = add_up(count_magnitudes(plan, part, buffers, search=search) for part in blocks)
+        return total
+
+    return [(job.name, find_thresholds(plan, [job], TENSOR_RUNS, count_all))]
+
+
+def count_magnitudes(plan: Plan, block: Block, buffers: Buffers, *, search: QuantileSearch) -> Counts:
     """Return what one pass of a search counts in a block."""
-    return search.count(block_magnitudes(plan, block, buffers))
+    return search.count(magnitudes(plan, block, buffers))
 
 
-def block_magnitudes(plan: Plan, block: Block, buffers: Buffers) -> list[np.ndarray]:
+def magnitudes(plan: Plan, block: Block, buffers: Buffers) -> list[np.ndarray]:
     """Return |Δ_t| of every tuned model in a block."""
     job = block.job
     assert isinstance(job, BlockJob)
