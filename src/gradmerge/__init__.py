@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .api.preview import preview as preview
     from .api.remove import remove as remove
     from .api.state_dicts import merge_state_dicts as merge_state_dicts
+    from .api.verify import Verification as Verification, verify as verify
     from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from .compare.diagnose import Diagnosis as Diagnosis
     from .compare.ranking import Outcome as Outcome, Preview as Preview
@@ -57,6 +58,7 @@ _NAMES = {
     "api.remove": "remove",
     "api.posterior": "sample_posterior",
     "api.state_dicts": "merge_state_dicts",
+    "api.verify": "Verification verify",
     "checkpoints": "Checkpoint open_checkpoint",
     "curvature": "Curvature",
     "curvature.from_optimizer": "import_curvature",

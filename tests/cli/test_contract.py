@@ -46,6 +46,7 @@ VALID = {
     "evaluate": Command(
         "a --data rows.jsonl --device cpu", "task examples accuracy loss_per_example standard_errors", writes=False
     ),
+    "verify": Command("merged --device cpu", "passed checks", writes=False),
     "methods": Command("ties", "name options", writes=False),
     "diagnose": Command(f"recipe.yml {DATA} --merged merged --target b", "candidates predicted measured residuals"),
     "preview": Command(f"recipe.yml --weights 0.5,1 {DATA}", "settings winner measured report"),

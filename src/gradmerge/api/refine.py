@@ -240,6 +240,7 @@ def refine_folder(
                 action=action,
                 card=f"{result.card_text()}\n\n{rows}",
                 facts={
+                    "merged": model_reference(merged, Path(), out),
                     "models": {name: model_reference(model, Path(), out) for name, model in known.items()},
                     action: facts,
                 },

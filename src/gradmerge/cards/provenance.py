@@ -82,10 +82,15 @@ def model_paths(recipe: Recipe, out: Path) -> dict[str, str]:
     """Return `models` of a record: name → fine-tuned model, as a path relative to the result, a Hub id or a URL."""
     references = [model.adapter or model.model for model in recipe.sources]
     names = short_names(references, recipe.folder)
-    models = {}
-    for reference in references:
-        reference = str(recipe.merged_folders.get(reference, reference))
-        path = local_path(reference, recipe.folder)
-        stored = url_of(path) or (os.path.relpath(path, out) if path.exists() else reference)
-        models[names.get(reference, reference)] = stored
-    return models
+    return {names.get(reference, reference): _stored(reference, recipe, out) for reference in references}
+
+
+def base_path(recipe: Recipe, out: Path) -> str | None:
+    """Return `base` of a record in the same way."""
+    return None if recipe.base is None else _stored(recipe.base.model, recipe, out)
+
+
+def _stored(reference: str, recipe: Recipe, out: Path) -> str:
+    reference = str(recipe.merged_folders.get(reference, reference))
+    path = local_path(reference, recipe.folder)
+    return url_of(path) or (os.path.relpath(path, out) if path.exists() else reference)

@@ -36,6 +36,7 @@ from . import (
     push,
     remove,
     studio,
+    verify,
 )
 from .output import OUT_OF_MEMORY
 from .stdio import discard, echo, prepare_streams, silence
@@ -134,6 +135,7 @@ for _name, _run, _help, _examples in (
     ("extract-lora", extract_lora.extract_lora, "Write a fine-tuned model as a LoRA adapter.", extract_lora.EXAMPLE),
     ("inspect", inspect.inspect, "Show models, and whether they can be merged.", inspect.EXAMPLE),
     ("evaluate", evaluate.evaluate, "Evaluate a model on labeled data.", evaluate.EXAMPLE),
+    ("verify", verify.verify, "Check a merged model: tensors, answers, generation.", verify.EXAMPLE),
     ("methods", methods.methods, "List the merge methods, or explain one.", methods.EXAMPLE),
     ("diagnose", diagnose.diagnose, "Report what a merge costs each task.", diagnose.EXAMPLE),
     ("preview", preview.preview, "Compare weights and methods before merging.", preview.EXAMPLE),

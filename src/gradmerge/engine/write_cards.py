@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cards.card import merge_text, recipe_text, write_card
 from ..cards.metadata import read_all_metadata, read_metadata
-from ..cards.provenance import input_entry, model_paths, write_record
+from ..cards.provenance import base_path, input_entry, model_paths, write_record
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.layers import StackedCheckpoint
 from ..io.atomic_dir import AtomicDir
@@ -50,6 +50,7 @@ def write_cards(
     facts: dict[str, Any] = {
         "fingerprint": fingerprint,
         "recipe": recipe.to_dict() | options,
+        "base": base_path(recipe, folder.out),
         "models": model_paths(recipe, folder.out),
         "resumed_blocks": resumed,
         **settings,

@@ -71,13 +71,17 @@ def recorded_models(folder: Path) -> dict[str, str]:
     models = read_record(folder).get("models")
     if not isinstance(models, dict):
         return {}
-    references = {}
-    for name, reference in models.items():
-        if isinstance(reference, str):
-            path = Path(os.path.normpath(folder / reference))
-            is_path = not is_url(reference) and (path.exists() or not HUB_ID.fullmatch(reference))
-            references[str(name)] = str(path) if is_path else reference
-    return references
+    references = {str(name): recorded_model(folder, reference) for name, reference in models.items()}
+    return {name: reference for name, reference in references.items() if reference is not None}
+
+
+def recorded_model(folder: Path, reference: Any) -> str | None:
+    """The path, Hub id or URL of a model in the record of a folder."""
+    if not isinstance(reference, str):
+        return None
+    path = Path(os.path.normpath(folder / reference))
+    is_path = not is_url(reference) and (path.exists() or not HUB_ID.fullmatch(reference))
+    return str(path) if is_path else reference
 
 
 def find_teachers(merged: str, tasks: Sequence[str], teachers: Mapping[str, str]) -> dict[str, str]:

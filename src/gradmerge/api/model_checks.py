@@ -1,0 +1,349 @@
+"""The checks of :func:`gradmerge.verify`: unchanged tensors, answers, and the ends of generated texts."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoints import Checkpoint, open_checkpoint
+from ..checkpoints.adapter_config import is_adapter, read_adapter_config
+from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
+from ..checkpoints.vocabulary import token_difference
+from ..curvature.batches import moved
+from ..curvature.losses import unwrapped
+from ..errors import InputError
+from ..progress import Progress
+from ..quiet import quiet_transformers
+from ..refinement.distances import Outputs, answer_divergence
+from ..refinement.inputs import read_record, recorded_model, recorded_models, same_head
+from ..tasks import LoadOptions
+from ..tasks.adapters import base_folder_of
+from ..tasks.generation import prompts
+from ..tasks.loading import load_tokenizer, read_unlabeled, with_data
+from ..tasks.models import device_of, empty_model, encoder_prefix, load_model, locate
+from ..tasks.resolve_model import folder_of
+from ..tasks.text import num_positions
+from ..text import counted, some
+from .verify import Verification
+
+#: Tokens of a row that answers are compared on, rows that are generated from, and tokens of an answer.
+LENGTH, GENERATED_ROWS, NEW_TOKENS = 128, 4, 64
+#: Answers of base + adapter may differ by this KL in nats, and by this multiple of what rounding the weights costs.
+ROUNDING, ROUNDING_FACTOR = 1e-6, 4.0
+#: Methods that give base + adapter for one adapter of weight 1.
+EXACT = ("task-arithmetic", "gradient-matching", "average", "weighted-average")
+CHUNK = 1 << 22
+QUESTIONS = (
+    "What is the capital of France? Answer in one word.",
+    "Is 17 a prime number? Answer yes or no.",
+    "Name a color of the rainbow.",
+    "Write one sentence about the sea.",
+    "The film was slow, but the ending is very good.",
+    "Translate to German: The house is blue.",
+    "def add(a, b):",
+    "The president of the United States said on Monday that",
+)
+
+
+@dataclass
+class Parents:
+    """What a model was made of, from its record and those of the models that it was refined from."""
+
+    models: dict[str, str]
+    """Name → the fine-tuned models."""
+    base: str | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
+    refined: bool = False
+    """The merge was calibrated or distilled."""
+
+    @staticmethod
+    def find(folder: Path, models: Sequence[str]) -> Parents:
+        record, home = read_record(folder), folder
+        parents = Parents(dict(zip(models, models, strict=True)) or recorded_models(folder))
+        if not parents.models:
+            raise InputError(f"{folder}: has no gradmerge.json that names its models. Give them as models")
+        while "recipe" not in record and (merged := recorded_model(home, record.get("merged"))) is not None:
+            home, parents.refined = Path(merged), True
+            record = read_record(home)
+        if not models:
+            parents.recipe = record.get("recipe") or {}
+            parents.base = recorded_model(home, record.get("base"))
+        return parents
+
+    @property
+    def merged(self) -> dict[str, str]:
+        """The models whose weight is not negative: the result should be closer to them than the base is."""
+        entries = self.recipe.get("models", [])
+        if self.recipe.get("method") == "removal":
+            return {}
+        if len(entries) != len(self.models):
+            return self.models
+        weights = [entry.get("weight", 1.0) for entry in entries]
+        return {
+            name: model
+            for (name, model), weight in zip(self.models.items(), weights, strict=True)
+            if not isinstance(weight, int | float) or weight > 0
+        }
+
+    def exact_adapter(self) -> str | None:
+        """The adapter, if the result should answer as its base with this adapter."""
+        if len(self.models) != 1 or self.refined:
+            return None
+        name, reference = next(iter(self.models.items()))
+        folder = folder_of(reference)
+        if not is_adapter(folder):
+            return None
+        if self.recipe:
+            changed = self.recipe["exclude"] or self.recipe["include"] != ["*"] or self.recipe["slices"]
+            scale = self.recipe["options"].get("scale", 1.0)
+            weights = [entry["weight"] for entry in self.recipe["models"]]
+            if changed or scale != 1.0 or weights != [1.0] or self.recipe["method"] not in EXACT:
+                return None
+        base = base_folder_of(reference, folder, read_adapter_config(folder))
+        if self.base is None:
+            self.base = str(base)
+        return name if folder_of(self.base).resolve() == base.resolve() else None
+
+
+def check_unchanged(result: Verification, folder: Path, parents: Parents) -> None:
+    """Compare the tensors that the recipe excludes with those of the base."""
+    recipe = parents.recipe
+    template = parents.base or next(iter(parents.models.values()))
+    if not recipe or recipe["slices"] or is_adapter(folder) or (recipe["base"] or {}).get("rename"):
+        result.add("unchanged", "", None, "excluded tensors are known for merges of whole models with a recipe")
+        return
+    with open_checkpoint(folder) as ours, open_checkpoint(template, dequantize=True) as base:
+        names = [name for name in base.tensors if _is_excluded(name, recipe)]
+        wrong = [name for name in names if not _equal(ours, base, name, bool(recipe["tokenizer"]))]
+    if wrong:
+        result.add("unchanged", template, False, f"{counted(wrong, 'excluded tensor')} changed: {some(wrong, 4)}")
+    else:
+        detail = f"{counted(names, 'excluded tensor')} equal" if names else "the recipe excludes no tensor"
+        result.add("unchanged", template, True if names else None, detail)
+
+
+def _is_excluded(name: str, recipe: dict[str, Any]) -> bool:
+    included = any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe["include"])
+    return not included or any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe["exclude"])
+
+
+def _equal(ours: Checkpoint, base: Checkpoint, name: str, other_vocabulary: bool) -> bool:
+    """Whether a tensor has the base's values, in the type in which it is stored."""
+    info = ours.tensors.get(name)
+    if info is None or info.shape != base.tensors[name].shape:
+        return info is not None and other_vocabulary
+    dtype = TORCH_TYPES[info.dtype]
+    for start in range(0, info.numel, CHUNK):
+        a, b = (one.read(name, start, min(start + CHUNK, info.numel), Buffers()).to(dtype) for one in (ours, base))
+        if not bool(((a == b) | ((a != a) & (b != b))).all()):
+            return False
+    return True
+
+
+def check_answers(result: Verification, runs: ModelRuns) -> None:
+    """Compare answers and the ends of generated texts with those of every fine-tuned model."""
+    parents = runs.parents
+    exact, compared = parents.exact_adapter(), []
+    if not all(bool(values.isfinite().all()) for values in runs.run(runs.model).answers):
+        result.add("answers", "", False, "answers are NaN or infinite")
+        return
+    generated: dict[str, ModelRun] = {}
+    for name, reference in parents.models.items():
+        if (reason := runs.difference(reference)) is not None:
+            result.add("answers", name, None, reason)
+            continue
+        head = None if runs.shares_head(reference) else reference
+        theirs = runs.run(reference, adapter=name == exact)
+        if theirs.stops:
+            generated[name] = theirs
+        distance = runs.distance(runs.run(runs.model, head), theirs)
+        if name == exact:
+            limit = max(ROUNDING, ROUNDING_FACTOR * runs.rounding(reference, theirs))
+            detail = f"{runs.unit} {distance:.3g} from base + adapter run by PEFT; rounding allows {limit:.2g}"
+            result.add("answers", name, distance <= limit, detail, distance=distance, limit=limit)
+        elif parents.base is None or name not in parents.merged:
+            result.add("answers", name, None, f"{runs.unit} {distance:.3g}", distance=distance)
+        else:
+            base = runs.distance(runs.run(parents.base, head), theirs)
+            detail = f"{runs.unit} {distance:.3g}, of the base {base:.3g}"
+            compared.append(result.add("answers", name, distance <= base, detail, distance=distance, base=base))
+    if any(check.passed for check in compared):  # a merge may be bad for one task
+        for check in compared:
+            check.detail += "" if check.passed else ": farther than the base"
+            check.passed = True
+    if generated:
+        _check_generation(result, runs.run(runs.model), generated)
+
+
+def _check_generation(result: Verification, ours: ModelRun, parents: dict[str, ModelRun]) -> None:
+    """Compare where generation stops, the tokens that stop it, and the chat template."""
+    lost = set.intersection(*(one.ends for one in parents.values())) - ours.ends
+    rows = [row for row in range(len(ours.stops)) if all(one.stops[row] for one in parents.values())]
+    running = [row for row in rows if not ours.stops[row]]
+    passed: bool | None = False
+    if lost:
+        detail = f"eos_token_id of generation_config lacks {', '.join(map(str, sorted(lost)))}, which stops every model"
+    elif running:
+        detail = f"{len(running)} of {len(rows)} texts do not stop, which stop with every model"
+    elif all(one.has_template for one in parents.values()) and not ours.has_template:
+        detail = "the chat template is missing, which every model has"
+    else:
+        passed = True if rows else None
+        detail = f"{len(rows)} of {len(ours.stops)} texts stop with every model, and here"
+    result.add("generation", ", ".join(parents), passed, detail)
+
+
+@dataclass
+class ModelRun:
+    """What a model makes of the rows."""
+
+    answers: list[Tensor]
+    """Of every batch, logits or embeddings."""
+    stops: list[bool] = field(default_factory=list)
+    """For every prompt, whether the generated text ended before the limit. Empty if the model generates no text."""
+    ends: set[int] = field(default_factory=set)
+    """The tokens that end a text."""
+    has_template: bool = False
+
+
+class ModelRuns:
+    """Runs models on the same rows, one in memory at a time."""
+
+    def __init__(self, model: str, parents: Parents, data: str | None, options: LoadOptions, bar: Progress) -> None:
+        self.model, self.parents, self.data, self.options, self.bar = model, parents, data, options, bar
+        bar.begin("running models", 1 + len(parents.models) + (parents.base is not None))
+        self._how: dict[str, Any] = {"device": options["device"], "dtype": "float32", "model_args": options["model_args"]}
+        module, self.info = empty_model(model, options["task"])
+        self.module: Any = module
+        """The model without its weights."""
+        self.unit = "squared error" if self.info.task == "embedding" else "KL"
+        self._batches = self._read_rows()
+        self._kept: dict[tuple[str, str | None], ModelRun] = {}
+
+    def _read_rows(self) -> list[Any]:
+        config, device = self.module.config, device_of(self.options["device"])
+        if self.info.task == "image" and self.data is None:
+            edge = getattr(config, "image_size", None)
+            if not isinstance(edge, int):
+                raise InputError("there are no built-in images for this model. Give data")
+            shape = (8, getattr(config, "num_channels", 3), edge, edge)
+            batches = [{"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0))}]
+        else:
+            options: Any = {**self.options, "max_length": self._length()}
+            with _prompts(self.data) as source:
+                batches, _ = read_unlabeled(source, self.module, self.model, self.info, options)
+        return [moved(batch, device) for batch in batches]
+
+    def _length(self) -> int:
+        return self.options["max_length"] or min(LENGTH, num_positions(self.module) or LENGTH)
+
+    def run(self, reference: str, head: str | None = None, *, adapter: bool = False) -> ModelRun:
+        """Load a model, with the head of another one or as an adapter that PEFT runs, and run it.
+
+        The results of the model that is verified and of its base are kept.
+        """
+        if (reference, head) in self._kept:
+            return self._kept[reference, head]
+        module, _ = load_model(reference, self.info.task, head=head, merge_adapter=not adapter, **self._how)
+        done = self._run(reference, module, generates=head is None and reference != self.parents.base)
+        if reference in (self.model, self.parents.base):
+            self._kept[reference, head] = done
+        return done
+
+    def _run(self, reference: str, module: Any, *, generates: bool) -> ModelRun:
+        answers = []
+        with torch.no_grad():
+            for batch in self._batches:
+                outputs = Outputs.of(unwrapped(module), batch)
+                answers.append((outputs.representation if outputs.logits is None else outputs.logits).cpu())
+        run = ModelRun(answers)
+        if generates and self.info.task in ("causal-lm", "seq2seq"):
+            self._generate(run, reference, module)
+        self.bar.advance(1)
+        return run
+
+    def _generate(self, run: ModelRun, reference: str, module: Any) -> None:
+        """Continue a few prompts with the model's own tokenizer, chat template and generation config."""
+        info = locate(reference, self.info.task)[0]
+        run.has_template = load_tokenizer(reference, info).chat_template is not None
+        decoder_only, limit = info.task == "causal-lm", min(NEW_TOKENS, self._length() // 2)
+        with _prompts(self.data, chat=run.has_template and decoder_only) as source:
+            options: Any = {**self.options, "limit": GENERATED_ROWS, "max_length": self._length() - limit}
+            loaded: Any = with_data(reference, module, info, source, **options)
+            ids = [prompt.ids for prompt in prompts(loaded, range(loaded.examples))]
+        ends = module.generation_config.eos_token_id
+        run.ends = set(ends if isinstance(ends, list | tuple) else [] if ends is None else [ends])
+        settings: Any = {"do_sample": False, "num_beams": 1, "pad_token_id": loaded.data.pad_token}
+        for prompt in ids:
+            inputs = torch.tensor([prompt], device=loaded.device)
+            with torch.no_grad(), quiet_transformers():
+                text = module.generate(
+                    input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=limit, **settings
+                )[0].tolist()
+            new = text[len(prompt) if decoder_only else 1 :]
+            run.stops.append(len(new) < limit or new[-1] in run.ends)
+
+    def rounding(self, reference: str, run: ModelRun) -> float:
+        """How far the answers of base + adapter move if the merged weights are stored in the model's type."""
+        with open_checkpoint(self.model) as stored:
+            types = {TORCH_TYPES[info.dtype] for info in stored.tensors.values()} & {torch.bfloat16, torch.float16}
+        if not types:
+            return 0.0
+        module, _ = load_model(reference, self.info.task, **self._how)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(parameter.to(next(iter(types))).to(parameter.dtype))
+        return self.distance(self._run(reference, module, generates=False), run)
+
+    def distance(self, ours: ModelRun, theirs: ModelRun) -> float:
+        """The mean KL of answers from others, in nats per row or token; of embeddings the relative squared error."""
+        total, terms = 0.0, 0
+        for a, b in zip(ours.answers, theirs.answers, strict=True):
+            width = min(a.shape[-1], b.shape[-1])  # vocabularies may be padded differently
+            a, b = a[..., :width], b[..., :width]
+            if self.info.task == "embedding":
+                values = (a - b).square().sum(-1) / b.square().sum(-1)
+            else:
+                values = answer_divergence(self.module, a, b)
+            total, terms = total + float(values.double().sum()), terms + values.numel()
+        return total / max(1, terms)
+
+    def shares_head(self, reference: str) -> bool:
+        """Whether the model has the head of a fine-tuned model's task."""
+        if self.info.task in ("causal-lm", "seq2seq", "embedding"):
+            return True
+        prefix, recipe = encoder_prefix(self.module), self.parents.recipe
+        head = [name for name, _ in self.module.named_parameters() if not name.startswith(prefix)]
+        if recipe and any(_is_excluded(name, recipe) for name in head):
+            return False
+        return same_head(self.module, [empty_model(reference, self.info.task)[0]])
+
+    def difference(self, reference: str) -> str | None:
+        """Why the answers of a fine-tuned model cannot be compared; None if they can."""
+        with open_checkpoint(self.model) as ours, open_checkpoint(reference, dequantize=True) as theirs:
+            tokens = None if self.info.task == "image" else token_difference(ours, theirs)
+        return None if tokens is None else f"another vocabulary: {tokens.lines[0]}"
+
+
+@contextlib.contextmanager
+def _prompts(data: str | None, *, chat: bool = False) -> Iterator[str]:
+    """The given data source, or a file with the built-in prompts that every task on texts reads."""
+    if data is not None:
+        yield data
+        return
+    rows: list[dict[str, Any]] = [{"text": text, "target": text} for text in QUESTIONS]
+    if chat:
+        rows = [{"messages": [{"role": "user", "content": text}]} for text in QUESTIONS]
+    with tempfile.TemporaryDirectory(prefix="gradmerge-") as folder:
+        path = Path(folder) / "prompts.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        yield str(path)
