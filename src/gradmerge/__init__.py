@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         removal_full as removal_full,
     )
     from .tasks.data.read import Rows as Rows, read_rows as read_rows
+    from .tasks.generation import Generation as Generation
     from .tasks.loading import LoadOptions as LoadOptions
-    from .tasks.text_metrics import Generation as Generation
     from .training.curvature_callback import CurvatureCallback as CurvatureCallback
     from .training.prior_adamw import PriorAdamW as PriorAdamW
     from .training.prior_trainer import PriorTrainer as PriorTrainer
@@ -74,7 +74,7 @@ _NAMES = {
     "rules": "METHODS gradient_matching_full removal_full",
     "tasks.data.read": "Rows read_rows",
     "tasks.loading": "LoadOptions",
-    "tasks.text_metrics": "Generation",
+    "tasks.generation": "Generation",
     "training.curvature_callback": "CurvatureCallback",
     "training.prior_adamw": "PriorAdamW",
     "training.prior_trainer": "PriorTrainer",

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import gradmerge as gm
 from gradmerge.tasks import LoadedTask, load_task
@@ -66,7 +65,8 @@ def test_batches_generate_what_single_rows_do(make: Callable[..., Path], tmp_pat
     want = one_at_a_time(loaded, ids, 6)
     assert len(set(want)) > 2, "texts differ, or little is tested"
     for batch_size in (1, 4, COUNT):
-        got = generate(loaded, loaded.model, range(COUNT), 6, batch_size=batch_size)
+        loaded.batch_size = batch_size
+        got = generate(loaded, loaded.model, range(COUNT), 6)
         assert [text.split() for text in got] == [text.split() for text in want]
     assert generate(loaded, loaded.model, [4, 2], 6) == [want[4], want[2]]
 
@@ -97,35 +97,6 @@ def test_the_generation_config_of_the_model_is_not_used(tmp_path: Path) -> None:
     words: Any = again.data.tokenizer  # type: ignore[attr-defined]
     end = words.convert_ids_to_tokens(7)
     assert got == [text.partition(end)[0].strip() if end in text.split() else text for text in want]
-
-
-class Recurrent(nn.Module):
-    """A language model whose state padding on the left changes: what it writes next is the sum of all tokens so far."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner, self.config, self.generation_config = inner, inner.config, inner.generation_config
-        self.widths: list[set[int]] = []
-
-    def get_input_embeddings(self) -> nn.Module:
-        found: nn.Module = self.inner.get_input_embeddings()
-        return found
-
-    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: Any) -> Any:
-        self.widths.append({int(row) for row in attention_mask.sum(1)})
-        step = input_ids.sum(1, keepdim=True) % 40 + 4
-        logits = nn.functional.one_hot(step[:, 0], 60).double()
-        if generation_config.return_dict_in_generate:
-            return type("Output", (), {"logits": [logits]})
-        return torch.cat([input_ids, step], 1)
-
-
-def test_models_that_padding_changes_get_rows_of_one_length(tmp_path: Path) -> None:
-    loaded = loaded_for(tmp_path, tiny_llama_checkpoint, pairs("prompt", "completion"))
-    model = Recurrent(loaded.model)
-    got = generate(loaded, model, range(COUNT), 1, batch_size=4)
-    assert got == generate(loaded, Recurrent(loaded.model), range(COUNT), 1, batch_size=1)
-    assert all(len(widths) == 1 for widths in model.widths[2:]), "except the first two, which test the padding"
 
 
 def test_prompts_are_cut_at_the_beginning(tmp_path: Path) -> None:

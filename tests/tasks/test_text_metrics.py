@@ -12,9 +12,8 @@ import torch
 
 import gradmerge as gm
 from gradmerge.tasks import Generation, load_task
-from gradmerge.tasks.generation import generate
+from gradmerge.tasks.generation import generate, normalize, score_texts
 from gradmerge.tasks.standard_errors import standard_error
-from gradmerge.tasks.text_metrics import normalize, score_texts
 
 from .making import sentences, tiny_gpt2_checkpoint, write_jsonl
 

@@ -23,8 +23,8 @@ from ..io.reader import local_path
 from ..recipe import Recipe
 from ..tasks import Generation, LoadedTask, LoadOptions, load_task, measure
 from ..tasks.evaluate import with_generation_metrics
+from ..tasks.generation import generation_rows
 from ..tasks.models import model_with
-from ..tasks.text_metrics import generation_rows
 from ..text import nearest
 from .candidates import (
     Block,

@@ -2,11 +2,11 @@
 
 from .data.columns import parse_columns
 from .evaluate import evaluate, measure
+from .generation import Generation
 from .loading import LoadedTask, LoadOptions, complete, load_task, tokenizer_of, with_data
 from .metrics import MEANINGS
 from .model_args import parse_model_args
 from .models import LoadingInfo, load_model
-from .text_metrics import Generation
 
 __all__ = [
     "MEANINGS",

@@ -14,11 +14,10 @@ from ..curvature.offload import input_device
 from ..distributed import SINGLE, Processes
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import first_line
-from .generation import Advance
+from .generation import Advance, Generation, generation_rows
 from .loading import LoadedTask
 from .metrics import METRICS, Metrics
 from .standard_errors import standard_errors
-from .text_metrics import Generation, generation_rows
 
 
 def evaluate(

@@ -1,21 +1,32 @@
-"""Generate answers to rows of the data, greedily and in batches.
+"""Generate answers to rows of the data, and score them against references.
 
-Of a model's generation config only the special tokens are used, so that the same weights always give the same text:
-no sampling, no beams, no penalties.
+Answers are generated greedily and in batches. Of a model's generation config only the special tokens are used, so that
+the same weights always give the same text: no sampling, no beams, no penalties.
+
+- `exact_match`: 1 if answer and reference are the same, except for case, white space, how characters are composed
+  (Unicode NFKC), and stops, commas, quotation marks and brackets at both ends. A minus or % counts.
+- `rouge1`, `rouge2`, `rougeL`: F-measures of ROUGE, without stemming (rouge-score), from 0 to 1.
+- `bleu`, `chrf`: of the corpus, by sacrebleu with its defaults, from 0 to 100. They are not means over rows. Each row
+  gets the corpus' score plus (n − 1) times what the score falls without the row, so that the standard error is the
+  jackknife's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib.util
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..curvature.offload import input_device
+from ..distributed import SINGLE, Processes
 from ..errors import GradmergeError, InputError
 from ..quiet import quiet_transformers
-from ..text import first_line
+from ..text import first_line, nearest
 from .loading import LoadedTask
 from .text import Prompt, TokenizedData, num_positions, pad
 
@@ -29,9 +40,72 @@ SPECIAL_TOKENS = (
     "forced_bos_token_id",
     "forced_eos_token_id",
 )
+#: Characters that do not count at the ends of a text.
+_PUNCTUATION = " .,;:!?…\"'`“”„‘’«»()[]{}"
 
 Advance = Callable[[int], None]
 """Called with the number of rows that are done."""
+Scores = dict[str, Sequence[float]]
+"""Metric → one number per row, whose mean is the metric."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generate answers, greedily, and score them.
+
+    Args:
+        metrics: Some of `exact-match`, `rouge`, `bleu` and `chrf`; by default the first. The others need
+            ``pip install 'gradmerge[metrics]'``.
+        max_new_tokens: The maximum number of new tokens; by default 64, or what the model has positions for.
+
+    >>> Generation(metrics=["exact-match", "rouge"])
+    Generation(metrics=('exact-match', 'rouge'), max_new_tokens=None)
+    """
+
+    metrics: Sequence[str] = ()
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        metrics = [self.metrics] if isinstance(self.metrics, str) else self.metrics
+        names = [part.strip() for text in metrics for part in text.replace("_", "-").split(",")]
+        for name in names:
+            if name not in TEXT_METRICS:
+                hint = f"{nearest(name, TEXT_METRICS)}\n  Known are {', '.join(TEXT_METRICS)}."
+                raise InputError(f"metrics={name}: not known for generated text{hint}")
+            package, _ = TEXT_METRICS[name]
+            if importlib.util.find_spec(package) is None:
+                raise InputError(f"metrics={name}: {package} is not installed: pip install 'gradmerge[metrics]'")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={self.max_new_tokens}: must be at least 1")
+        object.__setattr__(self, "metrics", tuple(dict.fromkeys(names)) or ("exact-match",))
+
+
+def generation_rows(
+    loaded: LoadedTask,
+    model: nn.Module,
+    generation: Generation,
+    advance: Advance | None = None,
+    processes: Processes = SINGLE,
+) -> dict[str, Tensor]:
+    """Generate an answer to every row of the data, and score it. Return metric → one number per row.
+
+    The mean over rows is the metric. Each process generates the answers to its share of the rows; the first scores all.
+    """
+    row_prompts = prompts(loaded, range(loaded.examples))
+    for row, prompt in enumerate(row_prompts):
+        if prompt.reference is None:
+            data: Any = loaded.data
+            raise data.rows.error(
+                row,
+                "has no answer. Generated text is compared with the completion of a prompt, the assistant's last "
+                "message, or a target",
+            )
+    own_rows = processes.share(loaded.examples)
+    own_answers = generate(loaded, model, own_rows, generation.max_new_tokens, advance)
+    answers = [answer for part in processes.all_gather(own_answers) for answer in part]
+    references = [prompt.reference or "" for prompt in row_prompts]
+    scores = score_texts(answers, references, generation) if processes.is_first else {}
+    return processes.all_gather(scores)[0]
 
 
 def prompts(loaded: LoadedTask, rows: Sequence[int], max_length: int | None = None) -> list[Prompt]:
@@ -48,18 +122,15 @@ def generate(
     model: Any,
     rows: Sequence[int],
     max_new_tokens: int | None = None,
-    *,
-    batch_size: int | None = None,
     advance: Advance | None = None,
 ) -> list[str]:
-    """Generate a text for some rows of the data of a `causal-lm` or `seq2seq` task.
+    """Generate a text for some rows of the data of a `causal-lm` or `seq2seq` task, in batches as of ``loaded``.
 
     Args:
         loaded: The data, its tokenizer, and the model whose special tokens are used.
         model: The model that generates: that of ``loaded``, or one like it with other weights.
         rows: Rows by number, from 0.
         max_new_tokens: The maximum number of new tokens; by default 64, or what the model has positions for.
-        batch_size: Rows per batch. The texts do not depend on it.
         advance: Called with the number of rows of every batch that is done.
 
     Returns:
@@ -80,23 +151,18 @@ def generate(
     try:
         with torch.no_grad(), quiet_transformers():
             order = sorted(range(len(rows)), key=lambda index: -len(ids[index]))  # similar lengths in a batch
-            padding: bool | None = None if decoder_only else True
-            while order:
-                batch = order[: batch_size or loaded.batch_size]
-                lengths = {len(ids[index]) for index in batch}
-                if padding is None and len(lengths) > 1:
-                    padding = _ignores_padding(model, config, [ids[batch[0]], ids[batch[-1]]], data.pad_token)
-                if len(lengths) > 1 and not padding:
-                    batch = [index for index in batch if len(ids[index]) == len(ids[batch[0]])]
-                inputs = _inputs(model, [ids[index] for index in batch], data.pad_token, decoder_only)
-                output = model.generate(**inputs, generation_config=config)
-                new_tokens = output[:, inputs["input_ids"].shape[1] if decoder_only else 1 :].tolist()
+            for start in range(0, len(order), loaded.batch_size):
+                batch = order[start : start + loaded.batch_size]
+                batch_ids, side = [ids[index] for index in batch], "left" if decoder_only else "right"
+                input_ids = pad(batch_ids, data.pad_token, side).to(input_device(model))
+                mask = pad([[1] * len(prompt) for prompt in batch_ids], 0, side).to(input_ids.device)
+                output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
+                new_tokens = output[:, input_ids.shape[1] if decoder_only else 1 :].tolist()
                 for index, tokens in zip(batch, new_tokens, strict=True):
                     end = next((n for n, token in enumerate(tokens) if token in (config.eos_token_id or ())), None)
                     texts[index] = str(data.tokenizer.decode(tokens[:end], skip_special_tokens=True))
                 if advance is not None:
                     advance(len(batch))
-                order = order[len(batch) :]
     except (GradmergeError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config may describe a model that can be built but not run
@@ -122,25 +188,6 @@ def _generation_config(loaded: LoadedTask, max_new_tokens: int) -> Any:
     )
 
 
-def _inputs(model: nn.Module, ids: Sequence[Sequence[int]], pad_token: int, decoder_only: bool) -> dict[str, Tensor]:
-    side = "left" if decoder_only else "right"
-    inputs = {
-        "input_ids": pad(ids, pad_token, side),
-        "attention_mask": pad([[1] * len(prompt) for prompt in ids], 0, side),
-    }
-    return {name: value.to(input_device(model)) for name, value in inputs.items()}
-
-
-def _ignores_padding(model: Any, config: Any, ids: Sequence[Sequence[int]], pad_token: int) -> bool:
-    """Whether the last of some prompts gets the same logits alone and padded. The state of an RNN may differ."""
-    options = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
-    config = type(config)(**{**config.to_diff_dict(), **options})
-    batches = [_inputs(model, ids[-1:], pad_token, True), _inputs(model, ids, pad_token, True)]
-    outputs = [model.generate(**inputs, generation_config=config) for inputs in batches]
-    alone, padded = (output.logits[0][-1].double() for output in outputs)
-    return bool((alone - padded).abs().max() <= 0.02 * alone.abs().max())
-
-
 def _lengths(positions: int | None, max_new_tokens: int | None, decoder_only: bool) -> tuple[int, int | None]:
     """Return the numbers of new tokens and of prompt tokens. In a decoder-only model both share the positions."""
     if positions is None:
@@ -152,3 +199,66 @@ def _lengths(positions: int | None, max_new_tokens: int | None, decoder_only: bo
             f"max_new_tokens={max_new_tokens}: the model has positions for {positions} tokens, including the prompt"
         )
     return max_new_tokens, positions - max_new_tokens if decoder_only else None
+
+
+def score_texts(answers: Sequence[str], references: Sequence[str], generation: Generation) -> dict[str, Tensor]:
+    """Return metric → one number per answer, whose mean is the metric."""
+    scores: Scores = {}
+    for name in generation.metrics:
+        scores |= TEXT_METRICS[name][1](list(answers), list(references))
+    return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in scores.items()}
+
+
+def normalize(text: str) -> str:
+    """Return a text as exact match compares it."""
+    words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return words.strip(_PUNCTUATION) or words
+
+
+def _exact_match(answers: list[str], references: list[str]) -> Scores:
+    pairs = zip(answers, references, strict=True)
+    return {"exact_match": [float(normalize(answer) == normalize(reference)) for answer, reference in pairs]}
+
+
+def _rouge(answers: list[str], references: list[str]) -> Scores:
+    from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
+
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
+    scores = [scorer.score(*pair) for pair in zip(references, answers, strict=True)]
+    return {name: [score[name].fmeasure for score in scores] for name in scorer.rouge_types}
+
+
+def _bleu(answers: list[str], references: list[str]) -> Scores:
+    from sacrebleu import BLEU
+
+    return {"bleu": _corpus_rows(BLEU(force=True), answers, references)}
+
+
+def _chrf(answers: list[str], references: list[str]) -> Scores:
+    from sacrebleu import CHRF
+
+    return {"chrf": _corpus_rows(CHRF(), answers, references)}
+
+
+def _corpus_rows(metric: Any, answers: list[str], references: list[str]) -> Sequence[float]:
+    """Score a corpus with sacrebleu, as one number per row whose standard error is the jackknife's."""
+    # Counts of every row, which add up: the corpus without a row is scored without counting again.
+    counts = torch.tensor(metric._extract_corpus_statistics(answers, [references]), dtype=torch.float64)
+
+    def score(statistics: Tensor) -> float:
+        value = float(metric._compute_score_from_stats(statistics.long().tolist()).score)
+        return round(value, 10)  # 100, not 100.00000000000004
+
+    total = counts.sum(0)
+    without = torch.tensor([score(total - row) for row in counts], dtype=torch.float64)
+    rows: list[float] = (score(total) + (len(without) - 1) * (without.mean() - without)).tolist()
+    return rows
+
+
+#: The names of `--metrics` → the package that each needs, and its function.
+TEXT_METRICS: Mapping[str, tuple[str, Callable[[list[str], list[str]], Scores]]] = {
+    "exact-match": ("torch", _exact_match),
+    "rouge": ("rouge_score", _rouge),
+    "bleu": ("sacrebleu", _bleu),
+    "chrf": ("sacrebleu", _chrf),
+}

@@ -141,36 +141,34 @@ class LMEval:
 def _result(output: Any, name: str) -> LMEvalResult:
     """Read the metrics of a task or group from the harness' output."""
     metrics: dict[str, float] = {}
-    errors: dict[str, float] = {}
-    for key, value in output["results"][name].items():
+    errors: dict[str, float | None] = {}
+    rows: dict[str, Tensor] = {}
+    tasks = _tasks_of(output.get("group_subtasks") or {}, name)
+    samples = [sample for task in tasks for sample in output["samples"].get(task, ())]
+    values = output["results"][name]
+    for key, value in values.items():
         metric, comma, filter_name = str(key).partition(",")
-        if comma and isinstance(value, int | float) and not isinstance(value, bool):
-            suffix = "" if filter_name == "none" else f",{filter_name}"
-            target = errors if metric.endswith("_stderr") else metrics
-            target[metric.removesuffix("_stderr") + suffix] = float(value)
+        if not comma or metric.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        label = metric if filter_name == "none" else f"{metric},{filter_name}"
+        metrics[label] = float(value)
+        error = values.get(f"{metric}_stderr,{filter_name}")  # "N/A" for some, and 0 if all examples are right
+        error = error if isinstance(error, int | float) else None
+        per_row = _rows_of([sample.get(metric) for sample in samples if sample["filter"] == filter_name], value)
+        if per_row is not None:
+            rows[label] = per_row
+            error = error or standard_error(per_row, are_shares(per_row))
+        errors[label] = error if error and math.isfinite(error) else None
     if any(map(math.isinf, metrics.values())):
         raise InputError(
             f"lm_eval={name}: the model's loss is not finite. Its weights are damaged, or the numbers too large "
             "for its type (try dtype=float32)"
         )
-    tasks = _tasks_of(output.get("group_subtasks") or {}, name)
-    samples = [sample for task in tasks for sample in output["samples"].get(task, ())]
-    rows = {}
-    for metric, value in metrics.items():
-        plain_name, _, filter_name = metric.partition(",")
-        values = [sample.get(plain_name) for sample in samples if sample["filter"] == (filter_name or "none")]
-        metric_rows = _rows_of(values, value)
-        if metric_rows is not None:
-            rows[metric] = metric_rows
-            # The harness has no error for some metrics, and 0 if all examples are right.
-            errors[metric] = errors.get(metric) or standard_error(metric_rows, are_shares(metric_rows))
     higher = {key: bool(better) for t in tasks for key, better in (output["higher_is_better"].get(t) or {}).items()}
     counts = output.get("n-samples", {})
     return LMEvalResult(
         metrics=metrics,
-        errors={
-            metric: error if math.isfinite(error := errors.get(metric) or math.nan) else None for metric in metrics
-        },
+        errors=errors,
         rows=rows,
         higher_is_better={metric: higher.get(metric.partition(",")[0], True) for metric in metrics},
         examples=sum(int(counts[task]["effective"]) for task in tasks if task in counts),
