@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from transformers import (
     AutoModel,
     BertConfig,
@@ -171,11 +170,10 @@ def _save(folder: Path, model_class: Any, config: Any, seed: int, tokenizer: Any
 
 
 #: Where sentence-transformers' classes lie, up to version 4 and since.
-OLD = {"Transformer": "models", "Pooling": "models", "Dense": "models", "Normalize": "models"}
+OLD = {"Transformer": "models", "Pooling": "models", "Normalize": "models"}
 NEW = {
     "Transformer": "base.modules.transformer",
     "Pooling": "sentence_transformer.modules.pooling",
-    "Dense": "base.modules.dense",
     "Normalize": "base.modules.normalize",
 }
 
@@ -187,7 +185,6 @@ def write_sentence_model(
     pooling: str | list[str] = "mean",
     new: bool = True,
     first: str = "",
-    dense: bool = True,
     kind: str = "bert",
     like: Path | None = None,
 ) -> Path:
@@ -208,8 +205,7 @@ def write_sentence_model(
         model = AutoModel.from_pretrained(like / first)
         randomise(model.parameters(), seed, 0.05)
     model.save_pretrained(place)
-    modules = [(first, "Transformer"), ("1_Pooling", "Pooling")] + ([("2_Dense", "Dense")] if dense else [])
-    modules += [(f"{len(modules)}_Normalize", "Normalize")]
+    modules = [(first, "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
     types = NEW if new else OLD
     entries = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{types[kind]}.{kind}"}
@@ -224,12 +220,4 @@ def write_sentence_model(
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(stated))
     (folder / "config_sentence_transformers.json").write_text('{"similarity_fn_name": "cosine"}')
     (place / "sentence_bert_config.json").write_text('{"max_seq_length": 16, "do_lower_case": false}')
-    if dense:
-        (folder / "2_Dense").mkdir()
-        activation = "torch.nn.modules.activation.Tanh"
-        config = {"in_features": 16, "out_features": 6, "bias": True, "activation_function": activation}
-        (folder / "2_Dense" / "config.json").write_text(json.dumps(config))
-        generator = torch.Generator().manual_seed(seed)
-        state = {"linear.weight": torch.randn(6, 16, generator=generator), "linear.bias": torch.randn(6)}
-        save_file(state, folder / "2_Dense" / "model.safetensors")
     return folder

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from scipy import stats
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
@@ -27,8 +26,6 @@ class Slow:
         self.model = AutoModel.from_pretrained(folder / first, dtype=torch.float64).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder / first)
         self.pooling = pooling
-        place = folder / "2_Dense" / "model.safetensors"
-        self.dense = {n: v.double().requires_grad_() for n, v in load_file(place).items()} if place.is_file() else {}
         self.first = f"{first}/" if first else ""
 
     def embed(self, text: str) -> Tensor:
@@ -36,8 +33,6 @@ class Slow:
         hidden = self.model(torch.tensor([ids])).last_hidden_state[0]
         how = {"mean": hidden.mean(0), "cls": hidden[0], "max": hidden.amax(0), "lasttoken": hidden[-1]}
         vector = torch.cat([how[mode] for mode in ([self.pooling] if isinstance(self.pooling, str) else self.pooling)])
-        if self.dense:
-            vector = torch.tanh(self.dense["linear.weight"] @ vector + self.dense["linear.bias"])
         return vector / vector.norm()
 
     def cosines(self, row: dict[str, Any]) -> Tensor:
@@ -53,7 +48,6 @@ class Slow:
 
     def gradients(self, row: dict[str, Any]) -> dict[str, Tensor]:
         named = {self.first + name: p for name, p in self.model.named_parameters()}
-        named |= {f"2_Dense/{name}": p for name, p in self.dense.items()}
         found = torch.autograd.grad(self.loss(row), list(named.values()), allow_unused=True)
         return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
 
@@ -76,10 +70,10 @@ DATA = {"scores": pairs(), "negative": triplets(negatives=1), "negatives": tripl
 FOLDERS: dict[str, dict[str, Any]] = {
     "mean": {},
     "older layout": {"new": False, "first": "0_Transformer"},
-    "cls": {"pooling": "cls", "dense": False},
+    "cls": {"pooling": "cls"},
     "max": {"pooling": "max"},
-    "two": {"pooling": ["cls", "mean"], "dense": False},
-    "decoder": {"pooling": "lasttoken", "kind": "llama", "dense": False},
+    "two": {"pooling": ["cls", "mean"]},
+    "decoder": {"pooling": "lasttoken", "kind": "llama"},
 }
 
 
@@ -115,12 +109,13 @@ def test_exact_curvature_takes_the_expectation_over_candidates(tmp_path: Path) -
     )
     found = gm.Curvature.load(tmp_path / "c")
     slow = Slow(folder)
-    name = "2_Dense/linear.weight"
-    want = torch.zeros(6, 16, dtype=torch.float64)
+    name = "encoder.layer.1.output.dense.weight"
+    weight = slow.model.get_parameter(name)
+    want = torch.zeros_like(weight)
     for row in rows:
         for place in range(3):
             logits = slow.cosines(row) * 20
-            [gradient] = torch.autograd.grad(-logits.log_softmax(0)[place], [slow.dense["linear.weight"]])
+            [gradient] = torch.autograd.grad(-logits.log_softmax(0)[place], [weight])
             want += logits.softmax(0)[place].detach() * gradient.square()
     torch.testing.assert_close(found[name].double(), want, rtol=1e-5, atol=1e-9)
 
@@ -202,7 +197,7 @@ def test_unsupported_models_and_data_are_refused(tmp_path: Path) -> None:
         gm.remove(folder, tmp_path / "out", forget=tmp_path / "d.jsonl", retain=tmp_path / "d.jsonl", progress=False)
     assert not (tmp_path / "out").exists()
     modules = json.loads((folder / "modules.json").read_text())
-    modules[2]["type"] = "sentence_transformers.models.LSTM"
+    modules[2]["type"] = "sentence_transformers.models.Dense"
     (folder / "modules.json").write_text(json.dumps(modules))
     check(pairs(), folder)
     (folder / "modules.json").unlink()

@@ -105,7 +105,8 @@ def generation_rows(
     answers = [answer for part in processes.all_gather(own_answers) for answer in part]
     references = [prompt.reference or "" for prompt in row_prompts]
     scores = score_texts(answers, references, generation) if processes.is_first else {}
-    return processes.all_gather(scores)[0]
+    rows: dict[str, Tensor] = processes.all_gather(scores)[0]
+    return rows
 
 
 def prompts(loaded: LoadedTask, rows: Sequence[int], max_length: int | None = None) -> list[Prompt]:

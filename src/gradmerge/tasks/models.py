@@ -130,7 +130,7 @@ def load_model(
     if not allow_missing:
         _refuse_random_weights(reference, model, info)
     if sentence_config is not None:
-        model = EmbeddingModel(model, sentence_config, next(model.parameters()).dtype)
+        model = EmbeddingModel(model, sentence_config)
     if args.gradient_checkpointing and not enable_gradient_checkpointing(model):
         raise InputError(f"model_args: gradient_checkpointing: {type(model).__name__} does not support it")
     if gradients and offloaded_modules(model) and not enable_gradient_checkpointing(model):
@@ -195,7 +195,7 @@ def empty_model(reference: str, task: str = "auto", dtype: str = "auto") -> tupl
     model_dtype = stored if dtype == "auto" else getattr(torch, dtype)
     with quiet_transformers(), offline():
         model = _make_empty(reference, config, info.task, dtype=model_dtype)
-    return (model if sentence_config is None else EmbeddingModel(model, sentence_config, model_dtype)).eval(), info
+    return (model if sentence_config is None else EmbeddingModel(model, sentence_config)).eval(), info
 
 
 def check_dtype(dtype: str) -> None:
@@ -452,7 +452,9 @@ def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None)
         name: The task, for errors.
     """
     if isinstance(model, EmbeddingModel):
-        return model.with_state(lambda inner, part: model_with(inner, part, name), state)
+        prefix = model.stored_parts["transformer"]
+        part = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        return EmbeddingModel(model_with(model.transformer, part, name), model.sentence_config).eval()
     with quiet_transformers():
         result, info = type(model).from_pretrained(
             None,
