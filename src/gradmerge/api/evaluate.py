@@ -105,7 +105,7 @@ def evaluate_task(
         raise InputError("lm_eval_tasks: needs lm_eval, which names tasks of the folder")
     harness = None
     if lm_eval is not None and group.is_first:
-        harness = LMEval(lm_eval, lm_eval_tasks, options["limit"], options["batch_size"])
+        harness = LMEval(lm_eval, lm_eval_tasks)
     metrics: dict[str, Any] = {}
     loaded = None
     if source is not None:
@@ -115,9 +115,8 @@ def evaluate_task(
             bar.begin("evaluating", len(group.share(loaded.examples)) * (1 if generation is None else 2))
             metrics = tasks.evaluate(loaded, advance=bar.advance, generation=generation, processes=group)
     if harness is not None:
-        module, tokenizer, _ = language_model(str(model), options, loaded)
-        results = harness.evaluate(module, tokenizer)
-        metrics["lm_eval"] = {name: result.summary() for name, result in results.items()}
+        module, tokenizer = language_model(str(model), options, loaded)
+        metrics["lm_eval"] = harness.evaluate(module, tokenizer, options["limit"], options["batch_size"])
     if lm_eval is not None:
         metrics = group.all_gather(metrics)[0]
     if measured_card is not None:

@@ -221,7 +221,11 @@ class ModelRuns:
     def __init__(self, model: str, parents: Parents, data: str | None, options: LoadOptions, bar: Progress) -> None:
         self.model, self.parents, self.data, self.options, self.bar = model, parents, data, options, bar
         bar.begin("running models", 1 + len(parents.models) + (parents.base is not None))
-        self._how: dict[str, Any] = {"device": options["device"], "dtype": "float32", "model_args": options["model_args"]}
+        self._how: dict[str, Any] = {
+            "device": options["device"],
+            "dtype": "float32",
+            "model_args": options["model_args"],
+        }
         module, self.info = empty_model(model, options["task"])
         self.module: Any = module
         """The model without its weights."""
