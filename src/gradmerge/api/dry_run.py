@@ -225,7 +225,7 @@ def dry_run_estimate(
     }
     return JobSize(
         bytes_read=read + adapter,
-        bytes_written=summed // 4 * ENTRY_SIZE[precision] + (summed if accumulate_on == "disk" else 0),
+        bytes_written=summed // 4 * ENTRY_SIZE[precision],
         memory=sum(parts.values()),
         free_memory=free,
         free_disk=free_disk(out),

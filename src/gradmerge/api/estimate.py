@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
-import resource
-import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +28,6 @@ if TYPE_CHECKING:
 
     from ..curvature.curvature import Curvature
     from ..curvature.losses import ExampleLoss
-    from ..curvature.sum_storage import SumStorage
     from ..tasks import LoadedTask, LoadOptions
     from ..tasks.model_args import ModelArgs
 
@@ -56,8 +51,6 @@ class Estimate(Displayed):
     """Examples that an earlier run had gone through."""
     processes: int = 1
     """The number of processes, each of which estimated a share of the examples."""
-    memory: list[dict[str, int]] = field(default_factory=list)
-    """The peak memory of each process in bytes: main memory, and memory of its GPUs."""
     notes: list[str] = field(default_factory=list)
 
     def _line(self) -> list[str]:
@@ -124,8 +117,8 @@ def estimate_curvature(
         save_every: On disk: seconds between two saves.
         processes: On disk: divide the rows over the processes that torchrun or `accelerate launch` started. All call
             this alike; the first one writes. For a module, add up the curvature of the processes' batches yourself.
-        accumulate_on: Where to keep the sums: ``device`` (of each layer), ``cpu`` or ``disk``. Default: where the
-            model's weights are.
+        accumulate_on: Where to keep the sums: ``device`` (of each layer) or ``cpu``. Default: ``cpu`` if accelerate
+            offloads weights, else ``device``.
         loading: On disk: how to load the model and its data, as in :class:`gradmerge.LoadOptions`. For a module only
             ``device``, where batches are moved to; default: where the model is.
 
@@ -138,10 +131,7 @@ def estimate_curvature(
     from torch import nn
 
     from ..curvature.batches import with_progress
-    from ..curvature.estimate import estimate_curvature as estimate_in_memory
-    from ..curvature.experts import expert_notes
-    from ..curvature.format import KINDS
-    from ..curvature.sum_storage import SumStorage
+    from ..curvature.estimate import estimate_curvature as estimate_in_memory, expert_notes
     from ..tasks import LoadOptions, complete
 
     on_disk: Any = {"out": out, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
@@ -151,17 +141,14 @@ def estimate_curvature(
         expected = "batches in memory, for a module" if isinstance(model, nn.Module) else "a path or name, like model"
         raise InputError(f"batches is {type(batches).__name__}, but must be {expected}")
     if isinstance(model, nn.Module):
-        check_known(f"kind {kind}", kind, tuple(KINDS))
-        _check_max_kronecker_dim(max_kronecker_dim, kind)
+        _check_kind(kind, max_kronecker_dim)
         device = loading.pop("device", None)
         complete(cast(LoadOptions, loading), estimate_curvature)
         _refuse(on_disk | loading, "a model on disk, not for a module")
         with shown(progress, "batches") as bar:
             counted = with_progress(cast(Iterable[Any], batches), bar, "estimating")
-            storage = SumStorage(accumulate_on or "device")
-            result = estimate_in_memory(
-                model, counted, likelihood, output=output, device=device, storage=storage, **both
-            )
+            both |= {"accumulate_on": accumulate_on or "device"}
+            result = estimate_in_memory(model, counted, likelihood, output=output, device=device, **both)
         result.notes += expert_notes(model, result)
         return result
     _refuse({"output": output}, "a module, not for a model on disk")
@@ -184,29 +171,26 @@ def estimate_to_disk(
     source: str | Path,
     out: str | Path,
     *,
-    likelihood: str = "empirical",
-    kind: str = "diagonal",
-    at_delta: str | Path | None = None,
-    max_kronecker_dim: int = 16384,
-    seed: int = 0,
-    precision: str = "float32",
-    shard_size: int = 5_000_000_000,
-    resume: bool = False,
-    force: bool = False,
-    progress: bool | Progress = True,
-    save_every: float = SAVE_EVERY,
-    processes: bool = False,
-    accumulate_on: str | None = None,
+    likelihood: str,
+    kind: str,
+    at_delta: str | Path | None,
+    max_kronecker_dim: int,
+    seed: int,
+    precision: str,
+    shard_size: int,
+    resume: bool,
+    force: bool,
+    progress: bool | Progress,
+    save_every: float,
+    processes: bool,
+    accumulate_on: str | None,
     **loading: Unpack[LoadOptions],
 ) -> Estimate:
     """``estimate_curvature`` of a model on disk."""
-    import numpy as np
-    import torch
-
     from ..curvature.curvature import write_curvature_card
-    from ..curvature.experts import expert_notes
+    from ..curvature.estimate import expert_notes
     from ..curvature.format import KINDS
-    from ..curvature.losses import TokenLoss
+    from ..curvature.offload import offloaded_modules
     from ..engine.input_state import changed, digest_of_state, model_paths, state_of
     from ..tasks import complete, load_task
     from ..tasks.data.read import data_paths
@@ -229,7 +213,7 @@ def estimate_to_disk(
             Path(out), f"estimate of {KINDS[kind]}", force=force, resume=resume, reads=[*models, *data], inside=paths
         )
     with output as staging, shown(progress if group.is_first else False, "examples") as bar:
-        shared_folder = group.all_gather(None if staging is None else str(staging.folder))[0]
+        folder = Path(group.all_gather(None if staging is None else str(staging.folder))[0])
         files = state_of(models) + state_of(data, deep=True)
         loaded = load_task(
             model,
@@ -238,14 +222,7 @@ def estimate_to_disk(
             bytes_per_parameter=4 if accumulate_on in (None, "device") else 0,
             **options,
         )
-        storage = _storage_for(loaded.model, accumulate_on, Path(shared_folder))
-        if kind == "kronecker" and loaded.task == "embedding":
-            raise InputError(
-                "kind kronecker: embedding models use every layer once per text, but Kronecker factors need layers "
-                "that are used once. Estimate a diagonal, or Gram matrices."
-            )
-        if likelihood == "exact" and kind != "gram" and isinstance(loaded.loss, TokenLoss):
-            next(loaded.loss.factors(torch.empty(0)))  # raises an error that explains why this is not possible
+        _check_task(loaded, kind, likelihood)
         group.check_equal(loaded.shared_facts())
         notes = _subtract_base(loaded, at_delta, options) if at_delta is not None else []
         request = {
@@ -265,15 +242,12 @@ def estimate_to_disk(
             "bits": args.bits,
             "max_kronecker_dim": max_kronecker_dim,
         }
-        saved = SavedSums(Path(shared_folder), request, group.rank)
-        rows = np.arange(loaded.examples)
+        saved = SavedSums(folder, request, group)
+        keywords: dict[str, Any] = {"kind": kind, "seed": seed, "max_kronecker_dim": max_kronecker_dim}
+        keywords["accumulate_on"] = accumulate_on or ("cpu" if offloaded_modules(loaded.model) else "device")
         try:
-            if resume:
-                rows = group.all_gather(saved.join(loaded.examples) if group.is_first else None)[0]
-            keywords: Any = {"kind": kind, "seed": seed, "storage": storage, "max_kronecker_dim": max_kronecker_dim}
+            rows = saved.rows_left(loaded.examples)
             result = estimate_with_saves(loaded, likelihood, rows, saved, save_every, bar, group, **keywords)
-            if group.is_first:
-                saved.add_joined(result)
             notes += [*result.notes, *expert_notes(loaded.model, result)]
             if path := changed(files, state_of(models) + state_of(data, deep=True)):
                 saved.remove()
@@ -281,7 +255,6 @@ def estimate_to_disk(
             # The name of a folder without its path, because files may be published.
             result.model = Path(model).resolve().name if Path(model).exists() else model
             if staging is not None:
-                saved.remove(rest=True)
                 result.write(staging.folder, precision, shard_size)
                 write_curvature_card(staging.folder, _card_facts(source, loaded, options, at_delta))
                 saved.remove()
@@ -289,7 +262,6 @@ def estimate_to_disk(
             if staging is not None:
                 staging.keep = saved.exist
             raise
-        memory = group.all_gather(_peak_memory())
     return Estimate(
         out=output_path(out),
         kind=kind,
@@ -301,9 +273,23 @@ def estimate_to_disk(
         device=str(loaded.device),
         resumed_from=loaded.examples - len(rows),
         processes=group.world_size,
-        memory=memory,
         notes=[*(staging.notes if staging is not None else []), *loaded.notes, *notes],
     )
+
+
+def _check_task(loaded: LoadedTask, kind: str, likelihood: str) -> None:
+    """Raise if the task does not go together with the kind or the likelihood."""
+    import torch
+
+    from ..curvature.losses import TokenLoss
+
+    if kind == "kronecker" and loaded.task == "embedding":
+        raise InputError(
+            "kind kronecker: embedding models use every layer once per text, but Kronecker factors need layers "
+            "that are used once. Estimate a diagonal, or Gram matrices."
+        )
+    if likelihood == "exact" and kind != "gram" and isinstance(loaded.loss, TokenLoss):
+        next(loaded.loss.factors(torch.empty(0)))  # raises an error that explains why this is not possible
 
 
 def _card_facts(source: str, loaded: LoadedTask, options: LoadOptions, at_delta: str | None) -> dict[str, str]:
@@ -328,23 +314,18 @@ def check_estimate_options(
     """Raise for unknown values, and for options that exclude each other."""
     from ..curvature.estimate import LIKELIHOODS
     from ..curvature.format import KINDS, PRECISIONS
-    from ..curvature.sum_storage import LOCATIONS
+    from ..curvature.offload import LOCATIONS
 
-    for option, value, known in (
-        ("likelihood", likelihood, LIKELIHOODS),
-        ("kind", kind, tuple(KINDS)),
-        ("precision", precision, tuple(PRECISIONS)),
-    ):
-        check_known(f"{option} {value}", value, known)
+    check_known(f"likelihood {likelihood}", likelihood, LIKELIHOODS)
+    check_known(f"precision {precision}", precision, tuple(PRECISIONS))
     if accumulate_on is not None:
         check_known(f"accumulate_on {accumulate_on}", accumulate_on, LOCATIONS)
-    _check_max_kronecker_dim(max_kronecker_dim, kind)
-    matrices = {"gram": "Gram matrices", "kronecker": "Kronecker factors"}.get(kind)
-    if matrices and precision != "float32":
-        raise InputError(f"precision {precision}: {matrices} are stored as float32 only")
-    if matrices and at_delta is not None:
-        raise InputError(f"at_delta is for the Fisher of fa1; {matrices} are estimated at the model itself")
+    _check_kind(kind, max_kronecker_dim)
     quantized = f"load_in_{args.bits}bit"
+    if kind != "diagonal" and precision != "float32":
+        raise InputError(f"precision {precision}: {KINDS[kind]} are stored as float32 only")
+    if kind != "diagonal" and at_delta is not None:
+        raise InputError(f"at_delta is for the Fisher of fa1; {KINDS[kind]} are estimated at the model itself")
     if kind == "gram" and args.bits:
         raise InputError(
             f"model_args: {quantized} estimates the parameters of an adapter; Gram matrices are of the model's layers"
@@ -354,39 +335,15 @@ def check_estimate_options(
         raise InputError(f"at_delta changes the model's weights in memory, and excludes {key} of model_args")
 
 
-def _check_max_kronecker_dim(max_kronecker_dim: int, kind: str) -> None:
+def _check_kind(kind: str, max_kronecker_dim: int) -> None:
+    from ..curvature.format import KINDS
     from ..curvature.kfac import MAX_KRONECKER_DIM
 
+    check_known(f"kind {kind}", kind, tuple(KINDS))
     if max_kronecker_dim < 1:
         raise InputError(f"max_kronecker_dim is {max_kronecker_dim}, but must be at least 1")
     if kind != "kronecker" and max_kronecker_dim != MAX_KRONECKER_DIM:
         raise InputError(f"max_kronecker_dim is for kind kronecker, not for {kind}")
-
-
-def _storage_for(model: nn.Module, accumulate_on: str | None, folder: Path) -> SumStorage:
-    """Return the storage of a model's sums: by default, where its weights are."""
-    from ..curvature.offload import offloaded_modules
-    from ..curvature.sum_storage import SumStorage
-
-    if accumulate_on is None:
-        offloaded = [hook.weights_map for _, _, hook in offloaded_modules(model)]
-        on_disk = any(getattr(getattr(weights, "dataset", None), "index", None) for weights in offloaded)
-        accumulate_on = "device" if not offloaded else "disk" if on_disk else "cpu"
-    return SumStorage(accumulate_on, folder if folder.is_dir() else Path(tempfile.gettempdir()))
-
-
-def _peak_memory() -> dict[str, int]:
-    """Return the peak memory of this process so far in bytes: main memory, and memory of GPUs if it uses any."""
-    import torch
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    status = Path("/proc/self/status")  # on Linux, ru_maxrss may be that of the program that started this one
-    if status.is_file() and (line := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
-        peak = int(line[1]) * 1024
-    memory = {"peak_rss_bytes": peak}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        memory["peak_cuda_bytes"] = sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
-    return memory
 
 
 def _subtract_base(loaded: LoadedTask, base: str, options: LoadOptions) -> list[str]:

@@ -1,7 +1,7 @@
 """Save the sums of an unfinished estimate from time to time, so that ``resume=True`` can continue from them.
 
-Each process saves the sums over its rows in a file. A resumed run first joins these files into one, estimates the rows
-that are left, and adds the joined sums at the end.
+Each process of each run saves the sums over its rows in a file of its own. A resumed run estimates the rows that are in
+no file, and adds the sums of all files at the end.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ..progress import Progress
 from ..tasks import LoadedTask
 from ..urls import redact
 
-#: The files of sums: of one process, of all earlier runs, and a file that replaces one of them once it is complete.
-SUMS_STEM, JOINED_STEM, NEW_STEM = "saved-sums", "saved-sums-joined", "saved-sums-new"
+#: The files of sums, and a file that gets such a name once it is complete.
+SUMS_STEM, NEW_STEM = "saved-sums", "new-sums"
 
 
 class SavedSums:
@@ -37,65 +37,39 @@ class SavedSums:
     The rows and the request are header metadata of the file with the sums, so one rename replaces all three.
     """
 
-    def __init__(self, folder: Path, request: dict[str, Any], rank: int = 0) -> None:
+    def __init__(self, folder: Path, request: dict[str, Any], processes: Processes) -> None:
         self._folder, self._request = folder, redact(json.dumps(request, sort_keys=True))
-        self._path = folder / f"{SUMS_STEM}-{rank}.safetensors"
-        self._joined = folder / f"{JOINED_STEM}.safetensors"
-        self._new = f"{NEW_STEM}-{rank}"
+        self._processes = processes
+        self._earlier: list[Path] = processes.all_gather(self._files())[0]
+        """The files of earlier runs."""
+        used = [int(path.stem.rpartition("-")[2]) for path in self._earlier]
+        self._name = f"{max(used, default=-1) + 1 + processes.rank:06}"
+
+    def _files(self) -> list[Path]:
+        return sorted(self._folder.glob(f"{SUMS_STEM}-*.safetensors"))
 
     @property
     def exist(self) -> bool:
-        return any(self._folder.glob(f"{SUMS_STEM}*.safetensors"))
+        return bool(self._files())
 
-    def write(self, sums: Curvature, rows: np.ndarray, path: Path | None = None) -> None:
-        """Replace this process's file by sums over these rows."""
-        require_finite(sums)
-        header = {**sums.header(), "request": self._request, "rows": json.dumps(ranges_of(rows))}
-        write_sums(self._folder, sums, header, sys.maxsize, self._new)
-        new = self._folder / f"{self._new}.safetensors"
-        path = path or self._path
-        try:
-            with new.open("rb") as file:
-                os.fsync(file.fileno())
-            new.replace(path)
-        except OSError as error:
-            raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
-
-    def join(self, total: int) -> np.ndarray:
-        """Join the files of earlier runs into one file, and return the rows that are left, of ``total`` rows."""
-        done = np.zeros(total, bool)
-        sums: Curvature | None = None
-        # The joined file comes first. Sums that it includes may be there too, if joining was interrupted.
-        paths = sorted(
-            self._folder.glob(f"{SUMS_STEM}-*.safetensors"), key=lambda path: (path != self._joined, path.name)
-        )
-        paths = [path for path in paths if not path.name.startswith(NEW_STEM)]
-        for path in paths:
-            rows = self._read_rows(path, total)
-            if not done[rows].all():
-                done[rows] = True
-                if sums is None:
-                    sums = Curvature.load(path)
-                else:
-                    add_file(sums, path)
-        if sums is not None and paths != [self._joined]:
-            self.write(sums, np.flatnonzero(done), self._joined)
-        for path in paths:
-            if path != self._joined:
-                path.unlink(missing_ok=True)
-        return np.flatnonzero(~done)
-
-    def add_joined(self, sums: Curvature) -> None:
-        """Add the sums of earlier runs."""
-        if self._joined.is_file():
-            add_file(sums, self._joined)
-
-    def remove(self, *, rest: bool = False) -> None:
-        """Remove all saved sums; with ``rest``, instead all other files, to make room for the result."""
-        for child in self._folder.iterdir():
-            is_saved = child.name.startswith(SUMS_STEM)
-            if (not is_saved if rest else is_saved) and child.name != MARK:
-                shutil.rmtree(child) if child.is_dir() else child.unlink()
+    def rows_left(self, total: int) -> np.ndarray:
+        """Return the rows that no earlier run has estimated, of ``total`` rows. Remove all other files."""
+        rows: np.ndarray | None = None
+        if self._processes.is_first:
+            done = np.zeros(total, bool)
+            for path in self._earlier:
+                of_file = self._read_rows(path, total)
+                if done[of_file].any():
+                    raise InputError(
+                        f"{path}: holds rows that another file holds too. Run without resume to start over."
+                    )
+                done[of_file] = True
+            rows = np.flatnonzero(~done)
+            for child in self._folder.iterdir():
+                if child.name != MARK and child not in self._earlier:
+                    shutil.rmtree(child) if child.is_dir() else child.unlink()
+        result: np.ndarray = self._processes.all_gather(rows)[0]
+        return result
 
     def _read_rows(self, path: Path, total: int) -> np.ndarray:
         try:
@@ -106,23 +80,40 @@ class SavedSums:
                     f"{self._folder}: holds the unfinished estimate of another model, other data or other options. "
                     "Run with the same ones, or without resume to start over."
                 )
-            ranges = [range(first, end) for first, end in json.loads(header["rows"])]
+            rows = np.concatenate([np.arange(first, end) for first, end in json.loads(header["rows"])])
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"{path}: cannot be read ({error}). Run without resume to start over.") from error
-        if all(0 <= part.start < part.stop <= total for part in ranges):
-            rows = np.concatenate([np.arange(0), *map(np.array, ranges)])
-            if len(np.unique(rows)) == len(rows) == examples:
-                return rows
-        raise InputError(
-            f"{path}: holds sums over {examples} examples, but lists other rows: {header['rows'][:80]}. Run without "
-            "resume to start over."
-        )
+        if not len(np.unique(rows)) == len(rows) == examples or rows.min() < 0 or rows.max() >= total:
+            raise InputError(
+                f"{path}: holds sums over {examples} examples, but lists other rows: {header['rows'][:80]}. Run "
+                "without resume to start over."
+            )
+        return rows
 
+    def write(self, sums: Curvature, rows: np.ndarray) -> None:
+        """Replace this process's file by sums over these rows."""
+        require_finite(sums)
+        header = {**sums.header(), "request": self._request, "rows": json.dumps(ranges_of(rows))}
+        new = f"{NEW_STEM}-{self._name}"
+        write_sums(self._folder, sums, header, sys.maxsize, new)
+        path = self._folder / f"{SUMS_STEM}-{self._name}.safetensors"
+        try:
+            with (self._folder / f"{new}.safetensors").open("rb") as file:
+                os.fsync(file.fileno())
+            (self._folder / f"{new}.safetensors").replace(path)
+        except OSError as error:
+            raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
 
-def add_file(sums: Curvature, path: Path) -> None:
-    """Add the sums of a file in place."""
-    with open_curvature(str(path)) as file:
-        sums.add_file(file)
+    def add_earlier(self, sums: Curvature) -> None:
+        """Add the sums of earlier runs, in the first process."""
+        for path in self._earlier if self._processes.is_first else ():
+            with open_curvature(str(path)) as file:
+                sums.add_file(file)
+
+    def remove(self) -> None:
+        """Remove all saved sums."""
+        for path in self._files():
+            path.unlink()
 
 
 def ranges_of(rows: np.ndarray) -> list[list[int]]:
@@ -141,7 +132,10 @@ def estimate_with_saves(
     processes: Processes,
     **options: Any,
 ) -> Curvature:
-    """Return the curvature of some rows over all processes. Each saves its sums every ``save_every`` seconds."""
+    """Return the curvature of all rows: of ``rows`` over all processes, and of earlier runs.
+
+    Each process saves its sums every ``save_every`` seconds.
+    """
     share = processes.share(len(rows))
     own_rows = rows[share.start : share.stop]
     size = max(1, loaded.batch_size)
@@ -168,8 +162,8 @@ def estimate_with_saves(
         each_batch=each_batch,
         # The same examples in all processes and runs, so that all choose the same formulas.
         verify_on=next(iter(loaded.batches(2, 0, min(2, loaded.examples)))),
-        allow_empty=True,
         **options,
     )
     sums.all_reduce(processes, len(own_rows))
+    saved.add_earlier(sums)
     return sums

@@ -21,7 +21,7 @@ from .options import (
     Printing,
     command_with,
 )
-from .output import Notes, heavy_imports, memory_of, print_json, print_notes, progress
+from .output import Notes, heavy_imports, print_json, print_notes, progress
 from .stdio import echo
 
 EXAMPLE = (
@@ -85,5 +85,5 @@ def estimate(
             f"{out}: {kinds.get(result.kind) or f'{likelihood} curvature'} of {result.tensors} tensors, "
             f"{count(result.entries)} entries, sum over {result.examples} examples ({result.task}), "
             f"stored as {precision}; {result.seconds:.1f} s on {result.device}"
-            f"{f', {result.processes} processes' if result.processes > 1 else ''}{memory_of(result.memory)}"
+            f"{f', {result.processes} processes' if result.processes > 1 else ''}"
         )

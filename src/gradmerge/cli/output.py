@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import typer
@@ -139,15 +139,6 @@ def heavy_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def memory_of(processes: Sequence[Mapping[str, int]]) -> str:
-    """Return the peak memory of every process, for the end of a line."""
-    held = [
-        " and ".join([size(one["peak_rss_bytes"]), *(f"{size(v)} on GPUs" for k, v in one.items() if "cuda" in k)])
-        for one in processes
-    ]
-    return f", at most {held[0]} of memory" if len(held) == 1 else f"; memory by process at most {', '.join(held)}"
 
 
 def print_json(value: Any) -> None:

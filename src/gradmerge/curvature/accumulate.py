@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,12 +31,12 @@ from .batches import enough_memory, masks_of, sees_decoder
 from .checkpoint_names import for_files, stored_sources, stored_unchanged
 from .curvature import Curvature, Entries, KroneckerFactors
 from .hooks import Recorder
-from .kernels import DirectGradient, OuterGradient, Term, add_many_direct, add_outer, add_squares, sum_type
+from .kernels import DirectGradient, OuterGradient, Term, add_many_direct, add_squares, sum_type
 from .kfac import BatchInputs, KroneckerSums
 from .losses import logits_of
-from .parameter_sum import ParameterSum, differentiable, for_each_example, without_gradients
+from .offload import StoredSum
+from .parameter_sum import ParameterSum, differentiable, for_each_example
 from .per_example_gradients import is_conv1d
-from .sum_storage import StoredSum, SumStorage
 from .verify import Formulas, warn_slow
 
 Objectives = Callable[[Any, int], list[Callable[[], Tensor]]]
@@ -47,7 +47,10 @@ _SMALL = 1 << 20
 
 
 class Accumulator(Recorder):
-    """Adds up Σ_i g_i² of a model's parameters, or the factors of its layers, batch by batch."""
+    """Adds up Σ_i g_i² of a model's parameters, or the factors of its layers, batch by batch.
+
+    ``max_kronecker_dim`` is the largest layer with Kronecker factors; None for diagonals only.
+    """
 
     def __init__(
         self,
@@ -55,20 +58,18 @@ class Accumulator(Recorder):
         parameters: Mapping[str, nn.Parameter],
         formulas: Formulas,
         objectives: Objectives,
-        storage: SumStorage,
+        accumulate_on: str = "device",
         max_kronecker_dim: int | None = None,
     ) -> None:
-        """``max_kronecker_dim`` is the largest layer with Kronecker factors; None for diagonals only."""
-        super().__init__(model, {p: ParameterSum(p, storage) for p in parameters.values()})
-        for parameter, entry in self.sums.items():
-            entry.slow = parameter in formulas.slow
-        self._model, self._objectives, self._formulas, self._storage = model, objectives, formulas, storage
-        self._parameters = parameters
+        super().__init__(model, {p: ParameterSum(p, accumulate_on) for p in parameters.values()})
+        for parameter in formulas.slow:
+            self.sums[parameter].slow = True
+        self._model, self._objectives, self._kinds = model, objectives, formulas.kinds
+        self._parameters, self._accumulate_on = parameters, accumulate_on
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._kind = "diagonal" if max_kronecker_dim is None else "kronecker"
         self._to_files: Callable[[Any], Entries] | None = for_files(model)
         self._notes: list[str] = []
-        self._unused: list[str] = []
         self._inputs = BatchInputs({})
         self._first_pass = True
         if max_kronecker_dim is not None:
@@ -76,23 +77,24 @@ class Accumulator(Recorder):
         self.attach(formulas.attached(self.sums))
 
     def _make_factors(self, max_kronecker_dim: int) -> None:
-        """Give layers Kronecker factors, if the two examples use their matrix in one product."""
-        stored, kinds = stored_unchanged(self._model), self._formulas.kinds
+        """Give layers Kronecker factors, if the two verified examples use their matrix in one product."""
+        stored = stored_unchanged(self._model)
         layers, wide = kronecker_layers(self._model, self._parameters.values(), stored, max_kronecker_dim)
         holders = [p for module in self._model.modules() for p in module._parameters.values()]
         for parameter, (name, module) in layers.items():
-            if not self.sums[parameter].slow and kinds.get(parameter) == [OuterGradient]:
+            if self._kinds.get(parameter) == [OuterGradient] and not self.sums[parameter].slow:
                 bias, entry = module._parameters.get("bias"), self.sums[parameter]
                 if bias is not None and bias in self.sums and sum(other is bias for other in holders) == 1:
                     self.sums[bias].weight = entry
                 else:
                     bias = None
-                entry.factors = KroneckerSums(name, parameter, bias, is_conv1d(module), self._storage)
-        self._unused = [name for p, (name, _) in layers.items() if p not in kinds and not self.sums[p].slow]
+                entry.factors = KroneckerSums(name, parameter, bias, is_conv1d(module), self._accumulate_on)
         if wide:
             self._notes.append(
                 f"layers with more than {max_kronecker_dim:,} inputs or outputs have a diagonal:\n{listed(wide)}"
             )
+        if unused := [name for p, (name, _) in layers.items() if p not in self._kinds and not self.sums[p].slow]:
+            self._notes.append(f"no gradient reaches these layers, which have a diagonal:\n{listed(unused)}")
         convert = self._to_files
 
         def to_files(entries: Entries) -> Entries:
@@ -104,20 +106,13 @@ class Accumulator(Recorder):
 
     def curvature(self, examples: int, likelihood: str) -> Curvature:
         """Return the sums so far. Their tensors change with the next batch."""
-        sums = {name: self.sums[p] for name, p in self._parameters.items()}
-        layers = {name: entry.factors.result() for name, entry in sums.items() if entry.factors is not None}
-        diagonal = {n: entry.total for n, entry in sums.items() if n not in layers and entry.weight is None}
-        entries: Entries = {**layers, **diagonal}
-        name = str(getattr(getattr(self._model, "config", None), "_name_or_path", "") or type(self._model).__name__)
+        entries: dict[str, Tensor | KroneckerFactors] = {}
+        for name, parameter in self._parameters.items():
+            entry = self.sums[parameter]
+            if entry.weight is None:
+                entries[name] = entry.stored.value if entry.factors is None else entry.factors.result()
+        name = _name_of(self._model) or type(self._model).__name__
         return Curvature(entries, examples, likelihood, name, kind=self._kind, stored=self._to_files, notes=self._notes)
-
-    def check_used(self) -> None:
-        """Raise InputError if no gradient reached a layer that should have Kronecker factors."""
-        if unused := [name for name in self._unused if not self.sums[self._parameters[name]].slow]:
-            raise InputError(
-                f"no gradient reaches these layers, so they have no Kronecker factors:\n{listed(unused)}\n"
-                "  Freeze them (requires_grad_(False)), or estimate a diagonal."
-            )
 
     def add(self, batch: Any, first: int) -> None:
         """Add the squares of every example of a batch; ``first`` is the index of its first example."""
@@ -126,65 +121,63 @@ class Accumulator(Recorder):
                 self._add_by_formulas(batch, first)
             if slow := [entry for entry in self.sums.values() if entry.slow]:
                 objectives = lambda example, row: self._objectives(example, first + row)  # noqa: E731
-                for_each_example(batch, objectives, slow, _add_gradient)
+                for_each_example(batch, objectives, slow, ParameterSum.add_gradient)
 
     def _add_by_formulas(self, batch: Any, first: int) -> None:
         """Run the model, and each backward pass; the hooks call :meth:`add_term`."""
         fast = [entry.parameter for entry in self.sums.values() if not entry.slow]
         has_factors = any(entry.factors is not None for entry in self.sums.values())
         self._inputs = BatchInputs(masks_of(self._model, batch) if has_factors else {})
-        with self.recording(batch), without_gradients(fast), differentiable(fast):
+        with self.recording(batch), differentiable(fast):
             objectives = self._objectives(batch, first)
             for number, make_objective in enumerate(objectives):
                 objective, self._first_pass = make_objective(), number == 0
                 if self._first_pass:
-                    reached = _reached(objective)
-                    unfit = [entry for formula in self.check_shapes() for entry in formula.sums.values()]
-                    # Parameters with a formula are hidden in their module, so the backward pass must not reach them.
-                    self._give_up([*unfit, *(entry for p, entry in self.sums.items() if p in reached)])
+                    self._make_slow({entry for formula in self.check_shapes() for entry in formula.sums.values()})
                 if objective.requires_grad:  # otherwise no parameter with a formula is used
                     objective.backward(retain_graph=number + 1 < len(objectives))
                 self._end_pass()
+            # Formulas hide parameters in their modules, so a gradient that reached one is of a use elsewhere.
+            if outside := [self._names[p] for p in fast if p.grad is not None and not self.sums[p].slow]:
+                raise InputError(
+                    f"the batch that begins with example {first} uses parameters outside of their module, unlike the "
+                    f"first examples:\n{listed(outside)}\n  Freeze them (requires_grad_(False))."
+                )
         self._inputs = BatchInputs({})
 
     def needs_term(self, entry: ParameterSum) -> bool:
         return entry.weight is None
 
     def add_term(self, entry: ParameterSum, term: Term) -> None:
+        if not entry.slow and not self._kinds.get(entry.parameter):
+            self._make_slow({entry})  # no gradient reached it when formulas were verified
         if entry.slow:
             return
         if entry.factors is not None and isinstance(term, OuterGradient):
             entry.factors.add(term, self._inputs, inputs=self._first_pass)
-        elif entry.parameter not in self._formulas.kinds or (len(entry.uses) == 1 and _is_small(term)):
-            entry.terms.append(term)
-        elif len(entry.uses) == 1:
-            entry.add(lambda total: add_squares(total, [term]))
+        elif len(entry.uses) == 1 and not _is_small(term):
+            entry.stored.add(lambda total: add_squares(total, [term]))
         elif isinstance(term, OuterGradient) and entry.is_tied_table:
-            entry.keep_head(term)
-            entry.add(lambda total: add_outer(total, term))
+            entry.add_head(term)
         else:
             entry.terms.append(term)
 
     def _end_pass(self) -> None:
         """Add the squares of the terms that waited for the end of a backward pass."""
-        waiting = [entry for entry in self.sums.values() if entry.terms]
-        self._give_up(entry for entry in waiting if entry.parameter not in self._formulas.kinds)
         small: dict[Any, list[ParameterSum]] = {}
-        for entry in waiting:
-            if entry.slow:
-                continue
-            if self._storage.on_device and all(_is_small(term) for term in entry.terms):
-                small.setdefault((entry.dtype, entry.total.device), []).append(entry)
-            else:
+        for entry in self.sums.values():
+            if entry.terms and self._accumulate_on == "device" and all(map(_is_small, entry.terms)):
+                small.setdefault((entry.dtype, entry.parameter.device), []).append(entry)
+            elif entry.terms:
                 entry.add_terms()
         for group in small.values():
-            add_many_direct([entry.total for entry in group], [entry.terms for entry in group])  # type: ignore[misc]
-        for entry in waiting:
+            add_many_direct([entry.stored.value for entry in group], [entry.terms for entry in group])  # type: ignore[misc]
+        for entry in self.sums.values():
             entry.end_pass()
 
-    def _give_up(self, sums: Iterable[ParameterSum]) -> None:
+    def _make_slow(self, unfit: set[ParameterSum]) -> None:
         """Make parameters slow from this batch on, which has added nothing to them yet."""
-        unfit = {entry for entry in sums if not entry.slow}
+        unfit = {entry for entry in unfit if not entry.slow}
         for entry in self.sums.values():
             if entry.factors is not None and (entry in unfit or entry.uses not in ([], [OuterGradient])):
                 raise InputError(
@@ -193,7 +186,6 @@ class Accumulator(Recorder):
                     "diagonal."
                 )
         if unfit:
-            self._formulas.conclusive = False
             warn_slow(self._names[entry.parameter] for entry in unfit)
         for entry in unfit:
             entry.slow = True
@@ -227,32 +219,18 @@ def kronecker_layers(
     return layers, wide
 
 
-def _reached(objective: Tensor) -> set[Tensor]:
-    """Return the leaf tensors that the backward pass from a tensor reaches."""
-    leaves, seen, nodes = set(), set(), [objective.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-            if (leaf := getattr(node, "variable", None)) is not None:
-                leaves.add(leaf)
-    return leaves
-
-
-def _add_gradient(entry: ParameterSum, gradient: Tensor) -> None:
-    wide = gradient.to(entry.dtype)
-    entry.add(lambda total: total.addcmul_(wide, wide))
-
-
 def _is_small(term: Term) -> bool:
     return isinstance(term, DirectGradient) and term.gradient.numel() <= _SMALL
+
+
+def _name_of(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "_name_or_path", ""))
 
 
 class GramAccumulator:
     """Adds up XᵀX of the inputs of every linear layer, without padding. A head tied to an embedding is left out."""
 
-    def __init__(self, model: nn.Module, storage: SumStorage) -> None:
+    def __init__(self, model: nn.Module, accumulate_on: str = "device") -> None:
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         self._model = model
         self._layers: dict[str, nn.Module] = {}
@@ -265,7 +243,7 @@ class GramAccumulator:
             name, weight = f"{path}.weight".lstrip("."), module.weight
             width = weight.shape[0] if is_conv1d(module) else weight.shape[1]
             self._layers[name] = module
-            self._sums[name] = storage.new_sum((width, width), sum_type(weight), weight.device)
+            self._sums[name] = StoredSum((width, width), sum_type(weight), weight.device, accumulate_on)
             hook = functools.partial(self._add_input, self._sums[name], sees_decoder(name))
             self._hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if not self._layers:
@@ -301,8 +279,4 @@ class GramAccumulator:
         named.sort(key=lambda pair: order[pair[1]])
         sums = {stored: self._sums[source].value for stored, source in named}
         transposed = [stored for stored, source in named if is_conv1d(self._layers[source])]
-        name = str(getattr(getattr(self._model, "config", None), "_name_or_path", ""))
-        return Curvature(sums, examples, "", name, kind="gram", transposed=transposed)
-
-    def check_used(self) -> None:
-        """A layer without inputs has a Gram matrix of zeros."""
+        return Curvature(sums, examples, "", _name_of(self._model), kind="gram", transposed=transposed)

@@ -25,8 +25,8 @@ from .kfac import MAX_KRONECKER_DIM
 from .losses import ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_named, loss_of
 from .offload import input_device, reachable
 from .parameter_sum import gradient_handlers
-from .sum_storage import SumStorage
-from .verify import Formulas, choose_formulas
+from .per_example_gradients import has_fused_experts
+from .verify import choose_formulas
 
 LIKELIHOODS = ("empirical", "sampled", "exact")
 
@@ -41,55 +41,48 @@ def estimate_curvature(
     seed: int = 0,
     device: str | torch.device | None = None,
     each_batch: Callable[[Callable[[], Curvature]], None] | None = None,
-    formulas: Formulas | None = None,
     verify_on: Any = None,
     max_kronecker_dim: int = MAX_KRONECKER_DIM,
-    storage: SumStorage | None = None,
-    allow_empty: bool = False,
+    accumulate_on: str = "device",
 ) -> Curvature:
     """Return Σ_i [∇ℓ_i(θ)]² over the examples of ``batches``; see :func:`gradmerge.estimate_curvature`.
 
     ``each_batch`` is called after every batch with a function that returns the curvature so far, whose tensors change
-    with the next batch. ``formulas`` are those of an earlier estimate of the same model; by default they are verified
-    on the first two examples of ``verify_on``, or of the first batch. ``storage`` creates the sums. ``allow_empty``
-    returns sums of zeros if there are no examples.
+    with the next batch. Formulas are verified on the first two examples of ``verify_on``, or else of the first batch.
+    With ``verify_on``, no batches give sums of zeros.
     """
     check_known(f"likelihood {likelihood!r}", likelihood, LIKELIHOODS)
     check_known(f"kind {kind!r}", kind, KINDS)
-    rows, examples = iter(indexed(batches)), 0
-    storage = storage or SumStorage()
     with reachable(model):
         parameters = {} if kind == "gram" else trainable(model)
         device = torch.device(device) if device is not None else input_device(model)
-        losses = Losses(model, likelihood, loss_named(output), seed)
-        with prepared(model), contextlib.ExitStack() as stack:
+        losses, examples = Losses(model, likelihood, loss_named(output), seed), 0
+        count = examples_in if kind == "gram" else lambda batch: len(labels_of(batch))
+        rows = ((row, batch) for row, batch in _moved(batches, device) if count(batch))
+        if verify_on is None:
+            first = next(rows, None)
+            if first is None:
+                raise InputError("there are no examples to estimate curvature on")
+            verify_on, rows = first[1], itertools.chain([first], rows)  # type: ignore[assignment]
+        with prepared(model):
             accumulator: Accumulator | GramAccumulator
             if kind == "gram":
-                accumulator = stack.enter_context(GramAccumulator(model, storage))
+                accumulator = GramAccumulator(model, accumulate_on)
             else:
-                if formulas is None or not {*formulas.parameters} >= {*parameters.values()}:
-                    first, rows = _peek(rows) if verify_on is None else (verify_on, rows)
-                    formulas = choose_formulas(model, parameters.values(), moved(first, device), losses.logits)
+                formulas = choose_formulas(model, parameters.values(), moved(verify_on, device), losses.logits)
                 max_dim = max_kronecker_dim if kind == "kronecker" else None
-                accumulator = stack.enter_context(
-                    Accumulator(model, parameters, formulas, losses.objectives, storage, max_dim)
-                )
+                accumulator = Accumulator(model, parameters, formulas, losses.objectives, accumulate_on, max_dim)
 
             def so_far() -> Curvature:
                 losses.check()
                 return accumulator.curvature(max(1, examples), likelihood)
 
-            for first_row, batch in rows:
-                batch = moved(batch, device)
-                count = examples_in(batch) if kind == "gram" else len(labels_of(batch))
-                if count:
+            with accumulator:
+                for first_row, batch in rows:
                     accumulator.add(batch, first_row)
-                    examples += count
+                    examples += count(batch)
                     if each_batch is not None:
                         each_batch(so_far)
-            if not examples and not allow_empty:
-                raise InputError("there are no examples to estimate curvature on")
-            accumulator.check_used()
             return so_far()
 
 
@@ -102,15 +95,13 @@ def estimate_gradient(
     Sums are float32, or float64 if the model is float64.
     """
     parameters = trainable(model)
-    device = input_device(model)
     losses, examples = Losses(model, "empirical", loss_named(output), 0), 0
     sums = {
         name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
         for name, p in parameters.items()
     }
     with prepared(model), gradient_handlers({p: sums[name].add_ for name, p in parameters.items()}):
-        for row, batch in indexed(batches):
-            batch = moved(batch, device)
+        for row, batch in _moved(batches, input_device(model)):
             if not len(labels_of(batch)):
                 continue
             examples += len(labels_of(batch))
@@ -131,12 +122,9 @@ def estimate_gradient(
     return sums
 
 
-def verify_formulas(model: nn.Module, batch: Any, device: torch.device) -> Formulas:
-    """Return formulas that further estimates of the same model can reuse."""
-    with reachable(model):
-        parameters = trainable(model)
-        with prepared(model):
-            return choose_formulas(model, parameters.values(), moved(batch, device), lambda b: logits_of(model, b))
+def _moved(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[int, Any]]:
+    """Yield the index of each batch's first example, and the batch on the device."""
+    return ((row, moved(batch, device)) for row, batch in indexed(batches))
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -147,14 +135,20 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def _peek(rows: Iterator[tuple[int, Any]]) -> tuple[Any, Iterator[tuple[int, Any]]]:
-    """Return the first batch with examples, and an iterator over all batches."""
-    seen = []
-    for index, batch in rows:
-        seen.append((index, batch))
-        if len(labels_of(moved(batch, torch.device("cpu")))):
-            return batch, itertools.chain(seen, rows)
-    raise InputError("there are no examples to estimate curvature on")
+def expert_notes(model: nn.Module, curvature: Curvature) -> list[str]:
+    """Return notes on the experts of a model: those without tokens, and weights without Kronecker factors."""
+    weights, experts, idle = [], 0, 0
+    for path, module in model.named_modules():
+        names = [f"{path}.{name}".lstrip(".") for name, p in module._parameters.items() if p is not None]
+        sums = [curvature.diagonal[name] for name in names if "expert" in name and name in curvature.diagonal]
+        if sums and has_fused_experts(module):
+            weights += names
+            experts += len(sums[0])
+            idle += int((torch.stack([value.reshape(len(value), -1).amax(1) for value in sums]).amax(0) == 0).sum())
+    notes = [f"{idle} of {experts} experts received no token and have zero curvature"] if idle else []
+    if weights and curvature.kind == "kronecker":
+        notes.append(f"fused weights of experts have a diagonal, not Kronecker factors:\n{listed(weights)}")
+    return notes
 
 
 class Losses:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .batches import sees_decoder
 from .curvature import KroneckerFactors
 from .kernels import OuterGradient, sum_type
-from .sum_storage import SumStorage
+from .offload import StoredSum
 
 #: Layers with more inputs or outputs get a diagonal: their factors would be of a gigabyte or more each.
 MAX_KRONECKER_DIM = 16384
@@ -76,7 +76,7 @@ class KroneckerSums:
     """A, G and T of one layer, added up over batches."""
 
     def __init__(
-        self, name: str, weight: Tensor, bias: nn.Parameter | None, transposed: bool, storage: SumStorage | None = None
+        self, name: str, weight: Tensor, bias: nn.Parameter | None, transposed: bool, accumulate_on: str = "device"
     ) -> None:
         self.transposed = transposed
         """The weight's first axis is the input's, as in GPT-2's Conv1D."""
@@ -86,10 +86,9 @@ class KroneckerSums:
         outputs, inputs = weight.shape[0], weight.shape[1:].numel()
         if transposed:
             outputs, inputs = inputs, outputs
-        width = inputs + (bias is not None)
-        storage, dtype = storage or SumStorage(), sum_type(weight)
-        self._inputs = storage.new_sum((width, width), dtype, weight.device)
-        self._outputs = storage.new_sum((outputs, outputs), dtype, weight.device)
+        width, dtype = inputs + (bias is not None), sum_type(weight)
+        self._inputs = StoredSum((width, width), dtype, weight.device, accumulate_on)
+        self._outputs = StoredSum((outputs, outputs), dtype, weight.device, accumulate_on)
         self._tokens: int | Tensor = 0
 
     def add(self, term: OuterGradient, batch: BatchInputs, inputs: bool) -> None:
@@ -135,7 +134,7 @@ def _add_square(total: Tensor, rows: Tensor) -> None:
 
 @functools.cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether 16-bit matrices are multiplied there into a float32 sum, as tensor cores can."""
+    """Return whether the device multiplies 16-bit matrices into a float32 sum, as tensor cores can."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     ones, total = torch.ones(32, 32, dtype=dtype, device=device), torch.ones(32, 64, device=device)[:, :32]
@@ -147,7 +146,7 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _waits(value: Tensor) -> bool:
-    """Whether it lies on a device that would have to be waited for to look at it."""
+    """Return whether reading the value would wait for a device."""
     return value.device.type != "cpu"
 
 

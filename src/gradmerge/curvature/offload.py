@@ -1,26 +1,57 @@
-"""Offloaded parameters: weights that accelerate keeps on the CPU or on disk.
+"""Models larger than a device: sums in CPU memory, and weights that accelerate keeps on the CPU or on disk.
 
 accelerate's hooks put another parameter into a module each time it runs, and an empty one behind it. An estimate knows
-a parameter by its identity. So while one runs, an offloaded weight (:func:`reachable`) is a parameter without memory,
-the same one throughout. While its module runs, an attribute of the same name hides it: the weights, fetched, and tied
-to the parameter by autograd.
+a parameter by its identity. So :func:`reachable` replaces each offloaded weight by one parameter without memory. While
+its module runs, an attribute of the same name hides it: the weight on the device, tied to the parameter by autograd.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_known
 from ..errors import InputError
+
+LOCATIONS = ("device", "cpu")
+_BLOCK = 1 << 20
+_MMAP_THRESHOLD = -3  # a parameter of glibc's mallopt
+
+
+class StoredSum:
+    """A sum on the device that adds to it, or in CPU memory. Both have the same bits."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, accumulate_on: str) -> None:
+        check_known(f"accumulate_on {accumulate_on}", accumulate_on, LOCATIONS)
+        self._device = device
+        self.value = torch.zeros(tuple(shape), dtype=dtype, device="cpu" if accumulate_on == "cpu" else device)
+
+    def add(self, add_to: Callable[[Tensor], Any]) -> None:
+        """Call ``add_to`` with the sum on the device."""
+        if self.value.device == self._device:
+            add_to(self.value)
+        else:
+            on_device = self.value.to(self._device)
+            add_to(on_device)
+            self.value.copy_(on_device)
+
+
+def return_freed_memory() -> None:
+    """Make glibc return freed blocks of a megabyte or more to the system, where memory matters more than time."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _BLOCK)
 
 
 def spread_device(model: nn.Module) -> torch.device | None:
-    """Where inputs go of a model that accelerate has spread over devices; None for any other."""
+    """Return where inputs go of a model that accelerate has spread over devices; None for any other."""
     hook: Any = getattr(model, "_hf_hook", None)
     for hook_part in getattr(hook, "hooks", (hook,)):
         if getattr(hook_part, "execution_device", None) is not None:
@@ -29,12 +60,12 @@ def spread_device(model: nn.Module) -> torch.device | None:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where a model's inputs go."""
+    """Return the device of a model's inputs."""
     return spread_device(model) or next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a transformer by their paths: what stands in lists that are in no other list."""
+    """Return the layers of a transformer by path: the modules in lists that are in no other list."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     children = ((name, model.get_submodule(name).named_children()) for name in outer)
@@ -82,12 +113,12 @@ def reachable(model: nn.Module) -> Iterator[None]:
             hook.offload = False
             stack.callback(setattr, hook, "offload", True)
             stack.callback(module.register_forward_pre_hook(fetch, prepend=True).remove)
-            stack.callback(module.register_forward_hook(_let_go, always_call=True).remove)
+            stack.callback(module.register_forward_hook(_remove_fetched, always_call=True).remove)
         yield
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Another name → the name of the same parameter, as accelerate's empty ones and transformers tell it."""
+    """Return name → the first name of the same parameter, by identity and by transformers' list of tied weights."""
     first: dict[int, str] = {}
     result: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -113,7 +144,7 @@ def _fetch(
         module.__dict__[name] = _Fetched.apply(parameter, value) if wanted else value  # type: ignore[no-untyped-call]
 
 
-def _let_go(module: nn.Module, *_: Any) -> None:
+def _remove_fetched(module: nn.Module, *_: Any) -> None:
     for name in module._parameters:
         module.__dict__.pop(name, None)
 

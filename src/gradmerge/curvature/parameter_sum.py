@@ -14,13 +14,13 @@ from . import kernels
 from .batches import batch_rows, examples_in
 from .kernels import OuterGradient, RowGradient, Term
 from .kfac import KroneckerSums
-from .sum_storage import StoredSum, SumStorage
+from .offload import StoredSum
 
 
 class ParameterSum:
     """Σ_i g_i² of one parameter over examples, or instead the Kronecker factors of its layer."""
 
-    def __init__(self, parameter: nn.Parameter, storage: SumStorage | None = None) -> None:
+    def __init__(self, parameter: nn.Parameter, accumulate_on: str = "device") -> None:
         self.parameter = parameter
         self.dtype = kernels.sum_type(parameter)
         self.factors: KroneckerSums | None = None
@@ -34,47 +34,45 @@ class ParameterSum:
         """For each use as a table in this forward pass, the rows that the examples use."""
         self.terms: list[Term] = []
         """Terms of this backward pass. All uses of a parameter add up before they are squared."""
-        self._storage = storage or SumStorage()
+        self._accumulate_on = accumulate_on
         self._head: tuple[Tensor, Tensor] | None = None
 
     @functools.cached_property
-    def _stored(self) -> StoredSum:
-        return self._storage.new_sum(self.parameter.shape, self.dtype, self.parameter.device)
-
-    @property
-    def total(self) -> Tensor:
-        """Σ_i g_i² in its storage."""
-        return self._stored.value
-
-    def add(self, add_to: Callable[[Tensor], Any]) -> None:
-        """Call ``add_to`` with Σ_i g_i² on the parameter's device."""
-        self._stored.add(add_to)
+    def stored(self) -> StoredSum:
+        """Σ_i g_i², made when it is first used."""
+        return StoredSum(self.parameter.shape, self.dtype, self.parameter.device, self._accumulate_on)
 
     @property
     def is_tied_table(self) -> bool:
         """Whether it is an embedding that is also the matrix of a linear layer."""
         return self.uses.count(OuterGradient) == 1 and self.uses.count(RowGradient) == len(self.uses) - 1 > 0
 
-    def keep_head(self, term: OuterGradient) -> None:
-        """Keep what the embedding of a tied table needs of its head, whose own squares have been added.
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add the square of one example's gradient."""
+        wide = gradient.to(self.dtype)
+        self.stored.add(lambda total: total.addcmul_(wide, wide))
+
+    def add_head(self, term: OuterGradient) -> None:
+        """Add the squares of a tied table's head, and keep what the embedding needs of it.
 
         With the head's gradient A and the embedding's S, (A + S)² = A² + S (2A + S). S has few rows, and only those of
         A are kept: all of A is as large as the logits.
         """
         rows = kernels.unique_rows(torch.cat(self.ids, 1))
         self._head = rows, kernels.outer_at_rows(term, rows, self.dtype)
+        self.stored.add(lambda total: kernels.add_outer(total, term))
 
     def add_terms(self) -> None:
         """Add the squares of all terms of this backward pass."""
         if self._head is None:
-            self.add(lambda total: kernels.add_squares(total, self.terms))
+            self.stored.add(lambda total: kernels.add_squares(total, self.terms))
             return
         rows, head = self._head
         table = [term for term in self.terms if isinstance(term, RowGradient)]
         if len(table) < len(self.ids):  # a use without a gradient
             table += [RowGradient(ids, table[0].y.new_zeros(*ids.shape, head.shape[2])) for ids in self.ids]
         sums = kernels.merge_rows(table, self.dtype).y[:, : rows.shape[1]]
-        self.add(lambda total: kernels.add_rows(total, rows, sums * (2 * head + sums)))
+        self.stored.add(lambda total: kernels.add_rows(total, rows, sums * (2 * head + sums)))
 
     def end_pass(self) -> None:
         """Drop the terms of the backward pass."""
@@ -113,10 +111,8 @@ def for_each_example(
 @contextlib.contextmanager
 def gradient_handlers(handlers: Mapping[nn.Parameter, Callable[[Tensor], Any]]) -> Iterator[None]:
     """Pass each parameter's gradient to its handler as soon as it is complete, and do not keep it."""
-    parameters = list(handlers)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(without_gradients(parameters))
-        stack.enter_context(differentiable(parameters))
+        stack.enter_context(differentiable(list(handlers)))
         for parameter, handler in handlers.items():
 
             def accumulated(parameter: Tensor, handler: Callable[[Tensor], Any] = handler) -> None:
@@ -129,29 +125,15 @@ def gradient_handlers(handlers: Mapping[nn.Parameter, Callable[[Tensor], Any]]) 
 
 
 @contextlib.contextmanager
-def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Clear ``grad`` of the parameters, and restore it at the end."""
-    saved = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    for parameter, _ in saved:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad = None
-        for parameter, gradient in saved:
-            parameter.grad = gradient
-
-
-@contextlib.contextmanager
-def differentiable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let the parameters require a gradient inside, and not afterwards."""
-    parameters = list(parameters)
+def differentiable(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let the parameters require a gradient inside, with ``grad`` None. Restore their ``grad`` at the end."""
+    saved = [parameter.grad for parameter in parameters]
     for parameter in parameters:
+        parameter.grad = None
         parameter.requires_grad_(True)
     try:
         yield
     finally:
-        for parameter in parameters:
+        for parameter, gradient in zip(parameters, saved, strict=True):
             parameter.requires_grad_(False)
+            parameter.grad = gradient

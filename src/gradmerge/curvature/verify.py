@@ -37,13 +37,10 @@ class Formulas:
 
     chosen: dict[nn.Module, MakeFormula]
     """Modules without a formula are missing."""
-    parameters: list[nn.Parameter]
     slow: set[nn.Parameter]
     """Parameters that no formula fits."""
     kinds: dict[nn.Parameter, list[type[Term]]]
-    """For each parameter that the two examples use, the kinds of its terms."""
-    conclusive: bool
-    """Whether further estimates may reuse them: no gradient was 0, and they fitted all batches so far."""
+    """The kinds of the terms of each parameter that a gradient of the two examples reaches."""
 
     def attached(self, sums: Mapping[nn.Parameter, ParameterSum]) -> list[MakeFormula]:
         """Return the formulas of modules with parameters that are not slow."""
@@ -85,8 +82,6 @@ class _Verifier(Recorder):
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], outputs: Callable[[Any], Tensor]) -> None:
         super().__init__(model, {p: ParameterSum(p) for p in parameters})
         self._outputs = outputs
-        self._kinds: dict[nn.Parameter, list[type[Term]]] = {}
-        self._all_nonzero = False
 
     def choose(self, candidates: dict[nn.Module, list[MakeFormula]], batch: Any) -> Formulas:
         """Return the first candidate of every module that equals autograd."""
@@ -95,14 +90,12 @@ class _Verifier(Recorder):
                 for parameter in _parameters_of(module, self.sums):
                     self.sums[parameter].slow = True
             slow = {parameter for parameter, entry in self.sums.items() if entry.slow}
-            chosen = {module: left[0] for module, left in candidates.items() if left}
-            formulas = Formulas(chosen, list(self.sums), slow, {}, conclusive=True)
+            formulas = Formulas({module: left[0] for module, left in candidates.items() if left}, slow, {})
             if len(slow) == len(self.sums):
                 return formulas
             with self:
                 wrong = self._wrong_modules(formulas, batch)
             if not wrong:
-                formulas.kinds, formulas.conclusive = self._kinds, self._all_nonzero
                 return formulas
             for module in wrong:
                 candidates[module] = candidates[module][1:]
@@ -112,7 +105,7 @@ class _Verifier(Recorder):
             entry.terms.append(term)
 
     def _wrong_modules(self, formulas: Formulas, batch: Any) -> set[nn.Module]:
-        """Return the modules whose formula fails, or differs from autograd."""
+        """Return the modules whose formula fails, or differs from autograd. Fill in the kinds of terms."""
         self.attach(formulas.attached(self.sums))
         try:
             with self.recording(batch):
@@ -122,7 +115,7 @@ class _Verifier(Recorder):
                 if objective.requires_grad:
                     objective.backward()
                 wrong = self._differing(batch)
-                self._kinds = {p: [type(term) for term in entry.terms] for p, entry in self.sums.items() if entry.terms}
+                formulas.kinds = {p: [type(t) for t in entry.terms] for p, entry in self.sums.items() if entry.terms}
                 return {module for module in formulas.chosen if wrong & {*_parameters_of(module, self.sums)}}
         except Exception as error:
             # The model runs without formulas, so one of them caused the error.
@@ -155,7 +148,6 @@ class _Verifier(Recorder):
             errors[entry] += float(by_formula.sub_(square).abs_().mean())
 
         for_each_example(batch, objectives, fast, compare)
-        self._all_nonzero = all(squares[entry] > 0 for entry in fast if compared[entry])
         largest = max(squares.values(), default=0.0)
 
         def differs(entry: ParameterSum) -> bool:

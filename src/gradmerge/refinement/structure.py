@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..curvature.experts import has_fused_experts
+from ..curvature.per_example_gradients import has_fused_experts
 from ..errors import InputError
 from .blocks import (
     Batch,

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import torch
 
 from ..arguments import check
-from ..curvature.sum_storage import return_freed_memory
+from ..curvature.offload import return_freed_memory
 from ..distributed import launched
 from ..errors import InputError
 from ..io.remote_code_guard import check_implementation
