@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import InputError, MachineError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: How long a process waits for the others: shares of the rows may take unequal time.
-TIMEOUT = timedelta(hours=2)
+#: How long a process waits for the others, whose shares may take longer. A process that dies ends the wait at once.
+TIMEOUT = timedelta(minutes=30)
 #: Seconds that another process gives the first one to report the same error.
 GRACE = 5.0
 
 
 class Launch(NamedTuple):
-    """What a launcher sets in the environment."""
+    """What a launcher sets in the environment. ``local_rank`` selects the GPU of the machine."""
 
     rank: int
     world_size: int
     local_rank: int
-    """The rank on this machine, which selects the GPU."""
 
 
 def launched() -> Launch | None:
@@ -62,38 +60,34 @@ class Processes:
 
     def all_reduce(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over the processes. All pass the same shapes in the same order."""
-        if self.world_size == 1:
-            return
-        import torch.distributed as dist
+        if self.world_size > 1:
+            import torch.distributed as dist
 
-        with _lost_process():
-            for tensor in tensors:
-                whole = tensor.detach().contiguous()
-                dist.all_reduce(whole)
-                if whole.data_ptr() != tensor.data_ptr():
+            with _lost_process():
+                for tensor in tensors:
+                    whole = tensor.detach().contiguous()
+                    dist.all_reduce(whole)
                     tensor.detach().copy_(whole)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of every process, by rank."""
-        if self.world_size == 1:
-            return [value]
-        import torch.distributed as dist
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            import torch.distributed as dist
 
-        values: list[Any] = [None] * self.world_size
-        with _lost_process():
-            dist.all_gather_object(values, value)
+            with _lost_process():
+                dist.all_gather_object(values, value)
         return values
 
     def check_equal(self, facts: dict[str, Any]) -> None:
         """Raise InputError if a fact differs between processes, for example because they see different files."""
-        every = self.all_gather(facts)
-        for rank, others in enumerate(every):
-            for name, value in every[0].items():
-                if others.get(name) != value:
-                    raise InputError(
-                        f"processes differ in {name}: {others.get(name)!r} in process {rank}, {value!r} in process 0. "
-                        "Give all processes the same files."
-                    )
+        first, *every = self.all_gather(facts)
+        for rank, others in enumerate(every, 1):
+            if different := [name for name in first if others[name] != first[name]]:
+                raise InputError(
+                    f"processes differ in {', '.join(different)}: {others} in process {rank}, {first} in process 0. "
+                    "Give all processes the same files."
+                )
 
 
 SINGLE = Processes()
@@ -127,44 +121,26 @@ def join() -> Processes:
     import torch
     import torch.distributed as dist
 
-    if not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
             dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=TIMEOUT)
         except (RuntimeError, ValueError) as error:
-            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise MachineError(
-                f"process {launch.rank} of {launch.world_size} cannot join the others at {address}: "
-                f"{str(error).splitlines()[0]}. GLOO_SOCKET_IFNAME names the network interface to use."
+                f"process {launch.rank} of {launch.world_size} cannot join the others at "
+                f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}. "
+                "GLOO_SOCKET_IFNAME names the network interface to use."
             ) from error
     return initialized()
 
 
-class Stopped(KeyboardInterrupt):
-    """The launcher stopped this process: another one failed, or the user stopped the run."""
-
-
-def stop_on_sigterm() -> None:
-    """Handle SIGTERM, which launchers send, like Ctrl-C, so that no unfinished output remains."""
-
-    def stop(*_: Any) -> NoReturn:
-        raise Stopped
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, stop)
-
-
-def reports(error: BaseException, status: int) -> bool:
+def reports(error: BaseException) -> bool:
     """Return whether this process reports an error. Processes that all fail alike let the first one report it."""
     launch = launched()
     if launch is None or launch.rank == 0:
         return True
-    if isinstance(error, Stopped):
+    if isinstance(error, KeyboardInterrupt):  # the launcher stopped this process, because another one failed
         return False
-    # The launcher stops this process as soon as another one has reported its error.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the launcher sends when another one has reported its error
     time.sleep(GRACE)
     return True

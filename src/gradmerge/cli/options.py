@@ -11,6 +11,7 @@ import functools
 import inspect
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 
 from ..arguments import annotation, argument_help
-from ..distributed import launched, stop_on_sigterm
+from ..distributed import launched
 from ..errors import InputError
 from ..urls import output_path
 from .completion import WORDS, words_of
@@ -326,7 +327,8 @@ def _check_processes(name: str, processes: bool) -> None:
             "processes can run curvature estimate and evaluate."
         )
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    stop_on_sigterm()
+    # Launchers stop processes with SIGTERM. Like Ctrl-C, it leaves no unfinished output.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def from_environment(option: str, value: Any) -> bool:

@@ -39,7 +39,7 @@ def handle_errors(debug: bool, as_json: bool = False, parameters: Collection[str
         raise typer.Exit(1) from None
     except BaseException as error:
         message, status = explain(error)
-        prints = reports(error, status)
+        prints = reports(error)
         if debug or prints:
             unsilence()
         if debug:
