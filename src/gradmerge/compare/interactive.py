@@ -25,7 +25,7 @@ from ..io.reader import local_path
 from ..recipe import Base, Model, Recipe
 from ..rules import METHODS
 from ..tasks import LoadOptions
-from ..tasks.models import WeightSwap
+from ..tasks.models import model_with
 from ..text import size
 from .candidates import Candidate, KnownStatistics
 from .evaluate import DataEvaluator, merge_in_memory, state_of
@@ -59,9 +59,9 @@ class InteractiveEvaluator(DataEvaluator):
         if left_out:
             what = f"{len(left_out)} of {len(inputs.sources)} models and curvature files (models: {size(total)})"
             self.streamed = f"{what} do not fit into {size(limit)} of memory: they are read from disk for every setting"
-        self._refilled = WeightSwap(self.model)
         self._current: Setting | str | None = None
-        """What the refilled model is."""
+        """Which model is in memory."""
+        self._filled: nn.Module | None = None
 
     def notes(self) -> list[str]:
         return [*([self.streamed] if self.streamed else []), *super().notes()]
@@ -122,10 +122,7 @@ class InteractiveEvaluator(DataEvaluator):
         return found
 
     def model_of(self, which: Setting | str, after_block: Callable[[], None] = lambda: None) -> nn.Module | None:
-        """A merge, the base, or a fine-tuned model; None if its head does not fit the config of the merges.
-
-        The next call may change the weights of the model.
-        """
+        """A merge, the base, or a fine-tuned model; None if its head does not fit the config of the merges."""
         if which == BASE:
             return self.model if self.plan.inputs.base is not None else None
         if isinstance(which, str) and which not in self.alone:
@@ -136,8 +133,8 @@ class InteractiveEvaluator(DataEvaluator):
             else:
                 plan, known, candidate = self._ready(which)
                 state = merge_in_memory(plan, [candidate], self.threads, known, after_block)[0]
-            self._current = None
-            self._filled = self._refilled.with_state(state)
+            self._current = self._filled = None  # frees the weights of the earlier one
+            self._filled = model_with(self.model, state)
             self._current = which
         return self._filled
 
