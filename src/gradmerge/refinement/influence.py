@@ -156,14 +156,12 @@ class RemovalResult(Displayed):
 
     def losses(self) -> list[tuple[str, Measured, Measured, Measured]]:
         """The forget set and the retain set: mean loss of an example before and after, and its increase."""
-
-        def measured(when: str, name: str, value: float) -> Measured:
-            return Measured(value, self.standard_errors.get(when, {}).get(name))
-
         rows = []
         for title, name in (("forget set", "forget"), ("retain set, held out", "retain")):
-            a, b = getattr(self.before, name), getattr(self.after, name)
-            rows.append((title, measured("before", name, a), measured("after", name, b), measured("rise", name, b - a)))
+            before, after = getattr(self.before, name), getattr(self.after, name)
+            values = {"before": before, "after": after, "rise": after - before}
+            errors = {when: self.standard_errors.get(when, {}).get(name) for when in values}
+            rows.append((title, *(Measured(value, errors[when]) for when, value in values.items())))
         return rows
 
     def _line(self) -> list[str]:
@@ -205,7 +203,7 @@ def remove_influence(
         round_weights: Rounds the model's weights to the dtypes in which they are stored.
         progress: Reports batches.
     """
-    run = _Run(model, forget, retain, held_out, _Weights(model, round_weights), progress or NoProgress())
+    run = _Run(model, forget, retain, held_out, round_weights, progress or NoProgress())
     rows_before = run.row_losses()
     before = _means(rows_before)
     if not (math.isfinite(before.retain) and math.isfinite(before.forget)):
@@ -232,19 +230,15 @@ def remove_influence(
             del curvature, basis
             limit = before.retain * (1 + budget * number / steps)
             trials = run.try_lengths(direction, limit, forgotten, math.inf if until is None else until)
-            best = max(
-                (trial for trial in trials if trial.allowed), key=lambda trial: trial.forget or 0.0, default=None
-            )
-            if best is not None and best.forget is not None:
-                forgotten = best.forget
-            s = 0.0 if best is None else best.s
-            run.weights.take(direction, s)
+            lengths = {trial.forget: trial.s for trial in trials if trial.allowed and trial.forget is not None}
+            forgotten, s = max(lengths.items(), default=(forgotten, 0.0))
+            run.take(direction, s)
             result.steps.append(InfluenceStep(s, damping, trials))
             reached = until is not None and any(trial.forget is not None and trial.forget > until for trial in trials)
             if reached or s == 0:
                 break
     except BaseException:
-        run.weights.restore()
+        run.move({}, 0.0)
         raise
     rows_after = run.row_losses()
     result.after = _means(rows_after)
@@ -259,14 +253,24 @@ def remove_influence(
     return result
 
 
-class _Weights:
-    """A model's trainable weights, in float32 or wider, so that small steps add up."""
+class _Run:
+    """What the steps of a removal compute on the model and its rows."""
 
-    def __init__(self, model: nn.Module, round_weights: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forget: Dataset,
+        retain: Dataset,
+        held_out: Dataset,
+        round_weights: Callable[[], None],
+        progress: Progress,
+    ) -> None:
+        self.model, self.forget, self.retain, self.held_out = model, forget, retain, held_out
+        self._round, self._progress = round_weights, progress
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
         if not self._parameters:
             raise InputError("the model has no parameter with requires_grad=True: there is nothing to change")
-        self._round = round_weights
+        # In float32 or wider, so that small steps add up.
         self._values = {
             name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
             for name, p in self._parameters.items()
@@ -274,41 +278,22 @@ class _Weights:
 
     @torch.no_grad()
     def move(self, direction: Mapping[str, Tensor], s: float) -> None:
-        """Set the model's weights to a point on the line from the weights that were taken last."""
+        """Set the model's weights to a point on the line from the weights that were taken last; 0 restores these."""
         for name, parameter in self._parameters.items():
-            parameter.copy_(self._values[name] + s * direction[name])
+            parameter.copy_(self._values[name] + s * direction[name] if s else self._values[name])
         self._round()
 
     def take(self, direction: Mapping[str, Tensor], s: float) -> None:
         """Take a step."""
         for name, value in self._values.items():
             value += s * direction[name]
-        self.restore()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Set the model's weights to those that were taken last."""
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._values[name])
-        self._round()
-
-
-@dataclass
-class _Run:
-    """What the steps of a removal compute on the model and its rows."""
-
-    model: nn.Module
-    forget: Dataset
-    retain: Dataset
-    held_out: Dataset
-    weights: _Weights
-    progress: Progress
+        self.move(direction, 0.0)
 
     def losses(self, rows: Dataset) -> Tensor:
         """The loss of every example, in float64 on the CPU."""
         device, losses = next(self.model.parameters()).device, []
         with prepared(self.model), torch.no_grad():
-            for batch in with_progress(rows.batches, self.progress, "loss"):
+            for batch in with_progress(rows.batches, self._progress, "loss"):
                 batch = moved(batch, device)
                 logits, labels = logits_of(self.model, batch), labels_of(batch)
                 loss = rows.loss or loss_of(self.model, labels)
@@ -326,8 +311,7 @@ class _Run:
 
     def gradient(self, rows: Dataset) -> Mapping[str, Tensor]:
         """The gradient of the summed loss."""
-        batches = with_progress(rows.batches, self.progress, "gradient")
-        return estimate_gradient(self.model, batches, output=rows.loss)
+        return estimate_gradient(self.model, with_progress(rows.batches, self._progress, "gradient"), output=rows.loss)
 
     def curvature(self, rows: Dataset, max_kronecker_dim: int) -> Curvature:
         """Kronecker curvature with labels sampled from the model; with two classes, the exact expectation over both."""
@@ -337,7 +321,7 @@ class _Run:
         by_token = isinstance(rows.loss or loss_of(self.model, labels_of(batch)), TokenLoss)
         return estimate_curvature(
             self.model,
-            with_progress(rows.batches, self.progress, "curvature"),
+            with_progress(rows.batches, self._progress, "curvature"),
             "exact" if logits[0].numel() <= 2 and not by_token else "sampled",
             kind="kronecker",
             output=rows.loss,
@@ -351,13 +335,13 @@ class _Run:
             gradient = {name: -scale * value for name, value in self.gradient(self.retain).items()}
             direction, best = basis.solve(gradient, damping), 0.0
             for s in (2.0**-halvings for halvings in range(HALVINGS)):
-                self.weights.move(direction, s)
+                self.move(direction, s)
                 loss = self.loss(self.held_out)
                 if loss < kept:
                     kept, best = loss, s
                 elif best:
                     break
-            self.weights.take(direction, best)
+            self.take(direction, best)
             if not best:
                 return
 
@@ -372,7 +356,7 @@ class _Run:
         trials: list[StepTrial] = []
         low, high, s = 0.0, math.inf, 1.0
         while len(trials) < TRIALS and low < LONGEST and not (low > 0 and high / low <= PRECISION):
-            self.weights.move(direction, s)
+            self.move(direction, s)
             trial = StepTrial(s, self.loss(self.held_out), None)
             if trial.retain <= limit:
                 trial.forget = self.loss(self.forget)
