@@ -301,8 +301,6 @@ def test_an_error_during_a_step_leaves_the_model_as_it_was(task: Any, monkeypatc
         ({"max_kronecker_dim": -1}, "max_kronecker_dim"),
         ({"retain": None}, "retain"),
         ({"retain_size": 150}, "retain_size"),
-        ({"method": "ties"}, "ties"),
-        ({"method": "removal"}, "forget"),
         ({"retain": "rows.jsonl"}, "retain"),
         ({"limit": 3}, "limit"),
         ({"out": "there"}, "out"),

@@ -9,29 +9,24 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
-from ..arguments import check_known, checked
+from ..arguments import checked
 from ..cards.eval_results import evaluation
 from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
 from ..report.page import write_report
 from ..text import listed
-from .merge import merge
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ..curvature.losses import ExampleLoss
-    from ..engine.run import MergeResult
     from ..refinement.influence import Dataset, RemovalResult
     from ..tasks import LoadOptions
-
-#: Methods with fine-tuned models → merge rules.
-METHODS = {"removal": "removal", "negation": "task-arithmetic", "task-arithmetic": "task-arithmetic"}
 
 
 @overload
@@ -40,10 +35,6 @@ def remove(base: nn.Module, *, forget: Iterable[Any], retain: Iterable[Any], **o
 def remove(
     base: str | Path, out: str | Path, *, forget: str | Path, retain: str | Path, **options: Any
 ) -> RemovalResult: ...
-@overload
-def remove(
-    base: str | Path, out: str | Path, *, models: Sequence[str | Path] | Mapping[str, float], **options: Any
-) -> MergeResult: ...
 @checked()
 def remove(
     base: nn.Module | str | Path,
@@ -52,24 +43,22 @@ def remove(
     forget: Iterable[Any] | str | Path | None = None,
     retain: Iterable[Any] | str | Path | None = None,
     retain_size: int | None = None,
-    budget: float | str | None = None,
-    steps: int | None = None,
+    budget: float | str = 0.02,
+    steps: int = 1,
     unseen: Iterable[Any] | str | Path | None = None,
     until: float | None = None,
     max_kronecker_dim: int | None = None,
-    models: Sequence[str | Path] | Mapping[str, float] | None = None,
-    method: str | None = None,
     output: str | ExampleLoss | None = None,
     force: bool = False,
     progress: bool | Progress = True,
     command: str | None = None,
     **loading: Any,
-) -> RemovalResult | MergeResult:
+) -> RemovalResult:
     """Remove what a model has learned from data, and keep what it has learned from other data.
 
-    With ``forget`` and ``retain``, no fine-tuned model is needed. One step θ + s (S + λ)⁻¹ g is taken, where g is the
-    gradient on the forget set, S the curvature on the retain set, and s the longest step within the budget. With
-    ``models``, the changes of fine-tuned models are subtracted, as in :func:`gradmerge.merge`.
+    One step θ + s (S + λ)⁻¹ g is taken, where g is the gradient on the forget set, S the curvature on the retain set,
+    and s the longest step within the budget. To subtract the changes of fine-tuned models instead, merge them with the
+    method `removal` (:func:`gradmerge.merge`).
 
     For a module, ``forget``, ``retain`` and ``unseen`` are batches, as of :func:`gradmerge.estimate_curvature`.
 
@@ -87,9 +76,6 @@ def remove(
             ``forget`` above the loss of ``base`` on these rows.
         until: The same limit as a number instead of ``unseen``: the mean loss of an example in nats.
         max_kronecker_dim: Layers with more inputs or outputs have a diagonal in S; 0: all layers. 16384 by default.
-        models: Models that were fine-tuned from the base on the data to remove, instead of ``forget`` and ``retain``. A
-            list, or a mapping from the models to their strengths.
-        method: With ``models``: ``removal`` (the default) or ``negation``.
         output: For a module: the meaning of its output, as of :func:`gradmerge.estimate_curvature`.
         force: Replace the output if gradmerge wrote it, or if it is empty.
         progress: Show a progress bar; False for none; or an object that receives the progress, in batches.
@@ -97,93 +83,36 @@ def remove(
         loading: On disk: how to load the model and the data, see :class:`gradmerge.LoadOptions`.
 
     Returns:
-        The losses before and after, and all step lengths that were tried. With ``models``, the result of the merge.
+        The losses before and after, and all step lengths that were tried.
 
     >>> remove(module, forget=toxic_batches, retain=other_batches).used  # doctest: +SKIP
     >>> remove("./gpt2", "./gpt2-clean", forget="toxic.jsonl", retain="other.jsonl", budget="2%")  # doctest: +SKIP
     """
     from torch import nn
 
+    from ..curvature.kfac import MAX_KRONECKER_DIM
     from ..curvature.losses import loss_named
     from ..refinement.influence import Dataset
     from ..refinement.rows import as_batches
     from ..tasks import complete
 
-    by_influence = {"forget": forget, "retain": retain, "retain_size": retain_size, "budget": budget, "steps": steps}
-    by_influence |= {"unseen": unseen, "until": until, "max_kronecker_dim": max_kronecker_dim}
-    if models is not None or method is not None:
-        method = method or "removal"
-        check_known(f"method {method!r}", method, METHODS)
-        if extra := [name for name, value in by_influence.items() if value is not None]:
-            raise InputError(f"{extra[0]} does not go with method and models")
-        if isinstance(base, nn.Module) or out is None or not models:
-            raise InputError("models and method take the folders of base, out and models")
-        device = complete(cast("LoadOptions", loading), remove)["device"]
-        return merge(
-            _recipe(str(base), models, METHODS[method]),
-            out,
-            device="cpu" if device == "auto" else device,
-            force=force,
-            progress=progress,
-        )
-    rows = {
-        name: value for name, value in (("forget", forget), ("retain", retain), ("unseen", unseen)) if value is not None
-    }
     if forget is None or retain is None:
-        raise InputError("give forget and retain, the rows to forget and rows to keep; or models")
-    in_memory = isinstance(base, nn.Module)
+        raise InputError("give forget and retain: the rows to forget, and rows to keep")
+    given = {"forget": forget, "retain": retain, "unseen": unseen}
+    rows = {name: value for name, value in given.items() if value is not None}
+    module = base if isinstance(base, nn.Module) else None
     for name, value in rows.items():
-        if in_memory is isinstance(value, str | os.PathLike):
-            expected = "batches, for a module" if in_memory else "a path or name, for a model on disk"
+        if isinstance(value, str | os.PathLike) is (module is not None):
+            expected = "a path or name, for a model on disk" if module is None else "batches, for a module"
             raise InputError(f"{name} is {type(value).__name__}, but must be {expected}")
-    wrong: dict[str, Any] = {"out": out, **loading} if in_memory else {"output": output}
+    wrong = {"output": output} if module is None else {"out": out, **loading}
     if extra := [name for name, value in wrong.items() if value is not None]:
-        raise InputError(f"{extra[0]} is an option for a {'model on disk' if in_memory else 'module'}")
-    settings = _settings(retain_size, budget, steps, unseen is not None, until, max_kronecker_dim)
-    begun = time.perf_counter()
-    with shown(progress, "batches") as settings["progress"]:
-        if isinstance(base, nn.Module):
-            loss = loss_named(output)
-            batches = {
-                name: Dataset(as_batches(name, cast(Iterable[Any], value)), loss) for name, value in rows.items()
-            }
-            result = _remove_rows(base, batches, **settings)
-            result.seconds = time.perf_counter() - begun
-            return result
-        if out is None:
-            raise InputError("out is None, but must be the folder to write, for a model on disk")
-        sources, options = (
-            {name: str(value) for name, value in rows.items()},
-            complete(cast("LoadOptions", loading), remove),
-        )
-        return _remove_on_disk(str(base), Path(out), sources, options, settings, command, force)
-
-
-def _recipe(base: str, models: Sequence[str | Path] | Mapping[str, float], rule: str) -> dict[str, Any]:
-    """Return the recipe of a removal with fine-tuned models: a list, or models and their strengths."""
-    sign = -1.0 if rule == "task-arithmetic" else 1.0
-    strengths = dict(models) if isinstance(models, Mapping) else {str(model): 1.0 for model in models}
-    tuned = [{"model": name, "weight": sign * strength} for name, strength in strengths.items()]
-    return {"method": rule, "base": base, "models": tuned}
-
-
-def _settings(
-    retain_size: int | None,
-    budget: float | str | None,
-    steps: int | None,
-    has_unseen: bool,
-    until: float | None,
-    max_kronecker_dim: int | None,
-) -> dict[str, Any]:
-    """The options of influence steps with their defaults; raises InputError if they are wrong."""
-    from ..curvature.kfac import MAX_KRONECKER_DIM
-
-    steps = 1 if steps is None else steps
+        raise InputError(f"{extra[0]} is an option for a {'module' if module is None else 'model on disk'}")
     if steps < 1:
         raise InputError(f"steps {steps}: at least one step is needed")
-    if has_unseen and until is not None:
+    if unseen is not None and until is not None:
         raise InputError("give unseen or until, not both: each sets the loss at which removal stops")
-    if steps > 1 and not has_unseen and until is None:
+    if steps > 1 and unseen is None and until is None:
         raise InputError(
             f"steps {steps}: more than one step needs a loss at which removal stops, or the model forgets too much. "
             "Give unseen (rows of the same kind that the model has not seen) or until (a mean loss)"
@@ -193,8 +122,21 @@ def _settings(
     dim = MAX_KRONECKER_DIM if max_kronecker_dim is None else max_kronecker_dim
     if dim < 0:
         raise InputError(f"max_kronecker_dim {dim}: a number of inputs or outputs, or 0 for diagonals only")
-    share = read_budget(0.02 if budget is None else budget)
-    return {"retain_size": retain_size, "budget": share, "steps": steps, "until": until, "max_kronecker_dim": dim}
+    settings: dict[str, Any] = {"retain_size": retain_size, "budget": read_budget(budget), "steps": steps}
+    settings |= {"until": until, "max_kronecker_dim": dim}
+    begun = time.perf_counter()
+    with shown(progress, "batches") as settings["progress"]:
+        if module is not None:
+            loss = loss_named(output)
+            batches = {n: Dataset(as_batches(n, cast("Iterable[Any]", value)), loss) for n, value in rows.items()}
+            result = _remove_rows(module, batches, **settings)
+            result.seconds = time.perf_counter() - begun
+            return result
+        if out is None:
+            raise InputError("out is None, but must be the folder to write, for a model on disk")
+        sources = {name: str(value) for name, value in rows.items()}
+        options = complete(cast("LoadOptions", loading), remove)
+        return _remove_on_disk(str(base), Path(out), sources, options, settings, command, force)
 
 
 def read_budget(budget: float | str) -> float:

@@ -8,7 +8,7 @@ import click
 import typer
 from click.core import ParameterSource
 
-from ..api.remove import METHODS, remove as remove_model
+from ..api.remove import remove as remove_model
 from ..errors import InputError
 from .merge import CurvatureOption, Out, run_recipe
 from .options import LoadingOptions, Printing, Settings, command_with
@@ -19,12 +19,14 @@ EXAMPLE = (
     "Examples: gradmerge remove --base ./gpt2 --forget toxic.jsonl --retain other.jsonl -o gpt2-clean   ·   "
     "gradmerge remove --base ./gpt2 --model ./toxic=0.8 --set base.penalty=none -o gpt2-clean"
 )
+#: Methods with fine-tuned models → merge rules.
+METHODS = {"removal": "removal", "negation": "task-arithmetic", "task-arithmetic": "task-arithmetic"}
 #: Parameters that go with --model only, and those that go with it and with --forget.
 WITH_MODELS = {"model", "method", "curvature", "set_", "accept_untrusted"}
 ALWAYS = {"base", "out", "force", "device", "json", "quiet", "debug"}
 
 
-@command_with(api=remove_model, without=["models", "max_kronecker_dim", "output"])
+@command_with(api=remove_model, without=["max_kronecker_dim", "output"])
 def remove(
     *,
     base: Annotated[str, typer.Option(metavar="MODEL", help="The model to remove from.")],

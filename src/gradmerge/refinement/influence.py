@@ -158,10 +158,10 @@ class RemovalResult(Displayed):
         """The forget set and the retain set: mean loss of an example before and after, and its increase."""
         rows = []
         for title, name in (("forget set", "forget"), ("retain set, held out", "retain")):
-            before, after = getattr(self.before, name), getattr(self.after, name)
-            values = {"before": before, "after": after, "rise": after - before}
-            errors = {when: self.standard_errors.get(when, {}).get(name) for when in values}
-            rows.append((title, *(Measured(value, errors[when]) for when, value in values.items())))
+            errors = {when: self.standard_errors.get(when, {}).get(name) for when in ("before", "after", "rise")}
+            before = Measured(getattr(self.before, name), errors["before"])
+            after = Measured(getattr(self.after, name), errors["after"])
+            rows.append((title, before, after, Measured(after - before, errors["rise"])))
         return rows
 
     def _line(self) -> list[str]:
