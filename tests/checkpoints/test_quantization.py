@@ -156,7 +156,6 @@ def scales_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.rand(shape, generator=torch.Generator().manual_seed(3)) * 0.01 + 0.001).to(dtype)
 
 
-GROUPS = {"group_0": {"weights": {"strategy": "block", "block_structure": [2, 3]}}}
 FLOAT8: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str, dict[str, Any]]] = {
     # shape, shape of the scales, block, end of the scales' name, quantization_config
     "blocks": ((7, 10), (3, 3), (3, 4), "_scale_inv", {"quant_method": "fp8", "weight_block_size": [3, 4]}),
@@ -166,7 +165,6 @@ FLOAT8: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str, 
     "tensor, one entry": ((7, 10), (1,), (7, 10), "_scale", {"quant_method": "modelopt"}),
     "rows": ((7, 10), (7, 1), (1, 10), "_scale", {"quant_method": "compressed-tensors"}),
     "rows, flat": ((7, 10), (7,), (1, 10), "_scale", {"quant_method": "fbgemm_fp8"}),
-    "groups": ((8, 6), (4, 2), (2, 3), "_scale", {"quant_method": "compressed-tensors", "config_groups": GROUPS}),
 }
 
 
@@ -242,7 +240,6 @@ UNREADABLE: dict[str, tuple[State, list[int] | None]] = {
     "gptq": (GPTQ, None),
     "mxfp4": (MXFP4, None),
     "two methods": (PACKED | {"x.weight": float8(7, 10), "x.weight_scale": torch.ones(1)}, None),
-    "tiles of a GPU": (BNB8 | {f"{WEIGHT}_format": torch.tensor(1, dtype=torch.uint8)}, None),
     "a broken description": (
         NF4 | {"nf4.weight.quant_state.bitsandbytes__nf4": torch.zeros(5, dtype=torch.uint8)},
         None,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..io.reader import Entry, PositionalFile, is_text
+from ..io.reader import PositionalFile, is_text
 from ..io.small_files import require_unpackable
 from ..urls import count_local_copies
 from .checkpoint import STORED_TYPES
@@ -27,7 +27,7 @@ MAX_GLOBAL = 1000
 
 
 class PickleFile(PositionalFile):
-    """A ``torch.save`` file. Contiguous tensors are read by position if the file allows it, others are loaded."""
+    """A ``torch.save`` file, mapped into memory. Files in PyTorch's old format and compressed files are loaded."""
 
     def __init__(self, path: Path) -> None:
         if count_local_copies():
@@ -35,17 +35,18 @@ class PickleFile(PositionalFile):
 
             download([path])
         super().__init__(path)
+        self.entries = {}
         try:
-            records = self._records()
+            sizes = _record_sizes(path)
             _check_globals(path)
-            located = _load(path, records, "meta") if records else {}
-            self.entries = {name: entry for name, tensor in located.items() if (entry := _entry(tensor, records))}
-            if not records or len(self.entries) < len(located):
-                loaded = {n: t for n, t in _load(path, records, "cpu").items() if n not in self.entries}
-                # A tensor with strides of 0 can repeat one number any number of times.
-                copied = [t for t in loaded.values() if not t.is_contiguous()]
-                require_unpackable(path, sum(t.numel() * t.element_size() for t in copied))
-                self.memory = {n: t.resolve_conj().resolve_neg().contiguous() for n, t in loaded.items()}
+            loaded = torch.load(path, weights_only=True, mmap=bool(sizes), map_location="cpu")
+            tensors = _state_dict(path, loaded)
+            for name, tensor in tensors.items():
+                _check(path, name, tensor, sizes)
+            # A tensor with strides of 0 can repeat one number any number of times.
+            copied = [tensor for tensor in tensors.values() if not tensor.is_contiguous()]
+            require_unpackable(path, sum(tensor.numel() * tensor.element_size() for tensor in copied))
+            self.memory = {name: t.resolve_conj().resolve_neg().contiguous() for name, t in tensors.items()}
         except Exception as error:
             self.close()
             if isinstance(error, InputError | MemoryError):
@@ -56,46 +57,21 @@ class PickleFile(PositionalFile):
                 "convert the model to safetensors if you trust it."
             ) from error
 
-    def _records(self) -> dict[int, int]:
-        """Return offset → size of an archive's records; empty if torch must load the file as a whole.
 
-        It must if the file is not an archive, is compressed, or has bytes in another order.
-        """
-        if not zipfile.is_zipfile(self.path):
-            return {}
-        with zipfile.ZipFile(self.path) as archive:
-            infos = archive.infolist()
-            require_unpackable(self.path, sum(info.file_size for info in infos))
-            orders = [archive.read(info) for info in infos if info.filename.endswith("/byteorder")]
-        stored = all(info.compress_type == zipfile.ZIP_STORED for info in infos)
-        if not stored or any(order != sys.byteorder.encode() for order in orders) or not is_text(str(self.path)):
-            return {}
-        records = {}
-        for info in infos:
-            header = bytearray(30)  # ends in the lengths of a name and of extra fields, which the record follows
-            self.read_into(memoryview(header), info.header_offset)
-            lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-            records[info.header_offset + 30 + lengths] = info.file_size
-        return records
+def _record_sizes(path: Path) -> set[int]:
+    """Return the sizes of an archive's records; empty if the file cannot be mapped.
 
-
-def _load(path: Path, records: dict[int, int], device: str) -> dict[str, Tensor]:
-    """Load the state dict. On "meta", tensors have no data, but their storages know their offsets in the file."""
-    tensors = _state_dict(path, torch.load(path, weights_only=True, mmap=bool(records), map_location=device))
-    sizes = set(records.values())
-    for name, tensor in tensors.items():
-        _check(path, name, tensor, sizes, device)
-    return tensors
-
-
-def _entry(tensor: Tensor, records: dict[int, int]) -> Entry | None:
-    """Return where a tensor without data lies in its file; None if it must be loaded."""
-    storage = tensor.untyped_storage()
-    start = getattr(storage, "_checkpoint_offset", None)  # None before PyTorch 2.10; wrong if an archive was repacked
-    if start is None or records.get(start) != storage.nbytes() or not tensor.is_contiguous() or tensor.is_neg():
-        return None
-    start += tensor.storage_offset() * tensor.element_size()
-    return None if tensor.is_conj() else Entry(STORED_TYPES[tensor.dtype], tuple(tensor.shape), start)
+    It cannot if it is not an archive, is compressed, or has bytes in another order.
+    """
+    if not zipfile.is_zipfile(path):
+        return set()
+    with zipfile.ZipFile(path) as archive:
+        infos = archive.infolist()
+        require_unpackable(path, sum(info.file_size for info in infos))
+        orders = [archive.read(info) for info in infos if info.filename.endswith("/byteorder")]
+    stored = all(info.compress_type == zipfile.ZIP_STORED for info in infos)
+    same_order = all(order == sys.byteorder.encode() for order in orders)
+    return {info.file_size for info in infos} if stored and same_order and is_text(str(path)) else set()
 
 
 def _check_globals(path: Path) -> None:
@@ -129,11 +105,11 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
     raise InputError(f"{path}: has no state dict (a mapping from names to tensors)")
 
 
-def _check(path: Path, name: str, tensor: Tensor, sizes: set[int], device: str) -> None:
+def _check(path: Path, name: str, tensor: Tensor, sizes: set[int]) -> None:
     """Refuse a tensor that cannot be merged, or whose storage does not have the size of a record of the file."""
     if tensor.dtype not in STORED_TYPES:
         raise InputError(f"{path}: tensor {name!r} has the type {tensor.dtype}, which cannot be merged")
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type != device:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type != "cpu":
         raise InputError(f"{path}: tensor {name!r} is sparse, nested, or has no data; it cannot be merged")
     if sizes and tensor.numel() and tensor.untyped_storage().nbytes() not in sizes:
         raise InputError(f"{path}: tensor {name!r} does not have the size of its data; the file is damaged")

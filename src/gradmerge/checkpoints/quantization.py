@@ -201,7 +201,7 @@ def _original_dtype(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ScaledCodes:
-    """float8 or int8 codes times scales. The codes are matrices below each other, with a grid of scales for each."""
+    """float8 or int8 codes times scales, each for a block of rows and columns. Leading axes are rows, too."""
 
     codes: str
     shape: tuple[int, ...]
@@ -211,23 +211,18 @@ class ScaledCodes:
     """The tensor of scales; None for codes that are the numbers themselves."""
     factor: float = 1.0
     """Multiplies all scales."""
-    height: int = 1
-    """Rows of one matrix."""
     block: tuple[int, int] = (1, 1)
     """Rows and columns of the codes that share a scale."""
 
     def read(self, inner: Checkpoint, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
         if self.scales is None:
             return _to_float32(inner.read(self.codes, start, stop, buffers, slot))
-        columns = self.shape[-1] if self.shape else 1
+        columns, (high, wide) = self.shape[-1] if self.shape else 1, self.block
         first, last = start // columns, -(-stop // columns)
         rows = _to_float32(inner.read(self.codes, first * columns, last * columns, buffers, slot))
-        (high, wide), number = self.block, torch.arange(first, last)
-        grid_rows = number // self.height * -(-self.height // high) + number % self.height // high
-        grid_columns = -(-columns // wide)
-        low, end = int(grid_rows[0]), int(grid_rows[-1]) + 1
-        scales = inner.read(self.scales, low * grid_columns, end * grid_columns, buffers, f"{slot} scales")
-        scales = (scales.float() * self.factor).reshape(-1, grid_columns)[grid_rows - low]
+        low, end, across = first // high, (last - 1) // high + 1, -(-columns // wide)
+        scales = inner.read(self.scales, low * across, end * across, buffers, f"{slot} scales").float() * self.factor
+        scales = scales.reshape(-1, across)[torch.arange(first, last) // high - low]
         if columns % wide == 0:
             rows.view(last - first, -1, wide).mul_(scales.unsqueeze(-1))
         else:
@@ -254,64 +249,43 @@ def _is_float8(info: TensorInfo) -> bool:
 def _scaled(inner: Checkpoint, name: str, quantization: Quantization | None) -> ScaledCodes | None:
     """Return the decoder of a tensor of float8 or int8 codes; None for other tensors."""
     info, module = inner.tensors[name], name.rpartition(".")[0]
-    scales, layout = _beside(name, SCALES, inner.tensors), f"{name}_format"
+    scales = _beside(name, SCALES, inner.tensors)
     if not _is_float8(info) and not (info.dtype == "I8" and scales == f"{module}.SCB"):
         return None
-
     if scales is None:
         beside = {other.rpartition(".")[2] for other in inner.tensors if other.rpartition(".")[0] == module}
         if quantization is not None or any("scale" in last for last in beside - ACTIVATION_SCALES):
             raise _broken(inner, name, "float8 codes without known scales")
         return ScaledCodes(name, info.shape)
-    if layout in inner.tensors and bool(inner.read_whole(layout).any()):
-        raise _broken(inner, name, "it is stored in the order of a GPU's tiles, not by rows. Save it again.")
-    grid = _grid(info.shape, inner.tensors[scales].shape, _configured_block(inner.config))
-    if grid is None:
+    block = _block_of(info.shape, inner.tensors[scales].shape, inner.config)
+    if block is None:
         raise _broken(
             inner,
             name,
             f"its scales {scales} {list(inner.tensors[scales].shape)} do not fit its shape {list(info.shape)}. For "
             "scales of blocks, the config needs quantization_config.weight_block_size.",
         )
-    hidden = (scales, layout) if layout in inner.tensors else (scales,)
-    return ScaledCodes(name, info.shape, hidden, scales, 1 / 127 if info.dtype == "I8" else 1.0, *grid)
+    hidden = (scales, *({f"{name}_format"} & inner.tensors.keys()))
+    return ScaledCodes(name, info.shape, hidden, scales, 1 / 127 if info.dtype == "I8" else 1.0, block)
 
 
 def _broken(inner: Checkpoint, name: str, why: str) -> InputError:
     return InputError(f"{inner.label}: cannot dequantize {name}: {why}")
 
 
-def _grid(
-    shape: tuple[int, ...], scales: tuple[int, ...], configured: tuple[int, int]
-) -> tuple[int, tuple[int, int]] | None:
-    """Return the rows of a matrix, and the rows and columns that share a scale; None if the shapes do not fit."""
-    columns = shape[-1] if shape else 1
-    rows = math.prod(shape[:-1])
-    if 0 in shape or math.prod(scales) == 1:
-        return max(1, rows), (max(1, rows), max(1, columns))
-    if len(scales) == len(shape) > 1 and scales[:-2] == shape[:-2]:
-        sides = [
-            next((n for n in (1, size, block, size // max(1, number)) if n > 0 and -(-size // n) == number), 0)
-            for size, number, block in zip(shape[-2:], scales[-2:], configured, strict=True)
-        ]
-        return (shape[-2], (sides[0], sides[1])) if all(sides) else None
-    if math.prod(scales) == shape[0]:
-        return rows, (rows // shape[0], columns if len(shape) > 1 else 1)
-    return None
-
-
-def _configured_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the rows and columns of a block with one scale, as the config says, or as is usual."""
-    for _, settings in _settings(config):
-        groups = settings.get("config_groups")
-        blocks = [settings.get("weight_block_size")]
-        for group in groups.values() if isinstance(groups, dict) else ():
-            weights = group.get("weights") if isinstance(group, dict) else None
-            blocks += [weights.get("block_structure")] if isinstance(weights, dict) else []
-        for block in blocks:
-            if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-                return block[0], block[1]
-    return DEFAULT_BLOCK
+def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale; None if the shapes do not fit."""
+    rows, columns, number = math.prod(shape[:-1]), shape[-1] if shape else 1, math.prod(scales)
+    if 0 in shape or number == 1:
+        return max(1, rows), max(1, columns)
+    if number in (rows, shape[0]):  # one scale for each row, or for each of several matrices
+        return rows // number, columns
+    sizes = [settings.get("weight_block_size") for _, settings in _settings(config)]
+    high, wide = next((size for size in sizes if isinstance(size, list) and len(size) == 2), DEFAULT_BLOCK)
+    if not (isinstance(high, int) and isinstance(wide, int) and min(high, wide) > 0):
+        return None
+    fits = number == -(-rows // high) * -(-columns // wide) and (len(shape) == 2 or shape[-2] % high == 0)
+    return (high, wide) if fits else None
 
 
 @dataclass(frozen=True)
