@@ -90,16 +90,6 @@ def test_configs_differ_in_the_keys_that_change_the_function(case: str) -> None:
     assert differences(other, one) == {key: (theirs, ours) for key, (ours, theirs) in found.items()}
 
 
-def test_a_language_model_is_compared_with_the_text_part_of_an_older_multimodal_config() -> None:
-    text = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 1e6}
-    text["rms_norm_eps"] = 1e-6
-    flat = {"model_type": "qwen2_vl", **text, "vision_config": {"depth": 1}}
-    flat["rope_scaling"] = {"type": "mrope", "mrope_section": [1, 1, 2]}
-    alone = {"model_type": "qwen2", **text}
-    assert not differences(flat, alone)
-    assert differences(flat, alone | {"rope_theta": 1e4}).keys() == {"rope_parameters.rope_theta"}
-
-
 # Hostile configs
 
 

@@ -110,26 +110,6 @@ def test_quantized_models_are_refused_unless_their_codes_are_excluded(tmp_path: 
     assert len(compare(whole, [Checkpoint("tuned", memory=BODY | GPTQ)]).problems) == 1
 
 
-# Integers that belong to no known method
-
-
-def two(ours: State, theirs: State, **more: Any) -> tuple[list[str], list[str]]:
-    """The problems and notes of two models with these tensors beside their weights."""
-    plain = random_state(0)
-    base, tuned = Checkpoint("base", memory=plain | ours), Checkpoint("tuned", memory=near(plain, 1) | theirs)
-    result = compare(base, [tuned], **more)
-    return result.problems, result.notes
-
-
-def test_integer_matrices_with_other_values_are_refused_unless_they_are_excluded() -> None:
-    one, other = ({"codes": integers(torch.int64, 700, 400, seed=seed)} for seed in (0, 1))
-    assert len(two(one, other)[0]) == 1 and not two(one, other, exclude=["codes"])[0]
-    assert two(one, one) == ([], []) and two(one, {"codes": one["codes"].int()}) == ([], [])
-    for wrong in (one["codes"][:5], one["codes"].float()):
-        assert len(two(one, {"codes": wrong})[0]) == 1
-    assert two({"step": torch.tensor(3)}, {"step": torch.tensor(4)}) == ([], [])
-
-
 # Dequantization
 
 

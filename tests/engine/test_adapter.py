@@ -74,7 +74,7 @@ EXACT: dict[str, tuple[str, list[dict[str, Any]]]] = {
     ),
     "biases": (
         "bert",
-        [{"r": 2, "target_modules": ["query"], "bias": "all"}, {"r": 3, "target_modules": ["key"], "lora_bias": True}],
+        [{"r": 2, "target_modules": ["query"], "bias": "all"}, {"r": 3, "target_modules": ["key"]}],
     ),
     "conv2d": ("vit", [{"r": 3, "target_modules": ["projection"]}, {"r": 2, "target_modules": ["projection"]}]),
     "a whole module with factors elsewhere": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ from ..io.small_files import read_json, require_within
 #: Settings of adapters whose weights are not base + scale · BA.
 UNSUPPORTED = (
     "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config",
-    "monteclora_config", "megatron_config", "trainable_token_indices",
+    "monteclora_config", "megatron_config", "trainable_token_indices", "lora_bias",
 )  # fmt: skip
 #: Initializations that also change the base's weights, which the adapter's file does not show.
 CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
 ADVICE = "Merge it into its base with PEFT (merge_and_unload) first."
-#: Limits on the regular expressions of a config: seconds for all matches, and characters of one.
-PATTERN_SECONDS = 10.0
+#: Limits on a regular expression of a config: seconds for one match, and characters.
+PATTERN_SECONDS = 2.0
 PATTERN_LENGTH = 10_000
 
 
@@ -83,28 +82,16 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-class PatternMatcher:
-    """Matches names against the regular expressions of one adapter config.
+def matches_pattern(pattern: str, name: str, config: Path) -> bool:
+    """Match a name against a regular expression of a config, with a time limit, which Python's ``re`` does not have."""
+    import regex  # type: ignore[import-untyped]
 
-    It uses ``regex``, because Python's ``re`` has no time limit, and a pattern from a stranger can take forever.
-    """
-
-    def __init__(self, config: Path) -> None:
-        self._config = config
-        self._seconds_left = PATTERN_SECONDS
-
-    def fullmatch(self, pattern: str, name: str) -> bool:
-        import regex  # type: ignore[import-untyped]
-
-        begin = time.perf_counter()
-        try:
-            if len(pattern) > PATTERN_LENGTH or self._seconds_left <= 0:
-                raise TimeoutError("too long")
-            return regex.fullmatch(pattern, name, timeout=self._seconds_left) is not None
-        except (TimeoutError, regex.error, RecursionError, OverflowError, ValueError) as error:
-            raise InputError(
-                f"{self._config}: the regular expression {pattern[:80]!r} is not valid, or the patterns take longer "
-                f"than {PATTERN_SECONDS:g} seconds ({error}). Replace them by names."
-            ) from error
-        finally:
-            self._seconds_left -= time.perf_counter() - begin
+    try:
+        if len(pattern) > PATTERN_LENGTH:
+            raise TimeoutError("too long")
+        return regex.fullmatch(pattern, name, timeout=PATTERN_SECONDS) is not None
+    except (TimeoutError, regex.error, RecursionError, OverflowError, ValueError) as error:
+        raise InputError(
+            f"{config}: the regular expression {pattern[:80]!r} is not valid, or takes too long ({error}). Replace it "
+            "by names."
+        ) from error

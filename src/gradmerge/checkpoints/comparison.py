@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from ..errors import InputError
 from ..io.reader import TensorInfo
 from ..notes import Kind, Note
@@ -19,7 +17,7 @@ from .checkpoint import Buffers, Checkpoint, is_same, unwrap_chain
 from .config_diff import abbreviate, allows, differences, labels
 from .embedding_rows import VOCABULARY, unwrap
 from .quantization import detect_quantization
-from .tied_weights import KEY as TYING, equal, in_layer, same_values, tied_to, tying_differences
+from .tied_weights import KEY as TYING, in_layer, same_values, tied_to, tying_differences
 from .vocabulary import MATCH, token_difference
 
 #: Constants that older versions of transformers saved with the weights. Those in ``MASKS`` have the name of a bias, and
@@ -114,7 +112,6 @@ def compare(
         aliases: dict[str, str] = {}
         if not quantized.keys() & {id(first), id(other)}:
             aliases = _compare_tensors(first, other, result, chosen)
-            _compare_integers(first, other, result, set(selected) - set(unsupported))
             _note_unrelated(first, other, result, aliases, first_is_base)
         result.aliases.append(aliases)
         _compare_configs(first, other, result, chosen, allow_config)
@@ -183,25 +180,6 @@ def _compare_tensors(
     if dtypes[0] != dtypes[1]:
         result.notes.append(f"{other.label} is stored as {dtypes[1]}, {first.label} as {dtypes[0]}")
     return aliases
-
-
-def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, names: set[str]) -> None:
-    """Compare integers, which are copied from the first model. Only vectors may have other values."""
-    refused: list[str] = []
-    for name in (n for n in result.copied if n in names and n in other.tensors):
-        ours, theirs = first.tensors[name], other.tensors[name]
-        if ours.is_float or is_buffer(name, ours):
-            continue
-        same_kind = not theirs.is_float and theirs.shape == ours.shape
-        if not same_kind or (
-            len(ours.shape) > 1 and not equal((first, name), (other, name), lambda block: block.to(torch.int64))
-        ):
-            refused.append(name)
-    result.refuse(
-        refused,
-        f"{other.label}: integer tensors, which cannot be merged, differ from those of {first.label}",
-        f"Convert the model, or exclude these tensors to keep those of {first.label}.",
-    )
 
 
 def _note_unrelated(

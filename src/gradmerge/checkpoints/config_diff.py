@@ -79,23 +79,15 @@ def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
         return {}
     if all(key.endswith("_config") for key in other):  # a part of a diffusers pipeline, such as `unet_config`
         first = {key: first.get(key, {}) for key in other}
-    pair = [first, other]
-    multimodal = [any(isinstance(c.get(f"{k}_config"), dict) for k in ("text", "vision", "audio")) for c in pair]
-    text: object = None
-    if multimodal[0] != multimodal[1]:  # a language model is compared with the one inside of the other model
-        index = multimodal.index(True)
-        text = (completed(pair[index]) or pair[index]).get("text_config")
-        pair[index] = text if isinstance(text, dict) else pair[index]
-    complete = [full for config in pair if (full := completed(config)) is not None]
+    complete = [full for config in (first, other) if (full := completed(config)) is not None]
     has_classes = len(complete) == 2
-    ours, theirs = map(_values, complete if has_classes else pair)
+    ours, theirs = map(_values, complete if has_classes else (first, other))
     return {
         key: (ours[key], theirs[key])
         for key in sorted(ours.keys() & theirs.keys())
         if ours[key] != theirs[key]
         and not (ours[key] in (None, False) and theirs[key] in (None, False))
         and (has_classes or WITHOUT_CLASS.search(key))
-        and not (isinstance(text, dict) and key == "model_type")
     }
 
 

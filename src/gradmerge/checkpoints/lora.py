@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..io.reader import PositionalFile, TensorInfo
 from ..text import listed
-from .adapter_config import ADVICE, PatternMatcher
+from .adapter_config import ADVICE, matches_pattern
 from .checkpoint import Buffers, Checkpoint
 from .quantization import refuse_quantized
 from .tied_weights import TIED, equal, has_head, is_head, same_values, tied_to
@@ -29,7 +29,7 @@ from .transformers_model import BareParameter, Slice, empty_model, find_bare_par
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16
-FACTOR_KEY = re.compile(r"(.+)\.lora_(?:embedding_)?([AB]|B\.bias|magnitude_vector)(?:\.weight)?")
+FACTOR_KEY = re.compile(r"(.+)\.lora_(?:embedding_)?([AB]|magnitude_vector)(?:\.weight)?")
 
 #: Type of a model → its modules whose weight is stored as (in, out), in transformers' class Conv1D.
 CONV1D = dict.fromkeys(
@@ -78,11 +78,9 @@ class AdapterCheckpoint(Checkpoint):
         """Tensor of the base → its factors."""
         self.replaced: dict[str, str] = {}
         """Tensor of the base, or a new one → the key of the tensor that replaces it."""
-        self._bias_changes: dict[str, tuple[str, float]] = {}
-        """Bias of the base → the key of LoRA's bias, and its scale."""
         self._owns_base = owns_base
         self._config = config
-        self._patterns = PatternMatcher(folder / "adapter_config.json")
+        self._config_file = folder / "adapter_config.json"
         self._read_keys()
         self._check_ties()
         # The matrices of bare parameters are large: they hold all experts.
@@ -99,7 +97,7 @@ class AdapterCheckpoint(Checkpoint):
     def _read_keys(self) -> None:
         """Assign each key of the adapter's file to the tensor of the base that it changes."""
         modules: dict[str, dict[str, str]] = defaultdict(dict)
-        """Module → part (A, B, B.bias or magnitude_vector) → key."""
+        """Module → part (A, B or magnitude_vector) → key."""
         unknown: list[str] = []
         for key in self.adapter.tensors:
             path = key.removeprefix("base_model.model.")
@@ -150,7 +148,7 @@ class AdapterCheckpoint(Checkpoint):
         """Add the factors of a module's weight. Return False if the base has no such weight, or factors are missing."""
         name = self._find(f"{module}.weight")
         expected = {"A", "B", *(["magnitude_vector"] if self._config.get("use_dora") else [])}
-        if name is None or keys.keys() - {"B.bias"} != expected:
+        if name is None or keys.keys() != expected:
             return False
         a, b, shape = *self._factor_shapes(module, keys), self.tensors[name].shape
         inputs, outputs = math.prod(a[1:]), b[0]
@@ -167,8 +165,6 @@ class AdapterCheckpoint(Checkpoint):
             raise self._refused(f"DoRA's magnitudes of {name} are not {outputs} numbers, one for each output")
         scale = self._scale(module, a[0])
         self._add_factors(name, Factors(module, keys["A"], keys["B"], scale, transposed, magnitude))
-        if "B.bias" in keys:
-            self._add_bias(f"{module}.bias", keys["B.bias"], scale)
         return True
 
     def _add_parameter(self, module: str, keys: dict[str, str], parameter: BareParameter) -> bool:
@@ -237,16 +233,10 @@ class AdapterCheckpoint(Checkpoint):
     def _setting_of(self, key: str, pattern_key: str, path: str) -> float:
         """Return the value of the first pattern that matches the end of the path, or else that of the key."""
         for pattern, value in (self._config.get(pattern_key) or {}).items():
-            if self._patterns.fullmatch(rf"(.*\.)?({pattern})", path):
+            if matches_pattern(rf"(.*\.)?({pattern})", path, self._config_file):
                 return float(value)
         value = self._config.get(key)
         return 8.0 if value is None else float(value)  # PEFT's default of both settings
-
-    def _add_bias(self, name: str, key: str, scale: float) -> None:
-        target, size = self._find(name), self.adapter.tensors[key].numel
-        if target is None or self.base.tensors[target].numel != size or not self.base.tensors[target].is_float:
-            raise self._refused(f"{self.base.label} has no {name} of {size} numbers that {key} could be added to")
-        self._bias_changes[target] = (key, scale)
 
     def _find(self, name: str) -> str | None:
         """Return the base's tensor of this name. One of the two names may lack the first part, such as `model.`."""
@@ -288,7 +278,7 @@ class AdapterCheckpoint(Checkpoint):
 
     def changes(self, name: str) -> bool:
         """Return whether the adapter changes a tensor."""
-        return any(name in names for names in (self.factors, self.replaced, self._bias_changes))
+        return name in self.factors or name in self.replaced
 
     def has_only_factors(self, name: str) -> bool:
         """Return whether a tensor is that of the base plus scale · BA of its module, and nothing more."""
@@ -312,19 +302,15 @@ class AdapterCheckpoint(Checkpoint):
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
         holder, stored = self._source(name)
         block = holder.read(stored, start, stop, buffers, slot)
-        if stop <= start or not (name in self.factors or name in self._bias_changes):
+        if stop <= start or name not in self.factors:
             return block
         result = _widened(block)
-        if name in self._bias_changes:
-            key, scale = self._bias_changes[name]
-            result += self.adapter.read(key, start, stop, Buffers()).to(result.dtype) * scale
-        if name in self.factors:
-            self._add_product(name, start, stop, result)
-            if self.factors[name].magnitude is not None:
-                scales, columns = self._dora_scales(name), _columns(self.tensors[name])
-                entries = torch.arange(start, stop)
-                outputs = entries % columns if self.factors[name].transposed else entries // columns
-                result *= scales[outputs].to(result.dtype)
+        self._add_product(name, start, stop, result)
+        if self.factors[name].magnitude is not None:
+            scales, columns = self._dora_scales(name), _columns(self.tensors[name])
+            entries = torch.arange(start, stop)
+            outputs = entries % columns if self.factors[name].transposed else entries // columns
+            result *= scales[outputs].to(result.dtype)
         return result
 
     def _source(self, name: str) -> tuple[Checkpoint, str]:

@@ -99,36 +99,35 @@ def tying_differences(
     """
     problems: list[str] = []
     notes: list[str] = []
-    heads: list[str] = []
-    pair = (first, other)
     for name in TIED if first.config and other.config else ():
         source = next((s for s in TIED[name] if s in first.tensors and s in other.tensors), None)
         if source is None or not chosen(name) or name in first.absent | other.absent:
             continue
-        heads += [name] if is_head(name) else []
         if name not in first.tensors or not (name in other.tensors or tied_to(name, other)):
             continue  # compared as a missing or an additional tensor
         if not name.startswith(STACKS) and says_untied(first) and says_untied(other):
             continue
-        is_copy = [name not in checkpoint.tensors or same_values(checkpoint, name, source) for checkpoint in pair]
-        if all(is_copy):
+        is_copy, is_tied = {}, {}
+        for model in (first, other):
+            is_copy[model] = name not in model.tensors or same_values(model, name, source)
+            is_tied[model] = name not in model.tensors or _class_ties(name, model)
+        contradictory = [model for model in is_tied if is_tied[model] and not is_copy[model]]
+        lines = [
+            f"{model.label}: {KEY} is set, but the file stores {name} with other values than {source}; transformers 4 "
+            f"ignores it, transformers 5 uses it. Set {KEY} to false if it was trained, or remove it from the file"
+            for model in contradictory
+        ]
+        if all(is_copy.values()) or not any(is_tied.values()):
             continue
-        is_tied = [name not in checkpoint.tensors or _class_ties(name, checkpoint) for checkpoint in pair]
-        contradictory = [tied and not copy for tied, copy in zip(is_tied, is_copy, strict=True)]
-        if all(contradictory):
-            notes.append(f"{other.label} and {_contradiction(first, name, source)}")
-        elif any(contradictory):
-            problems.append(_contradiction(pair[contradictory.index(True)], name, source))
-        elif any(is_tied):
-            tied, untied = pair[is_tied.index(True)], pair[is_tied.index(False)]
+        if len(contradictory) == 2:
+            notes += lines
+        elif contradictory:
+            problems += lines
+        else:
+            untied, tied = sorted((first, other), key=is_tied.__getitem__)
             problems.append(
                 f"{KEY}: {name} is tied to {source} in {tied.label}, and a separate tensor in {untied.label}"
             )
-    untied = first if says_untied(first) else other
-    stores_head = any(name in checkpoint.tensors for name in heads for checkpoint in pair)
-    names_class = bool(untied.config.get("architectures")) and has_head(untied)
-    if heads and not stores_head and names_class and says_untied(first) != says_untied(other):
-        problems.append(f"{KEY}: false in {untied.label}, which stores no {heads[0]}")
     return problems, notes
 
 
@@ -138,13 +137,6 @@ def _class_ties(name: str, checkpoint: Checkpoint) -> bool:
         return True
     flag = (completed(checkpoint.config) or {}).get(KEY)
     return flag if isinstance(flag, bool) else _config_flag(checkpoint) is True
-
-
-def _contradiction(checkpoint: Checkpoint, name: str, source: str) -> str:
-    return (
-        f"{checkpoint.label}: {KEY} is set, but the file stores {name} with other values than {source}; transformers 4 "
-        f"ignores it, transformers 5 uses it. Set {KEY} to false if it was trained, or remove it from the file"
-    )
 
 
 def same_values(checkpoint: Checkpoint, name: str, other: str) -> bool:
