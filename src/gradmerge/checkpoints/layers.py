@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..notes import Kind, Note
 from ..text import some
 from .checkpoint import Buffers, Checkpoint, View
-from .comparison import Comparison, compare, is_buffer
+from .comparison import Comparison, compare
 from .config_diff import completed, parts
 from .tied_weights import same_values, tied_to
 
@@ -245,20 +245,6 @@ class StackedCheckpoint(View):
             if embedding is None or not same_values(last, name, embedding):
                 yield len(self.layers) - 1, name, last, name
 
-    def misplaced(self) -> list[str]:
-        """Return the layers whose tensors are not those of the layer at that number in ``front``.
-
-        In some models only some layers have certain tensors. Layers beyond the last of ``front`` go on as its last one.
-        """
-        models = dict.fromkeys((self.front, *(model for model, _ in self.layers)))
-        signatures = {model: _signatures(model) for model in models}
-        front = signatures[self.front]
-        return [
-            f"layer {new} of the result would be layer {number} of {model.label}"
-            for new, (model, number) in enumerate(self.layers)
-            if signatures[model][number] != front[min(new, len(front) - 1)]
-        ]
-
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
         model, stored = self.sources[name]
         return model.read(stored, start, stop, buffers, slot)
@@ -274,19 +260,6 @@ class StackedCheckpoint(View):
     def close(self) -> None:
         for part in (self.front, *self.parts):
             part.close()
-
-
-def _signatures(model: Checkpoint) -> list[dict[str, tuple[int, ...]]]:
-    """Return tensor → shape for each layer."""
-    stack = layer_stack(model)
-    return [
-        {
-            rest: info.shape
-            for rest, name in ((rest, f"{stack.prefix}{number}.{rest}") for rest in rests)
-            if not is_buffer(name, info := model.tensors[name])
-        }
-        for number, rests in enumerate(stack.layers)
-    ]
 
 
 def compare_parts(
@@ -307,9 +280,6 @@ def compare_parts(
         for note in result.notes
         if not note.startswith("exclude:") and not (isinstance(note, Note) and note.kind is Kind.STRANGERS)
     ]
-    for stack in stacks if not result.problems else ():
-        what = f"the layers of {front.label} have different tensors, and these layers do not fit at their new numbers"
-        result.refuse(stack.misplaced(), what)
     return result
 
 

@@ -16,7 +16,7 @@ from ..io.small_files import read_json
 from ..text import first_line, some, to_json
 from .chat_template import TEMPLATE_PATTERNS, Templates, write_templates
 from .config_diff import parts
-from .vocabulary import EXTRA, PLAIN, SPECIAL, TOKENIZER_FILES, VOCABULARY_FILES, Vocabulary
+from .vocabulary import EXTRA, PLAIN, TOKENIZER_FILES, VOCABULARY_FILES, Vocabulary
 
 WORD = {**PLAIN, "single_word": True, "normalized": True}
 """Settings of added words in a WordPiece tokenizer, so that it does not find them inside other words."""
@@ -43,8 +43,6 @@ class OutputTokenizer:
     """Files of the source to copy."""
     written: dict[str, str] = field(default_factory=dict)
     """File name → new contents."""
-    special: dict[str, int] = field(default_factory=dict)
-    """`pad_token` and the like that come from another model → row."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -64,30 +62,21 @@ def make_tokenizer(
     words: list[str] = []
     added: dict[str, dict[str, Any] | None] = {}
     notes: list[str] = []
-    for other in others if union else ():
-        new = [token for token in other.by_row if token not in source.ids]
+    for other in others:
+        for kind, token in other.special.items():
+            if source.special.get(kind) != token:
+                notes.append(f"{kind}: {token!r} in {other.label}; the result has {source.special.get(kind)!r}")
+        new = [token for token in other.by_row if token not in source.ids] if union else []
         added |= {token: other.added[token] for token in new if token in other.added and token not in added}
         words += [token for token in new if token not in other.added]
-        known = added | source.added
-        differ = [token for token, settings in other.added.items() if known.get(token, settings) != settings]
-        if differ:
-            notes.append(f"{other.label}: some added tokens have other settings in a model before it: {_list(differ)}")
     words = [token for token in dict.fromkeys(words) if token not in added]
     is_wordpiece = source.tokenizer["model"].get("type") == "WordPiece"
     more: dict[str, dict[str, Any] | None] = dict.fromkeys(words, WORD if is_wordpiece else None)
     more |= added
     more |= {token: {**PLAIN, "normalized": True} for token in named if token not in source.ids and token not in more}
-    special: dict[str, str] = {}
-    for other in others:
-        for kind in (kind for kind in SPECIAL if kind in other.special):
-            if union and kind not in source.special:
-                special.setdefault(kind, other.special[kind])
-            kept = (source.special | special).get(kind)
-            if kept != other.special[kind] or kind in special:
-                notes.append(f"{kind}: {other.special[kind]!r} in {other.label}; the result has {kept!r}")
     ids = dict(source.ids) | {token: source.size + number for number, token in enumerate(more)}
     result = OutputTokenizer(source, ids, source.files, notes=notes)
-    if not more and not special:
+    if not more:
         return result
     if words:
         notes.append(
@@ -95,8 +84,7 @@ def make_tokenizer(
             f"({_list(words)}), but text that {source.label} can encode is encoded as before. To encode text as another"
             " model does, name that model as `tokenizer`"
         )
-    result.special = {kind: ids[token] for kind, token in special.items()}
-    result.written = _extended_files(source, ids, more, special)
+    result.written = _extended_files(source, ids, more)
     patterns = ["special_tokens_map.json", *VOCABULARY_FILES.split()]  # these would repeat or lack tokens
     result.copied = [
         path
@@ -110,13 +98,9 @@ def _list(tokens: Sequence[str]) -> str:
     return some([repr(token) for token in tokens])
 
 
-def _extended_files(
-    source: Vocabulary, ids: Mapping[str, int], more: Settings, special: Mapping[str, str]
-) -> dict[str, str]:
+def _extended_files(source: Vocabulary, ids: Mapping[str, int], more: Settings) -> dict[str, str]:
     """Return the contents of tokenizer.json and tokenizer_config.json with the further tokens."""
     added = source.added | {token: settings for token, settings in more.items() if settings is not None}
-    # Special tokens must be found as a whole, also if this tokenizer has them as words.
-    added |= {token: {**PLAIN, "special": True} for token in special.values() if token not in added}
     entries = sorted(({"id": ids[token], "content": token, **added[token]} for token in added), key=lambda e: e["id"])
     tokenizer = {**source.tokenizer, "added_tokens": entries}
     if any(settings is None for settings in more.values()) or _loaded_ids(tokenizer) != ids:
@@ -129,7 +113,7 @@ def _extended_files(
         )
     # tokenizer.json has all added tokens, so the config does not repeat them.
     config = {key: value for key, value in source.config.items() if key != "added_tokens_decoder"}
-    config = {**source.special, **config, **special}
+    config = {**source.special, **config}
     if source.extra and not any(key in config for key in EXTRA):  # they were in special_tokens_map.json
         config["extra_special_tokens"] = source.extra
     return {
@@ -228,7 +212,4 @@ class ResultFiles:
                 if name not in self.configs and key in named:
                     section[key] = value if value is None else named[key]
             section.update((key, ids) for key, ids in source.get(path, {}).items() if TOKEN_KEYS.fullmatch(key))
-        for kind, row in tokenizer.special.items():
-            if config.get(f"{kind}_id") is None:
-                config[f"{kind}_id"] = row
         return dict(config)
