@@ -19,7 +19,7 @@ def test_blocks_in_any_order_on_threads_give_shards_that_safetensors_reads(tmp_p
     state = {f"t{i}": torch.randn(8, generator=torch.Generator().manual_seed(i)) for i in range(50)}
     state |= {f"sub/{name}": values for name, values in list(state.items())[:3]}
     tensors = dict.fromkeys(state, ("F32", (8,)))
-    with ShardWriter(tmp_path, "model", tensors, 64, {"format": "pt"}, {"sub": "inner"}) as writer:
+    with ShardWriter(tmp_path, "model", tensors, 64, {"format": "pt"}, ["sub"]) as writer:
 
         def work(number: int) -> None:
             name, start = list(state)[number * 7 % len(state)], 4 * (number // len(state))
@@ -29,7 +29,7 @@ def test_blocks_in_any_order_on_threads_give_shards_that_safetensors_reads(tmp_p
         writer.finish()
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 50 * 32 and len(set(index["weight_map"].values())) == 25
-    inner = json.loads((tmp_path / "sub" / "inner.safetensors.index.json").read_text())
+    inner = json.loads((tmp_path / "sub" / "model.safetensors.index.json").read_text())
     files = {name: tmp_path / file for name, file in index["weight_map"].items()}
     files |= {f"sub/{name}": tmp_path / "sub" / file for name, file in inner["weight_map"].items()}
     for name, values in state.items():

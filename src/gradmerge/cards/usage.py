@@ -30,7 +30,6 @@ TASKS = {
 #: Library → the lines that load a model: imports, and what follows the name. None: no library, only tensors.
 LOADERS = {
     None: ("from gradmerge import open_checkpoint", "print(list(open_checkpoint(name).tensors))"),
-    "diffusers": ("from diffusers import DiffusionPipeline", "model = DiffusionPipeline.from_pretrained(name)"),
     "timm": ("import timm", "model = timm.create_model(name, pretrained=True)"),
     "sentence-transformers": (
         "from sentence_transformers import SentenceTransformer",
@@ -44,7 +43,7 @@ PREPROCESSING = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config
 def pipeline_tag(folder: Path | None) -> str | None:
     """Return the Hub's name of a model's task, or None if the files do not say."""
     library = None if folder is None else library_of(folder)
-    if folder is None or library in (None, "diffusers"):
+    if folder is None or library is None:
         return None
     by_library = {"sentence-transformers": "sentence-similarity", "timm": "image-classification"}
     return by_library.get(str(library)) or TASKS.get(_head(_config(folder)))

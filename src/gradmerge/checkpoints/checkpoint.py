@@ -67,10 +67,7 @@ class Checkpoint(OneLine):
         self.config = config or {}
         self.hub_id = hub_id
         self.modules = modules
-        """Subfolders with weights, of sentence-transformers modules or parts of a diffusers pipeline.
-
-        Their tensors are named FOLDER/NAME.
-        """
+        """Subfolders of sentence-transformers modules with weights. Their tensors are named FOLDER/NAME."""
         self.notes: list[str] = []
         self.absent: frozenset[str] = frozenset()
         """Tensors of other models that are merged without this model."""
@@ -184,8 +181,6 @@ class RenamedCheckpoint(View):
         if twice:
             raise InputError(f"{where}: several tensors of {inner.label} would get the same name:\n{listed(twice)}")
         super().__init__(inner, {renamed(name, rename): name for name in inner.tensors})
-        for folder in {new for new in rename.values() if new.endswith("/")}:  # the model is a part of a pipeline
-            self.config = {f"{folder.removesuffix('/')}_config": inner.config}
 
     def new_name(self, name: str) -> str:
         """Return the new name of a tensor, or of something that belongs to it."""

@@ -25,13 +25,9 @@ from .quantization import dequantized
 #: What is downloaded from a Hub repository: safetensors weights, curvature, and small files.
 HUB_FILES = (
     "model*.safetensors adapter_model*.safetensors */model.safetensors */model-0*.safetensors "
-    "*diffusion_pytorch_model.safetensors *diffusion_pytorch_model-0*.safetensors "
     "curvature/curvature* penalty/curvature* *.json *.txt *.model *.jinja *.tiktoken README.md LICENSE* NOTICE*"
 )
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-#: The file that lists the parts of a diffusers pipeline, and the name of its weight files.
-PIPELINE = "model_index.json"
-DIFFUSERS = "diffusion_pytorch_model"
 
 
 @checked()
@@ -116,9 +112,9 @@ def _hub_folder(reference: str, allow_pickle: bool) -> Path:
     with suppress(InputError):
         cached = fetch_from_hub(reference, allow_pickle=allow_pickle, cached=True)
         # For a model with parts in subfolders, the snapshot does not tell whether all are there.
-        if constants.HF_HUB_OFFLINE or not any((cached / name).is_file() for name in (PIPELINE, "modules.json")):
+        if constants.HF_HUB_OFFLINE or not (cached / "modules.json").is_file():
             with ExitStack() as opened:
-                _weight_files(cached, "adapter_model" if is_adapter(cached) else stem_of(cached), allow_pickle, opened)
+                _weight_files(cached, "adapter_model" if is_adapter(cached) else "model", allow_pickle, opened)
             return cached
     if constants.HF_HUB_OFFLINE:
         return fetch_from_hub(reference, allow_pickle=allow_pickle)  # raises, with the reason
@@ -179,13 +175,13 @@ def _open_folder(label: str, folder: Path, allow_pickle: bool, hub_id: str | Non
                 config[f"{module}_config"] = _config(folder / module)
                 if not any(path.suffix in SUFFIXES | {".safetensors"} for path in (folder / module).iterdir()):
                     continue  # modules such as pooling have no weights
-            for file in _weight_files(folder / module, stem_of(folder / module), allow_pickle, opened):
+            for file in _weight_files(folder / module, "model", allow_pickle, opened):
                 if module:
                     file.entries = {f"{module}/{name}": entry for name, entry in file.entries.items()}
                     file.memory = {f"{module}/{name}": tensor for name, tensor in file.memory.items()}
                 files.append(file)
         if not files:
-            raise InputError(_no_weights(folder, stem_of(folder)))
+            raise InputError(_no_weights(folder, "model"))
         inner = tuple(module for module in modules if module)
         checkpoint = Checkpoint(label, files=files, folder=folder, config=config, hub_id=hub_id, modules=inner)
         opened.pop_all()
@@ -201,20 +197,10 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _module_folders(folder: Path) -> list[str]:
-    """Return the subfolders with weights: parts of a diffusers pipeline, modules of a sentence-transformers model.
-
-    "" is the folder itself, which is the only one of other models.
-    """
-    if (folder / PIPELINE).is_file():
-        require_within(folder / PIPELINE, folder)
-        parts = read_json(folder / PIPELINE).items()
-        names = [
-            n for n, kind in parts if not n.startswith("_") and isinstance(kind, list) and len(kind) == 2 and all(kind)
-        ]
-    else:
-        # Normalize modules can have no files, and Git repositories store no empty folders.
-        modules = modules_of(folder)
-        names = [n for n, kind in modules if not kind.endswith(".Normalize") or (folder / n).is_dir()] or [""]
+    """Return the subfolders of a sentence-transformers model; of other models only "", the folder itself."""
+    # Normalize modules can have no files, and Git repositories store no empty folders.
+    modules = modules_of(folder)
+    names = [n for n, kind in modules if not kind.endswith(".Normalize") or (folder / n).is_dir()] or [""]
     for name in filter(None, names):
         if not is_plain_name(name) or not (folder / name).is_dir():
             raise InputError(f"{folder}: its list of modules names {name[:80]!r}, which is not a folder in it")
@@ -236,12 +222,6 @@ def modules_of(folder: Path) -> list[tuple[str, str]]:
         if not isinstance(name, str) or (name and not is_plain_name(name)):
             raise InputError(f"{path}: names the module {str(name)[:80]!r}, which is not a folder in {folder}")
     return modules
-
-
-def stem_of(folder: Path) -> str:
-    """Return the first part of the names of a folder's weight files."""
-    ends = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-    return DIFFUSERS if any((folder / f"{DIFFUSERS}{end}").is_file() for end in ends) else "model"
 
 
 def _weight_files(folder: Path, stem: str, allow_pickle: bool, opened: ExitStack) -> list[PositionalFile]:

@@ -11,7 +11,6 @@ from ..io.small_files import lies_within, read_json
 from ..text import some
 from .checkpoint import Checkpoint, innermost, unwrap_chain
 from .comparison import matches
-from .open import PIPELINE, stem_of
 from .quantization import DequantizedCheckpoint, without_quantization
 
 MAX_BYTES = 100_000_000
@@ -22,9 +21,9 @@ COPIED = (
     "spm.model *tokenizer*.model sentencepiece*.model *preprocessor_config.json processor_config.json "
     "chat_template.json chat_template.jinja additional_chat_templates/*.jinja "
     "LICENSE* LICENCE* COPYING* NOTICE* USE_POLICY* "
-    "modules.json config_sentence_transformers.json sentence_*_config.json model_index.json"
+    "modules.json config_sentence_transformers.json sentence_*_config.json"
 )
-#: Also copied from a subfolder of a sentence-transformers model or a diffusers pipeline.
+#: Also copied from a subfolder of a sentence-transformers model.
 COPIED_FROM_MODULES = f"{COPIED} *_config.json"
 NEVER = "*.py *.pkl *.pickle *.sh"
 
@@ -62,16 +61,8 @@ def sidecars(checkpoint: Checkpoint) -> Sidecars:
     return Sidecars(copied, sorted(path.name for path in folder.glob("*.py")))
 
 
-def stems(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return subfolder → the first part of the names of its weight files. The model's own folder is ""."""
-    folder = innermost(checkpoint).folder
-    return {module: "model" if folder is None else stem_of(folder / module) for module in ("", *checkpoint.modules)}
-
-
 def library_of(folder: Path) -> str | None:
     """Return the library that loads a model's folder, by its name in model cards."""
-    if (folder / PIPELINE).is_file() or stem_of(folder) != "model":
-        return "diffusers"
     if (folder / "modules.json").is_file():
         return "sentence-transformers"
     if not (folder / "config.json").is_file():

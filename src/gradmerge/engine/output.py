@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checkpoints.sidecars import copy_sidecars, sidecars, stems
+from ..checkpoints.sidecars import copy_sidecars, sidecars
 from ..curvature.curvature import MERGED_CURVATURE, write_curvature_card
 from ..curvature.format import STEM, metadata
 from ..errors import InputError
@@ -25,7 +25,7 @@ class WeightFiles:
     """The files of a result, weights and curvature, to which any process may write blocks."""
 
     def __init__(self, plan: Plan, folder: Path, name: str, shard_size: int) -> None:
-        folders = stems(plan.inputs.template)
+        folders = plan.inputs.template.modules
         self.model = ShardWriter(folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
         self.writers = [self.model]
         if plan.write_precision:

@@ -46,8 +46,7 @@ class ShardWriter:
         tensors: Name → dtype and shape of each tensor, in the order of the files.
         shard_size: Bytes of a file.
         metadata: Header metadata of each file.
-        folders: Subfolder → stem of its files. The tensor SUBFOLDER/NAME is written there as NAME. The key "" replaces
-            ``stem``.
+        folders: Subfolders. The tensor SUBFOLDER/NAME is written to its files as NAME.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class ShardWriter:
         tensors: Tensors,
         shard_size: int,
         metadata: Mapping[str, str],
-        folders: Mapping[str, str] | None = None,
+        folders: Iterable[str] = (),
     ) -> None:
         self.folder = folder
         self.sizes: dict[str, int] = {}
@@ -70,9 +69,8 @@ class ShardWriter:
         self._indexes: dict[str, dict[str, Any]] = {}
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
-        stems = {f"{name}/".lstrip("/"): stem for name, stem in {"": stem, **(folders or {})}.items()}
-        for prefix, group in _by_folder(tensors, stems).items():
-            self._lay_out(prefix, stems[prefix], group, shard_size, metadata)
+        for prefix, group in _by_folder(tensors, [f"{name}/" for name in folders]).items():
+            self._lay_out(prefix, stem, group, shard_size, metadata)
 
     def _lay_out(self, prefix: str, stem: str, tensors: Tensors, shard_size: int, metadata: Mapping[str, str]) -> None:
         shards = split_into_shards(tensors, shard_size)

@@ -20,7 +20,7 @@ from ..cards.provenance import write_record
 from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint
 from ..checkpoints.lora import AdapterCheckpoint
-from ..checkpoints.sidecars import copy_sidecars, stems
+from ..checkpoints.sidecars import copy_sidecars
 from ..checkpoints.tied_weights import same_values, tied_to
 from ..engine.rounding import rounded
 from ..errors import InputError
@@ -94,7 +94,7 @@ def _write_weights(staging: AtomicDir, checkpoint: Checkpoint, changed: Mapping[
     tensors = {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
     for module in checkpoint.modules:
         (staging.folder / module).mkdir(exist_ok=True)
-    folders = stems(checkpoint) if stem == "model" else {"": stem}
+    folders = checkpoint.modules if stem == "model" else ()
     writer = ShardWriter(staging.folder, stem, tensors, SHARD_SIZE, {"format": "pt"}, folders)
     staging.require_space(writer.nbytes)
     buffers = Buffers()
