@@ -15,7 +15,7 @@ from .settings import Settings
 from .workloads import State, Workload
 
 #: Settings that are compared with the defaults by ``--sweep``.
-ALPHAS_AND_RIDGES = ((0.25, 0.05), (1.0, 0.3), (1.0, 0.05))
+ALPHAS_AND_RIDGES = ((0.25, 0.05), (1.0, 0.3), (1.0, 0.05), (1.0, 0.01))
 
 
 class Recorder:
@@ -200,12 +200,12 @@ def _recover(
         return state
 
     calibrated = add("calibrate --curvature none", calibrate(curvature="none"))
-    chosen = add("calibrate", calibrate())
     if sweep:
         for alpha, ridge in ALPHAS_AND_RIDGES:
             name = f"calibrate --curvature none, alpha {alpha:g}, ridge {ridge:g}"
             add(name, calibrate(curvature="none", alpha=alpha, ridge=ridge))
-            add(f"calibrate, alpha {alpha:g}, ridge {ridge:g}", calibrate(alpha=alpha, ridge=ridge))
+        add("calibrate, alpha 1, ridge 0.05", calibrate(alpha=1.0, ridge=0.05))
+    chosen = add("calibrate", calibrate())
     add("distill", distill(anchor))
     add("calibrate --curvature none, distill", distill(calibrated))
     rate = record.results["calibrate --curvature none, distill"]["lr"]

@@ -336,6 +336,8 @@ class LanguageModel(Workload):
 
 # --- images
 
+INTERPOLATED: dict[str, Any] = {"interpolate_pos_encoding": True}
+"""For images of another size than the model was trained on."""
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -371,7 +373,8 @@ class Images(Workload):
         """Return enlarged and normalized images."""
         mean, std = (torch.tensor(v, device=self.device).view(1, 3, 1, 1) for v in (MEAN, STD))
         values = F.interpolate(batch["pixel_values"].float() / 255, (self.settings.size,) * 2, mode="bilinear")
-        return {"pixel_values": (values - mean) / std}
+        inputs = {"pixel_values": (values - mean) / std}
+        return inputs if self.settings.size == self.model.config.image_size else inputs | INTERPOLATED
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if not name.startswith("classifier."))
@@ -380,9 +383,10 @@ class Images(Workload):
         self.model.classifier = self.heads[task]
         return super().module(state, task)
 
-    def _features(self, pixels: Rows) -> Tensor:
+    def _features(self, inputs: Rows) -> Tensor:
+        """What the heads read."""
         with self.amp:
-            found: Tensor = self.model.base_model(**self.inputs(pixels)).last_hidden_state[:, 0]
+            found: Tensor = self.model.base_model(**inputs).last_hidden_state[:, 0]
         return found.float()
 
     def _fitted_head(self, task: str) -> nn.Linear:
@@ -390,7 +394,7 @@ class Images(Workload):
         labels = rows["labels"]
         with torch.no_grad():
             pixels = rows["pixel_values"].split(self.evaluation_batch)
-            features = torch.cat([self._features({"pixel_values": part}) for part in pixels])
+            features = torch.cat([self._features(self.inputs({"pixel_values": part})) for part in pixels])
         head = nn.Linear(features.shape[1], int(labels.max()) + 1, device=self.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
@@ -408,9 +412,8 @@ class Images(Workload):
 
     def training_loss(self, rows: Mapping[str, Tensor]) -> Tensor:
         parts = {task: self.select(self.data[task]["train"], index) for task, index in rows.items()}
-        enlarged = [self.inputs(part)["pixel_values"] for part in parts.values()]
-        with self.amp:
-            features = self.model.base_model(pixel_values=torch.cat(enlarged)).last_hidden_state[:, 0].float()
+        inputs = [self.inputs(part) for part in parts.values()]
+        features = self._features(inputs[0] | {"pixel_values": torch.cat([one["pixel_values"] for one in inputs])})
         pieces = features.split([len(index) for index in rows.values()])
         losses = [
             F.cross_entropy(self.heads[task](piece), part["labels"], reduction="sum")
@@ -419,7 +422,7 @@ class Images(Workload):
         return torch.stack(losses).sum() / len(features)
 
     def losses(self, batch: Rows, task: str) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self.heads[task](self._features(batch))
+        logits = self.heads[task](self._features(self.inputs(batch)))
         losses = F.cross_entropy(logits, batch["labels"], reduction="none")
         return losses, torch.ones_like(losses), logits.argmax(1) == batch["labels"]
 
