@@ -77,12 +77,15 @@ def _class_numbers(
     rows: Rows, column: str, cells: Sequence[tuple[int, Any]], count: int, classes: Mapping[str, int]
 ) -> list[int]:
     """Return the class number of each cell. Cells come with the index of their row."""
-    labels = [_normalize(cell) for _, cell in cells]
-    by_name = column not in rows.class_names and _numbers_are_names(rows, column, labels, count, classes)
     from_data = _match_classes(rows, column, classes)
+    # Of classes such as stars from 1 to 5, numbers are names. Otherwise they count from 0.
+    numbers_are_names = column not in rows.class_names and any(
+        _is_number(name) and int(name) != number for name, number in classes.items()
+    )
     numbers = []
-    for (index, cell), label in zip(cells, labels, strict=True):
-        number = int(label) if _is_number(label) and not by_name else classes.get(label)
+    for index, cell in cells:
+        label = _normalize(cell)
+        number = int(label) if _is_number(label) and not numbers_are_names else classes.get(label)
         if number is None:
             number = {"true": 1, "false": 0}.get(label, -1)
         number = from_data.get(number, number)
@@ -95,25 +98,6 @@ def _class_numbers(
             )
         numbers.append(number)
     return numbers
-
-
-def _numbers_are_names(rows: Rows, column: str, labels: Sequence[str], count: int, classes: Mapping[str, int]) -> bool:
-    """Whether numbers in the data are names of classes, such as stars from 1 to 5, instead of counts from 0.
-
-    They are names if all of them are, whatever type the format of the data gives them. A note says what was decided.
-    """
-    named = {name: number for name, number in classes.items() if _is_number(name)}
-    numbers = set(filter(_is_number, labels))
-    if not numbers or all(int(name) == number for name, number in named.items()):
-        return False
-    by_name = numbers <= named.keys() or not numbers <= {str(n) for n in range(count)}
-    pairs = sorted(named.items(), key=lambda pair: pair[1])[:8]
-    meaning = ", ".join(f"{name} is class {n}" if by_name else f"{n} is class {name}" for name, n in pairs)
-    rows.notes.append(
-        f"the model's classes have numbers as names. {column!r} is read as {'names' if by_name else 'numbers from 0'}: "
-        f"{meaning}"
-    )
-    return by_name
 
 
 def _match_classes(rows: Rows, column: str, classes: Mapping[str, int]) -> dict[int, int]:
