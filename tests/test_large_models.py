@@ -112,19 +112,12 @@ def test_auto_fills_the_memory_there_is_and_leaves_the_rest_on_disk(
     import accelerate.utils
 
     source = data_for(place, "llama")
-    plain = gm.estimate_curvature(
-        place / "llama", source, out=tmp_path / "plain", model_args={"device_map": "auto"}, **OPTIONS
-    )
-    assert not any("fetched" in note for note in plain.notes)
+    gm.estimate_curvature(place / "llama", source, out=tmp_path / "plain", model_args={"device_map": "auto"}, **OPTIONS)
     monkeypatch.setattr(accelerate.utils, "get_max_memory", lambda: {"cpu": 12_000})
     loaded = load_task(place / "llama", source, model_args={"device_map": "auto"}, gradients=True)
     devices = {p.device.type for p in loaded.model.parameters()}
     assert devices == {"cpu", "meta"}
-    assert any("stay on the CPU or the disk" in note for note in loaded.notes)
-    estimate = gm.estimate_curvature(
-        place / "llama", source, out=tmp_path / "small", model_args={"device_map": "auto"}, **OPTIONS
-    )
-    assert any("fetched layer by layer" in note for note in estimate.notes)
+    gm.estimate_curvature(place / "llama", source, out=tmp_path / "small", model_args={"device_map": "auto"}, **OPTIONS)
     want, got = read_model(tmp_path / "plain"), read_model(tmp_path / "small")
     assert all(torch.equal(got[key], want[key]) for key in want)
     on_disk = {"": "disk"}

@@ -363,8 +363,7 @@ def _subtract_base(loaded: LoadedTask, base: str, options: LoadOptions) -> list[
         )
     except GradmergeError as error:
         raise InputError(f"at_delta: {error}") from error
-    missing = {*info.missing_keys, *info.mismatched_keys}
-    base_parameters = {name: value for name, value in base_model.named_parameters() if name not in missing}
+    base_parameters = {name: value for name, value in base_model.named_parameters() if name not in info.missing}
     unchanged = []
     with torch.no_grad():
         for name, value in loaded.model.named_parameters():

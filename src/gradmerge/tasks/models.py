@@ -55,16 +55,13 @@ class LoadingInfo:
     base_folder: Path
     """The same, or the folder of an adapter's base model."""
     task: str
-    missing_keys: list[str] = field(default_factory=list)
-    """Parameters and buffers of the model that the checkpoint does not hold."""
-    mismatched_keys: dict[str, str] = field(default_factory=dict)
-    """Tensors whose shape in the checkpoint is not the model's → both shapes, for messages."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Parameters of the model that are not in the checkpoint, or have another shape there → what to tell the user."""
     notes: list[str] = field(default_factory=list)
 
-    def drop_keys(self, prefixes: tuple[str, ...]) -> None:
-        """Forget missing and mismatched tensors that something else replaces."""
-        self.missing_keys = [key for key in self.missing_keys if not key.startswith(prefixes)]
-        self.mismatched_keys = {k: v for k, v in self.mismatched_keys.items() if not k.startswith(prefixes)}
+    def drop_missing(self, prefixes: tuple[str, ...]) -> None:
+        """Forget missing tensors that something else replaces."""
+        self.missing = {name: text for name, text in self.missing.items() if not name.startswith(prefixes)}
 
 
 def load_model(
@@ -123,27 +120,22 @@ def load_model(
                 type(p).__name__ in ("Params4bit", "Int8Params") for p in model.parameters()
             )
             model, replaced = add_adapter(reference, model, info.folder, merge=merge)
-            info.drop_keys(replaced)
+            info.drop_missing(replaced)
     if sentence_config is not None:
-        info.drop_keys(("pooler.",))  # the pooler of BERT is not used
-    if not allow_missing:
-        _refuse_random_weights(reference, model, info)
+        info.drop_missing(("pooler.",))  # the pooler of BERT is not used
+    if info.missing and not allow_missing:
+        raise InputError(
+            f"{reference}: the checkpoint does not fit task {info.task}. {type(model).__name__} has weights that are "
+            f"not in the checkpoint and would be random:\n{listed(info.missing.values())}\n"
+            "  Give a model that was fine-tuned for the task, or another task."
+        )
     if sentence_config is not None:
         model = EmbeddingModel(model, sentence_config)
     if args.gradient_checkpointing and not enable_gradient_checkpointing(model):
         raise InputError(f"model_args: gradient_checkpointing: {type(model).__name__} does not support it")
-    if gradients and offloaded_modules(model) and not enable_gradient_checkpointing(model):
-        info.notes.append(
-            f"{type(model).__name__} does not support gradient checkpointing, so all weights that its backward pass "
-            "needs are in memory at once"
-        )
-    if "device_map" in options:
-        info.notes += _offload_notes(model)
-        return model.eval(), info
-    if on_cpu and dtype == "auto" and any(p.dtype == torch.float16 for p in model.parameters()):
-        model = model.float()  # transformers takes the type of the files if the config has none
-        info.notes.append(FLOAT16_NOTE)
-    return model.to(target).eval(), info
+    if gradients and offloaded_modules(model):
+        enable_gradient_checkpointing(model)  # or all weights that the backward pass needs are in memory at once
+    return (model if "device_map" in options else model.to(target)).eval(), info
 
 
 def _load_with_head(reference: str, head: str, task: str, **options: Any) -> tuple[nn.Module, LoadingInfo]:
@@ -151,9 +143,9 @@ def _load_with_head(reference: str, head: str, task: str, **options: Any) -> tup
     with_head, head_info = load_model(head, task, **options)
     model, info = load_model(reference, head_info.task, allow_missing=True, **options)
     prefix = encoder_prefix(with_head)
-    if missing := [key for key in (*info.missing_keys, *info.mismatched_keys) if prefix and key.startswith(prefix)]:
+    if missing := [name for name in info.missing if prefix and name.startswith(prefix)]:
         raise InputError(f"{reference}: its files lack weights of the encoder:\n{listed(missing)}")
-    info.missing_keys, info.mismatched_keys = [], {}
+    info.missing = {}
     return with_encoder_of(model, with_head, reference, head), info
 
 
@@ -339,12 +331,12 @@ def _from_pretrained(
         raise
     except Exception as error:  # a corrupt file, an unsupported attention
         raise _cannot_load(reference, config, info.task, error) from error
-    info.missing_keys = sorted(loading["missing_keys"])
-    info.mismatched_keys = {
-        name: f"{list(stored)} in the checkpoint, {list(wanted)} in the model"
+    assert isinstance(model, nn.Module)
+    parameters = {name for name, _ in model.named_parameters()}  # the model computes buffers itself
+    info.missing = {name: name for name in sorted(loading["missing_keys"]) if name in parameters} | {
+        name: f"{name}: {list(stored)} in the checkpoint, {list(wanted)} in the model"
         for name, stored, wanted in sorted(loading["mismatched_keys"])
     }
-    assert isinstance(model, nn.Module)
     if offload_folder is not None:
         model.__dict__["_offload_folder"] = offload_folder  # deleted together with the model
     return model
@@ -360,18 +352,6 @@ def _refuse_inflated(reference: str, folder: Path, empty: nn.Module) -> None:
         raise InputError(
             f"{reference}: its config makes a model of {count(parameters)} parameters, and its files hold "
             f"{count(stored)}. Is it the config of another model?"
-        )
-
-
-def _refuse_random_weights(reference: str, model: nn.Module, info: LoadingInfo) -> None:
-    parameters = {name for name, _ in model.named_parameters()}
-    random = [key for key in info.missing_keys if key in parameters]  # the model computes buffers itself
-    random += [f"{name}: {shapes}" for name, shapes in info.mismatched_keys.items()]
-    if random:
-        raise InputError(
-            f"{reference}: the checkpoint does not fit task {info.task}. {type(model).__name__} has weights that are "
-            f"not in the checkpoint and would be random:\n{listed(random)}\n"
-            "  Give a model that was fine-tuned for the task, or another task."
         )
 
 
@@ -416,17 +396,6 @@ def _computes_quantized(reference: str, args: ModelArgs, config: Any, adapter: b
             "a PEFT adapter: curvature of its parameters can be estimated on a quantized base."
         )
     return quantized
-
-
-def _offload_notes(model: nn.Module) -> list[str]:
-    """Note how many weights are on no device."""
-    names = {f"{path}.{name}" for path, module, _ in offloaded_modules(model) for name in module._parameters}
-    offloaded = sum(p.numel() for name, p in model.named_parameters() if name in names)
-    total = sum(p.numel() for p in model.parameters())
-    note = (
-        f"{count(offloaded)} of {count(total)} parameters stay on the CPU or the disk, and are fetched layer by layer"
-    )
-    return [note] if offloaded else []
 
 
 def enable_gradient_checkpointing(model: Any) -> bool:
