@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 #: Characters of a line and of each of its parts, and rows of a table.
 MAX_LINE, MAX_PART, MAX_ROWS = 100, 44, 40
 
-#: Class of a result → function that returns its figures as HTML. `report/` adds entries.
-FIGURES: dict[type, Callable[[Any], str]] = {}
 View = tuple[Sequence[str], Sequence[Sequence[Any]], Sequence[str]]
 """Columns and rows of a table, and sentences above it."""
 
@@ -41,8 +39,7 @@ class Displayed(OneLine):
 
     def _repr_html_(self) -> str:
         columns, rows, words = self._view()
-        table = _template().render(line=repr(self), columns=columns, rows=rows, words=words, most=MAX_ROWS)
-        return table + (FIGURES[type(self)](self) if type(self) in FIGURES else "")
+        return _template().render(line=repr(self), columns=columns, rows=rows, words=words, most=MAX_ROWS)
 
 
 def _cut(text: str, length: int) -> str:

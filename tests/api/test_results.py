@@ -72,10 +72,7 @@ def test_a_result_is_a_line_at_a_prompt(results: dict[str, Any], kind: str) -> N
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_result_is_a_table_in_a_notebook(results: dict[str, Any], kind: str) -> None:
-    html, _, frame = results[kind]._repr_html_().partition("<iframe ")
-    assert bool(frame) == (kind in ("Preview", "Diagnosis"))
-    assert 'sandbox="allow-scripts allow-downloads"' in frame[:200] if frame else True
-    assert Tags(f"<iframe {frame}").names <= {"iframe"} and len(frame) < 600_000
+    html = results[kind]._repr_html_()
     assert Tags(html).names <= {"div", "strong", "p", "table", "tr", "th", "td"}
     assert "<td>" in html and "\x1b" not in html
     assert len(html) < 50_000

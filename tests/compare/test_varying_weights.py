@@ -46,4 +46,4 @@ def test_a_recipe_whose_weights_vary_is_the_reference_of_a_preview(varied: Path)
             assert set(facts["best"][other]["within_1_percent"]["weights"]) == {"a"}
             gm.merge(varied / "out" / "recipe.yml", varied / "merged", progress=False)
         else:
-            assert {float(cell) for cell in cells} == {0, 1} and list((varied / "out").glob("map-*.csv"))
+            assert {float(cell) for cell in cells} == {0, 1}

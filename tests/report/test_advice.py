@@ -76,7 +76,7 @@ MEASURED = {
 @pytest.mark.parametrize("case", MEASURED)
 def test_a_measurement_counts_for_more_than_a_prediction(case: str) -> None:
     predicted, right, advised = MEASURED[case]
-    assert (f"To try: {OTHER}" in words_of(diagnosis(predicted, right))) is advised
+    assert (f"To try {OTHER}" in words_of(diagnosis(predicted, right))) is advised
 
 
 def test_smaller_weights_are_advised_where_the_bases_data_is_predicted_to_lose_most() -> None:
@@ -106,16 +106,17 @@ def test_the_penalty_check_advises_what_was_measured(without: int) -> None:
     name = f"{OWN}, base.penalty none"
     right = {**ALONE, OWN: both(99), name: both(without)}
     words = words_of(diagnosis({OWN: 1.0}, right, ratio=2.0, without_penalty=name))
-    assert ("set `base.penalty: none`" in words) == (without == 118)
-    assert f"To try: {OWN}" not in words
-    assert "`base.penalty: none`" in words_of(diagnosis({OWN: 1.0}, {}, ratio=2.0))
+    assert ("gradmerge merge RECIPE --set base.penalty=none" in words) == (without == 118)
+    assert f"To try {OWN}" not in words
+    assert "--set base.penalty=none" in words_of(diagnosis({OWN: 1.0}, {}, ratio=2.0))
 
 
 @pytest.mark.parametrize(("merged", "tasks"), [(60, ("a", "b")), (112, ("a", "b")), (112, ("a",))])
 def test_calibration_is_advised_unless_no_task_loses(merged: int, tasks: tuple[str, ...]) -> None:
     found = diagnosis({OWN: 1.0}, {**ALONE, OWN: both(merged)}, tasks=tasks)
-    found.calibrate_command = "gradmerge calibrate merged --data a=a.jsonl --data b=b.jsonl -o calibrated"
-    assert (found.calibrate_command in verdict(found)[-1]) == (merged == 60 or tasks == ("a",))
+    command = "gradmerge calibrate merged --data a=a.jsonl --data b=b.jsonl -o calibrated"
+    found.commands = {"calibrate": command}
+    assert (command in verdict(found)[-1]) == (merged == 60 or tasks == ("a",))
     found = diagnosis({OWN: 1.0}, {})
     assert not any("gradmerge calibrate" in sentence for sentence in verdict(found))
 
@@ -123,6 +124,6 @@ def test_calibration_is_advised_unless_no_task_loses(merged: int, tasks: tuple[s
 def test_numbers_have_their_errors() -> None:
     found = diagnosis({OWN: 1.0, OTHER: 1.0}, {**ALONE, OWN: both(111), OTHER: both(60)})
     assert "0.925 ± 0.024" in words_of(found) and "0.9333 ± 0.023" in words_of(found)
-    table = {row[0]: row for row in measured_table(found, losses=False).rows}
+    table = {row[0]: row for row in measured_table(found).rows}
     assert f"{table[OWN][1]:.4g}" == "0.925 ± 0.017" and f"{table[OTHER][2]:.4g}" == "-0.425 ± 0.033"
     assert table["tuned"][1:3] == [None, None] and f"{table['tuned'][3]:.4g}" == "0.9333 ± 0.023"

@@ -33,7 +33,6 @@ def every_kind(name: str = "ours", values: tuple[float | None, ...] = (0.5, 0.25
         "line": curves(series, name, name, marks=marks, stars=stars),
         "bar": bars(groups, {name: values, "other": values}, name),
         "heat": heat_map(groups, [name], [[v] for v in values], name),
-        "centred-heat": heat_map(groups, [name], [[v] for v in values], name, center=0.5),
         "scatter": trade_off(series, name, name, front=front, present=front[0] if front else None),
     }
     return [Figure(name, slug, chart) for slug, chart in charts.items()]
@@ -61,7 +60,7 @@ def test_errors_that_are_known_are_drawn_and_listed() -> None:
     assert rows_of(figure)[0] == {"series": "a", "x": 0.0, "y": 0.5, "y low": 0.4, "y high": 0.6, "y error": 0.1}
     assert figure.table().columns == ["series", "x", "y", "± standard error of y"]
     assert [row[3] for row in figure.table().rows] == [0.1, None]
-    given_apart = trade_off([Series("a", [1.0], [2.0], errors=[0.5], x_errors=[0.25])], "x", "y")
+    given_apart = trade_off([Series("a", [Measured(1.0, 0.25)], [Measured(2.0, 0.5)])], "x", "y")
     assert given_apart.data.values[0] | {"x low": 0.75, "x high": 1.25, "y low": 1.5} == given_apart.data.values[0]
     for chart in (figure.chart, given_apart, bars(["g"], {"m": [Measured(-1.0, 0.1)]}, "y")):
         kinds = [layer["mark"]["type"] for layer in chart.to_dict()["layer"]]
@@ -74,23 +73,18 @@ def test_errors_that_are_known_are_drawn_and_listed() -> None:
 def test_a_method_has_one_color_everywhere(method: str) -> None:
     color = theme.color_of(method)
     assert color in theme.LIGHT.values()
-    for others in ([], ["ties", "average"], ["base", "tuned", "a method of a user"]):
-        names = [*(name for name in others if name != method), method]
-        assert theme.colors_of(names)[-1] == color
-        chart = bars(["g"], {name: [1.0] for name in names}, "y").to_dict()
+    for others in ([], ["ties", "base"], ["tuned", "a method of a user"]):
+        others = [name for name in others if theme.color_of(name) != color]
+        chart = bars(["g"], {name: [1.0] for name in [*others, method]}, "y").to_dict()
         scale = chart["layer"][0]["encoding"]["color"]["scale"]
         assert dict(zip(scale["domain"], scale["range"], strict=True))[method] == color
     assert theme.color_of(f"{method} now") == color
 
 
-def look(place: int) -> tuple[object, ...]:
-    return tuple(theme.dash_of(place)), theme.marker_of(place)
-
-
-def test_every_method_has_a_place_and_no_two_look_the_same() -> None:
-    looks = {method: (theme.color_of(method), *look(theme.number_of(method))) for method in METHODS}
-    assert all(theme.number_of(method) < len(METHODS) for method in METHODS), "add new methods to the palette"
-    assert len(set(looks.values())) == len(looks)
+def test_series_of_one_figure_look_different() -> None:
+    for names in (list(METHODS)[:10], ["ties density 0.1", "ties density 0.2"], ["base", "tuned", "target", "ties"]):
+        looks = list(zip(theme.colors_of(names), theme.markers_of(names), strict=True))
+        assert len(set(looks)) == len(names)
     assert len({theme.color_of(name) for name in ("base", "tuned", "target", "gradient-matching", "ties")}) == 5
 
 

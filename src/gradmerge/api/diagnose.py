@@ -70,7 +70,7 @@ def diagnose(
     from ..report.advice import diagnosis_verdict
     from ..report.diagnosis import diagnosis_page
     from ..tasks import complete, tokenizer_of
-    from .calibrate_command import calibrate_command
+    from .next_commands import next_commands
 
     options = complete(loading, diagnose)
     recipe, _ = with_changes(recipe_of_models(recipe, "diagnose", allow_code), changes, None)
@@ -92,7 +92,7 @@ def diagnose(
             progress=bar,
             **allowed,
         )
-        found.calibrate_command = calibrate_command(recipe, data or {}, merged, options["columns"])
+        found.commands = next_commands(recipe, data or {}, merged=merged, columns=options["columns"], changes=changes)
         found.verdict = diagnosis_verdict(found)
         if staging is not None:
             text = recipe_text(recipe)

@@ -6,6 +6,7 @@ Heavy modules are imported in the functions: the command line reads the signatur
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -164,10 +165,14 @@ def write_preview(
     """Set the verdict, and write the report if there is a folder for it."""
     from ..report.advice import preview_verdict
     from ..report.preview import preview_page, settings_table
-    from .calibrate_command import OUT, calibrate_command
+    from .next_commands import OUT, next_commands
     from .recipe_yaml import recipe_documents
 
-    found.calibrate_command = calibrate_command(found.recipe, data, columns=columns, out=str(save_best or OUT))
+    merged = "merged" if folder is not None else OUT
+    found.commands = next_commands(found.recipe, data, columns=columns, out=str(save_best or merged))
+    del found.commands["merge"]
+    if folder is not None and save_best is None:
+        found.commands["merge"] = shlex.join(["gradmerge", "merge", str(folder.out / "recipe.yml"), "-o", merged])
     found.verdict = preview_verdict(found)
     if folder is None:
         return

@@ -69,7 +69,7 @@ def diagnose(
     print_table(table.columns, table.rows, right=range(1, len(table.columns)), digits=3)
     if found.measured is not None:
         echo("")
-        table = measured_table(found, losses=False)
+        table = measured_table(found)
         print_table(table.columns, table.rows, right=range(1, len(table.columns)))
     print_verdict(found.verdict)
     echo(f"\n{out / 'report.html'} has the figures. Predictions rank merges; they are not losses in nats.")

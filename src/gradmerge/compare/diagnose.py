@@ -95,8 +95,8 @@ class Diagnosis(Displayed):
     examples: dict[str, int] = field(default_factory=dict)
     """Task → number of rows of its data."""
     notes: list[str] = field(default_factory=list)
-    calibrate_command: str = ""
-    """The command that calibrates the merge; empty if it cannot be calibrated."""
+    commands: dict[str, str] = field(default_factory=dict)
+    """Commands to run next: merge, preview, calibrate."""
     verdict: list[str] = field(default_factory=list)
     """The result in sentences."""
 

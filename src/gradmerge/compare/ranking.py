@@ -135,8 +135,8 @@ class Preview(Displayed):
     """What a search for weights made small, "worst" or "sum"; empty if no weights were searched."""
     allows_own: bool = True
     """Whether the recipe's own merge may be taken; not if it is outside the ranges of a search."""
-    calibrate_command: str = ""
-    """The command that calibrates the best merge; empty if it cannot be calibrated."""
+    commands: dict[str, str] = field(default_factory=dict)
+    """Commands to run next: merge, calibrate."""
     verdict: list[str] = field(default_factory=list)
     """The result in sentences."""
     _good: dict[str | None, list[Outcome]] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -1,4 +1,7 @@
-"""The results of previews and diagnoses in sentences, with advice that never contradicts a measurement."""
+"""The results of previews and diagnoses in sentences, and what to do next: a command to paste.
+
+Advice never contradicts a measurement, and a difference within two standard errors is a tie.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,30 @@ PENALTIES = {"recipe": "in the recipe", "recorded": "recorded beside the model",
 WORTH_TRYING = 0.9
 #: More tied settings than this are summarized by the ranges of their weights.
 MAX_NAMED = 4
-PREVIEW = "`gradmerge preview`"
 
 
-def calibration_advice(command: str) -> list[str]:
-    """The advice to calibrate, which ends with the command; empty without a command."""
+def preview_verdict(found: Preview) -> list[str]:
+    """The result of a preview in sentences."""
+    best, leading = found.best(), found.leading()
+    if best is None or leading is None:
+        why = "No setting is best: a removal trades what is forgotten against what is kept. The figures show both."
+        if not found.methods or all(row.score is None for row in found.rows):
+            why = "No setting is best, because none has a score."
+        return [why] if found.measured else [why, TRUST]
+    words = _measured_best(found, best, leading) if found.measured else _predicted_best(found, best, leading)
+    if found.criterion.shares:
+        words.append("A share of 0 is as good as each task's own model, and 1 is as bad as the base.")
+    if found.objective and best.setting.weights:
+        words.append(f"Suggested weights: {_by_task(found.weights(best))}.")
+    words += [] if found.measured else [TRUST]
+    if "merge" in found.commands:
+        words.append(f"To merge it: `{found.commands['merge']}`")
+    return [*words, *(_calibration_advice(found.commands) if _may_lose(found, best) else [])]
+
+
+def _calibration_advice(commands: Mapping[str, str]) -> list[str]:
+    """The advice to calibrate; empty if the merge cannot be calibrated."""
+    command = commands.get("calibrate")
     if not command:
         return []
     words = shlex.split(command)
@@ -44,26 +66,9 @@ def calibration_advice(command: str) -> list[str]:
     return [f"{what}, without labels.{replace} To calibrate: `{command}`"]
 
 
-def preview_verdict(found: Preview) -> list[str]:
-    """The result of a preview in sentences."""
-    best, leading = found.best(), found.leading()
-    if best is None or leading is None:
-        why = "No setting is best: a removal trades what is forgotten against what is kept. The figures show both."
-        return [why] if found.measured else [why, TRUST]
-    words = _measured_best(found, best, leading) if found.measured else _predicted_best(found, best, leading)
-    if found.criterion.shares:
-        words.append("A share of 0 is as good as each task's own model, and 1 is as bad as the base.")
-    if found.objective and best.setting.weights:
-        words.append(f"Suggested weights: {by_task(found.weights(best))}.")
-    words += [] if found.measured else [TRUST]
-    return [*words, *(calibration_advice(found.calibrate_command) if _may_lose(found, best) else [])]
-
-
 def _may_lose(found: Preview, row: Outcome) -> bool:
     """Whether a merge loses on a task compared with the task's own model, or this was not measured."""
-    if not found.measured:
-        return True
-    shares = {task: lost_share(row, task) for task in found.tasks}
+    shares = {task: lost_share(row, task) for task in found.tasks} if found.measured else {}
     known = {task: share for task, share in shares.items() if share is not None and math.isfinite(share)}
     if not set(found.models) <= set(known):
         return True
@@ -71,22 +76,12 @@ def _may_lose(found: Preview, row: Outcome) -> bool:
 
 
 def _predicted_best(found: Preview, best: Outcome, leading: Outcome) -> list[str]:
-    times = found.shown_score(leading)
-    beside = f": {number(times)} times that of {reference_text(found)}" if times is not None else ""
+    beside = f": {_score(found, leading)} times that of {reference_text(found)}"
     if leading is found.own:
         beside = ". It is the recipe's own merge"
     words = [f"Of {_count(found)}, **{_named(found, leading)}** has the smallest {found.criterion.name}{beside}."]
     if best is not leading:
         words.append(f"Take **{_named(found, best)}**: it is the recipe's own merge, and within 1 % of the smallest.")
-    if best.setting.weights:
-        close = found.as_good(best.setting.method)
-        of_method = f"of its {sum(row.setting.method == best.setting.method for row in found.rows)} settings"
-        if any(row is not leading for row in close):
-            ranges = ranges_text(found, close)
-            are = "are" if len(close) > 1 else "is"
-            words.append(f"{len(close)} {of_method} {are} within 1 % of the smallest{f': {ranges}' if ranges else ''}.")
-        else:
-            words.append(f"No other {of_method} is within 1 % of it.")
     return words
 
 
@@ -100,7 +95,7 @@ def _measured_best(found: Preview, best: Outcome, leading: Outcome) -> list[str]
         asked = sum(map(found.among_best, found.rows))
         more = " and the recipe's own merge" if len(tied) > asked else ""
         top = f"{what}, {_score(found, leading)} ({leading.setting.name})"
-        words = [f"{asked} of {_settings(found)}{more} are **tied** with the {top}."]
+        words = [f"{asked} of {counted(found.rows, 'setting')}{more} are **tied** with the {top}."]
         of = "the tied settings" if own is None or own.rank == 1 else "those not tied with the recipe's own merge"
         why = "it is the recipe's own merge" if best is own else f"it is the simplest of {of} ({SIMPLEST})"
         scored = "" if best is leading else f" Its score is {_score(found, best)}."
@@ -111,12 +106,8 @@ def _measured_best(found: Preview, best: Outcome, leading: Outcome) -> list[str]
     return words
 
 
-def _settings(found: Preview) -> str:
-    return f"{len(found.rows)} setting{'s' if len(found.rows) > 1 else ''}"
-
-
 def _count(found: Preview) -> str:
-    return _settings(found) + (" and the recipe's own" if len(found.compared()) > len(found.rows) else "")
+    return counted(found.rows, "setting") + (" and the recipe's own" if len(found.compared()) > len(found.rows) else "")
 
 
 def _reference_result(found: Preview, best: Outcome) -> str:
@@ -124,10 +115,8 @@ def _reference_result(found: Preview, best: Outcome) -> str:
     reference, apart = found.reference, found.difference(found.reference, best)
     text = reference_text(found)
     has = f"{text[:1].upper() + text[1:]} has {_score(found, reference)}"
-    if reference.rank == 1 and not any(reference is row for row in found.rows):
-        return f"{has}, and is tied with the best too."
-    if apart is None:
-        return f"{has}."
+    if apart is None or apart.tied:
+        return f"{has}{'' if apart is None else ', which is tied with it'}."
     return f"{has}, which is {number(abs(apart.value))}{plus_minus('', apart)} {'more' if apart.value > 0 else 'less'}."
 
 
@@ -136,11 +125,9 @@ def _tied_text(found: Preview, tied: Sequence[Outcome]) -> str:
     if len(tied) <= MAX_NAMED:
         return ", ".join(row.setting.name for row in tied)
     parts = []
-    for method in found.methods:
+    for method in dict.fromkeys(row.setting.method for row in tied):
         rows = [row for row in tied if row.setting.method == method]
-        ranges = ranges_text(found, rows)
-        several = f" ({len(rows)} settings)" if len(rows) > 1 else ""
-        parts += [f"{method}{f' {ranges}' if ranges else ''}{several}"] if rows else []
+        parts.append(f"{method} {ranges_text(found, rows)} ({counted(rows, 'setting')})")
     return "; ".join(parts)
 
 
@@ -150,22 +137,19 @@ def _score(found: Preview, row: Outcome) -> str:
 
 
 def _named(found: Preview, row: Outcome) -> str:
-    """Method, weights and changes; lists over the layers are in another sentence."""
-    setting = row.setting
-    if any(isinstance(weight, tuple) for weight in setting.weights):
-        return f"{setting.method} with weights that differ between layers"
-    several = "s" if len(set(setting.weights)) > 1 else ""
-    weights = f" with weight{several} {weights_text(found, row)}" if setting.weights else ""
-    changes = changes_text(setting.changes)
-    return f"{setting.method}{weights}{f', {changes}' if changes else ''}"
+    """Method, weights and changes."""
+    several = "s" if len(set(row.setting.weights)) > 1 else ""
+    weights = f" with weight{several} {weights_text(found, row)}" if row.setting.weights else ""
+    changes = changes_text(row.setting.changes)
+    return f"{row.setting.method}{weights}{f', {changes}' if changes else ''}"
 
 
 def weights_text(found: Preview, row: Outcome) -> str:
     """`0.3`, or `a 0.3, b 0.5`."""
-    return by_task(found.weights(row)) if len(set(row.setting.weights)) != 1 else row.setting.weights_text
+    return _by_task(found.weights(row)) if len(set(row.setting.weights)) != 1 else row.setting.weights_text
 
 
-def by_task(weights: Mapping[str, Varying]) -> str:
+def _by_task(weights: Mapping[str, Varying]) -> str:
     return ", ".join(f"{task} {in_words(weight)}" for task, weight in weights.items())
 
 
@@ -198,8 +182,7 @@ def _range(values: Sequence[Any]) -> str:
 def diagnosis_verdict(found: Diagnosis) -> list[str]:
     """The result of a diagnosis in sentences."""
     tuned = tuned_tasks(found)
-    several = "s" if len(tuned) > 1 else ""
-    words = [f"{found.own} merges {len(tuned)} model{several} ({', '.join(tuned)}) into {base_name(found)}."]
+    words = [f"{found.own} merges {counted(tuned, 'model')} ({', '.join(tuned)}) into {base_name(found)}."]
     words += _measured_results(found) if found.outcomes else _predicted_results(found)
     layers = costliest_layers(found, 3)
     if layers:
@@ -207,11 +190,17 @@ def diagnosis_verdict(found: Diagnosis) -> list[str]:
         words.append(f"Most of the predicted cost is in {listed}.")
     words += [*_interference_results(found), *_penalty_results(found)]
     if found.recipe.rule.removes:
-        return [*words, f"To try: {PREVIEW} over the strengths, with rows of the forget set and the retain set."]
+        return [*words, f"To try several strengths, on rows of the forget set and the retain set: {_preview(found)}"]
     words += _predicted_advice(found) if found.measured is None else _measured_advice(found, found.measured)
     measured_all = set(tuned) <= set(found.examples)
     loses = not measured_all or any(_loss(found, task) for task in found.examples)
-    return [*words, *(calibration_advice(found.calibrate_command) if loses else [])]
+    return [*words, *(_calibration_advice(found.commands) if loses else [])]
+
+
+def _preview(found: Diagnosis, *options: str) -> str:
+    """The command that compares settings of the recipe."""
+    command = found.commands.get("preview", "gradmerge preview RECIPE")
+    return f"`{' '.join([command, *options, '-o', 'preview'])}`"
 
 
 def base_name(found: Diagnosis) -> str:
@@ -283,14 +272,12 @@ def _interference_results(found: Diagnosis) -> list[str]:
     if not shares:
         return []
     (one, other), worst = max(shares.items(), key=lambda item: item[1])
+    share = f"{100 * worst:.0f} % of shared weights in opposite directions"
     if worst <= 0.5:
-        return [
-            f"No two tasks move more than {100 * worst:.0f} % of shared weights in opposite directions (chance: 50 %)."
-        ]
-    conflict = f"{one} and {other} move {100 * worst:.0f} % of shared weights in opposite directions"
+        return [f"No two tasks move more than {share} (chance: 50 %)."]
     if {one, other} <= set(found.examples) and not _loss(found, one) and not _loss(found, other):
-        return [f"{conflict}, but neither measured worse than its fine-tuned model."]
-    return [f"{conflict}: expect a trade-off between them."]
+        return [f"{one} and {other} move {share}, but neither measured worse than its fine-tuned model."]
+    return [f"{one} and {other} move {share}: expect a trade-off between them."]
 
 
 def _penalty_results(found: Diagnosis) -> list[str]:
@@ -320,13 +307,15 @@ def _without_penalty(found: Diagnosis) -> str:
     """The advice for models that were trained without the penalty; with data, from a measurement."""
     none = "`base.penalty: none`"
     if found.measured is None or not found.without_penalty:
-        return f": try {none}, and compare with {PREVIEW} --set base.penalty=none and data."
+        return f". To compare with {none}, on data: {_preview(found, '--set', 'base.penalty=none')}"
     row, own = found.outcomes[found.without_penalty], found.measured.reference
     how = _comparison(found.measured, row, own)
     if are_tied(row, own, found.measured.criterion):
         return f"; but with {none} the merge is tied with this one ({how}), so there is no reason to change it."
     if _better(found.measured, row, own):
-        return f": set {none}, with which the merge measured better ({how})."
+        command = found.commands.get("merge", "gradmerge merge RECIPE")
+        better = f". With {none} the merge measured better ({how})"
+        return f"{better}. To merge without it: `{command} --set base.penalty=none -o merged`"
     return f"; but with {none} the merge measured worse ({how}): leave it as it is."
 
 
@@ -358,7 +347,7 @@ def _measured_advice(found: Diagnosis, compared: Preview) -> list[str]:
         what = f"**{name} measured better** than {found.own}{where}: {_comparison(compared, best, own)}."
         if predicted != name and _worst(found, name) > _worst(found, found.own):
             what += " The prediction from curvature says otherwise; trust the measurement."
-        return [f"{what} To try: {name}, and {PREVIEW} over its weights."]
+        return [f"{what} To try {name} with other weights: {_preview(found, '--methods', name)}"]
     words = f"No other method measured better than {found.own}{where} by more than two standard errors"
     tied = [row.setting.method for row in others if are_tied(row, own, compared.criterion)]
     words += f"; tied with it: {', '.join(tied)}." if tied else "."
@@ -370,10 +359,13 @@ def _measured_advice(found: Diagnosis, compared: Preview) -> list[str]:
             f"({_comparison(compared, row, own)}). Trust the measurement."
         )
     losses = {task: _loss(found, task) for task in found.examples}
-    if BASE in losses and losses[BASE] and losses[BASE] == max(losses.values()):
-        why = "because the base's own data has the clearest loss"
-        return [words, f"To try: smaller weights, {why} (`gradmerge preview --suggest`)."]
-    return [words, f"To try: {PREVIEW} over the weights, with rows of each task. More rows separate more settings."]
+    if losses.get(BASE) and losses[BASE] == max(losses.values()):
+        return [words, _smaller_weights(found, "the base's own data has the clearest loss")]
+    return [words, f"To try other weights; more rows separate more settings: {_preview(found)}"]
+
+
+def _smaller_weights(found: Diagnosis, why: str) -> str:
+    return f"To try smaller weights, because {why}: {_preview(found, '--suggest')}"
 
 
 def _worst(found: Diagnosis, candidate: str) -> float:
@@ -390,8 +382,7 @@ def _predicted_winner(found: Diagnosis) -> str:
 def _predicted_advice(found: Diagnosis) -> list[str]:
     best, tasks = _predicted_winner(found), found.prediction.tasks
     if best != found.own:
-        return [f"To try: {best}, whose worst task is predicted to lose less. {PREVIEW} compares weights."]
+        return [f"To try {best}, whose worst task is predicted to lose less: {_preview(found, '--methods', best)}"]
     if max(tasks, key=lambda task: found.relative(found.own, task) or 0.0) == BASE:
-        why = "because the base's own data is predicted to lose most"
-        return [f"To try: smaller weights, {why} (`gradmerge preview --suggest`)."]
-    return [f"To try: {PREVIEW} over the weights, with a few labeled rows of each task."]
+        return [_smaller_weights(found, "the base's own data is predicted to lose most")]
+    return [f"To try other weights, better with a few labeled rows of each task: {_preview(found)}"]

@@ -21,6 +21,11 @@ from .tables import Table, Value
 _LOW, _HIGH = -64, 40
 #: Powers of ten below this share of all entries have no column.
 _RARE = 0.005
+_TEXT = (
+    "Each row is a layer. A cell is the share of its entries whose curvature is in this power of ten; the first column "
+    "after the zeros includes rare smaller values. The curvature of a parameter is the mean over examples of the "
+    "squared gradient, in (loss / parameter)²."
+)
 
 
 def check_plot_path(path: Path) -> None:
@@ -45,34 +50,28 @@ def plot_curvature(file: CurvatureFile, path: Path) -> None:
 def curvature_page(file: CurvatureFile) -> Page:
     """The page of :func:`plot_curvature`."""
     counts, totals = count_decades(file)
-    entries = {layer: int(one.sum()) for layer, one in counts.items()}
+    entries = {layer: max(1, int(one.sum())) for layer, one in counts.items()}
+    every = sum(counts.values(), torch.zeros(_HIGH - _LOW + 1, dtype=torch.int64))[1:]
+    known = every.nonzero().flatten().tolist() or [0]
+    first = int((every.cumsum(0) >= _RARE * every.sum()).nonzero()[0])
+    last = max(known)
+    columns = ["0", *(f"1e{_LOW + decade}" for decade in range(first, last + 1))]
+    cells = []
+    for layer, one in counts.items():
+        zeros, below, *others = [int(one[0]), int(one[1 : first + 2].sum()), *one[first + 2 : last + 2].tolist()]
+        cells.append([100 * value / entries[layer] for value in (zeros, below, *others)])
+    chart = heat_map(list(counts), columns, cells, "% of the layer's entries")
     rows: list[list[Value]] = [
-        [layer, entries[layer], totals[layer] / max(1, entries[layer]), 100 * int(one[0]) / max(1, entries[layer])]
+        [layer, entries[layer], totals[layer] / entries[layer], 100 * int(one[0]) / entries[layer]]
         for layer, one in counts.items()
     ]
-    every = sum(counts.values(), torch.zeros(_HIGH - _LOW + 1, dtype=torch.int64))
-    shares = every[1:].cumsum(0) / max(1, int(every[1:].sum()))
-    known = every[1:].nonzero().flatten().tolist()
-    first = int((shares >= _RARE).nonzero()[0]) if known else 0
-    decades = range(first, (known[-1] if known else first) + 1)
-    columns = ["0", *(f"1e{_LOW + decade}" for decade in decades)]
-    # The first column after zeros includes the rare smaller values.
-    cells = [
-        [100 * value / max(1, entries[layer]) for value in _columns(one, decades)] for layer, one in counts.items()
-    ]
-    chart = heat_map(list(counts), columns, cells, "% of the layer's entries")
     facts = f"mean over {file.examples:,} examples · likelihood {one_line(file.likelihood) or 'not stated'} · "
     facts += f"{count(sum(entries.values()))} entries · "
     facts += "diagonal of G ⊗ A / T" if file.kind == "kronecker" else f"stored as {file.precision}"
-    text = (
-        "Each row is a layer. A cell is the share of its entries whose curvature is in this power of ten. The "
-        "curvature of a parameter is the mean over examples of the squared gradient, in (loss / parameter)²."
-    )
-    title = one_line(Path(file.label).name or file.label)
     table = Table("Layers", "layers", ["layer", "entries", "mean", "zeros, %"], rows)
-    section = Section(
-        "Curvature by layer", text, [Figure("Distribution of the curvature", "curvature", chart)], [table]
-    )
+    figures = [Figure("Distribution of the curvature", "curvature", chart)]
+    title = one_line(Path(file.label).name or file.label)
+    section = Section("Curvature by layer", _TEXT, figures, [table])
     return Page(f"Curvature: {title}", facts, [], [section], "", made())
 
 
@@ -90,10 +89,3 @@ def count_decades(file: CurvatureFile) -> tuple[dict[str, Tensor], dict[str, flo
         counts[layer] = counts[layer] + found if layer in counts else found
         totals[layer] = math.fsum((totals.get(layer, 0.0), float(means.sum())))
     return counts, totals
-
-
-def _columns(counts: Tensor, decades: range) -> list[int]:
-    """The number of zeros, and of entries in each of some powers of ten; the first includes smaller ones."""
-    below = int(counts[1 : 1 + decades.start].sum())
-    values = counts[1 + decades.start : 1 + decades.stop].tolist()
-    return [int(counts[0]), values[0] + below, *values[1:]]

@@ -1,27 +1,25 @@
-"""Reports in one HTML file that needs nothing else, and figures in notebooks."""
+"""Reports in one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
 import base64
 import datetime
-import gzip
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
-from ..display import FIGURES
 from ..errors import MachineError
 from ..io.atomic_file import atomic_file
 from ..text import printable, to_json
 from ..urls import redact
 from . import theme
-from .tables import Column, Table, Value, columns_of
+from .tables import Table, Value, columns_of
 
 if TYPE_CHECKING:
     import altair as alt
@@ -30,12 +28,8 @@ if TYPE_CHECKING:
 
 #: Rows of a figure's table in a page; its CSV has all.
 SHOWN_ROWS = 500
-#: Figures of a result in a notebook; a report has all.
-NOTEBOOK_FIGURES = 4
 #: Runs first: tables of figures stay hidden until the figure is drawn, or cannot be.
 _STARTED = 'document.documentElement.className = "js";'
-#: The width of a printed page in points, of a letter, of the space around a column, and the usual font size.
-_PAPER, _LETTER, _ROOM, _PRINT = 470, 5.0, 9, 8.5
 
 
 @dataclass(frozen=True)
@@ -55,12 +49,6 @@ class Figure:
 
     def csv(self) -> str:
         return self.table().csv()
-
-    def shown(self) -> Table:
-        """The table for readers without JavaScript, or with a screen reader."""
-        table = self.table()
-        cut = f"The first {SHOWN_ROWS} of {len(table.rows)} rows." if len(table.rows) > SHOWN_ROWS else ""
-        return Table(self.title, self.slug, table.columns, table.rows[:SHOWN_ROWS], cut)
 
     def json(self) -> str:
         """The chart as JSON for a script element; no text in it can end the element."""
@@ -97,12 +85,6 @@ def library() -> str:
 def drawing() -> str:
     """The script that draws figures."""
     return theme.resource("charts.js")
-
-
-@cache
-def page_script() -> str:
-    """The script of a report."""
-    return f"{drawing()}\n{theme.resource('page.js')}"
 
 
 @cache
@@ -168,7 +150,7 @@ def html(page: Page) -> str:
     from markupsafe import Markup
 
     drawn = any(section.figures for section in page.sections)
-    scripts = [*([library()] if drawn else []), page_script()]
+    scripts = [*([library()] if drawn else []), f"{drawing()}\n{theme.resource('page.js')}"]
     return template("page.html").render(
         page=page,
         sections=_with_file_names(page.sections),
@@ -193,7 +175,7 @@ def template(name: str) -> Template:
 
     engine = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
     engine.finalize, engine.trim_blocks, engine.keep_trailing_newline = finalize, True, True
-    engine.filters |= {"rich": rich, "paragraphs": _paragraphs, "columns": columns_of, "print_size": _print_size}
+    engine.filters |= {"rich": rich, "paragraphs": _paragraphs, "columns": columns_of, "shown": _first_rows}
     engine.filters["json"] = lambda figure: Markup(figure.json())
     return engine.get_template(name)
 
@@ -217,10 +199,10 @@ def _paragraphs(words: str) -> list[str]:
     return [part for part in re.split(r"\n\s*\n", words.strip()) if part]
 
 
-def _print_size(columns: Sequence[Column]) -> str:
-    """The font size, in points, at which no word of a table has to break on paper."""
-    across = sum(column.width * _LETTER + _ROOM for column in columns)
-    return f"{max(4.0, min(_PRINT, _PRINT * _PAPER / max(1.0, across))):.1f}pt"
+def _first_rows(table: Table) -> Table:
+    """The table of a figure for readers without JavaScript, or with a screen reader."""
+    cut = f"The first {SHOWN_ROWS} of {len(table.rows)} rows." if len(table.rows) > SHOWN_ROWS else ""
+    return replace(table, rows=table.rows[:SHOWN_ROWS], note=cut)
 
 
 def _with_file_names(sections: Sequence[Section]) -> list[Section]:
@@ -238,50 +220,3 @@ def _with_file_names(sections: Sequence[Section]) -> list[Section]:
         figures = [replace(figure, slug=free(figure.slug)) for figure in section.figures]
         found.append(replace(section, figures=figures, tables=[replace(t, slug=free(t.slug)) for t in section.tables]))
     return found
-
-
-def in_notebooks(kind: type, figures_of: Callable[[Any], Sequence[Figure]]) -> None:
-    """Show figures for a type of result in notebooks.
-
-    They are in a frame that contains all it needs, so they work in JupyterLab, VS Code and Colab, offline, and in the
-    notebook's HTML export. The frame cannot access the notebook.
-    """
-    FIGURES[kind] = lambda result: frame(figures_of(result)[:NOTEBOOK_FIGURES])
-
-
-def frame(figures: Sequence[Figure]) -> str:
-    """An inline frame with figures; empty without any."""
-    from markupsafe import Markup, escape
-
-    if not figures:
-        return ""
-    packed, scripts = _packed()
-    inside = template("frame.html").render(
-        figures=figures,
-        style=Markup(theme.variables() + theme.resource("page.css")),
-        packed=packed,
-        loader=Markup(theme.resource("frame.js")),
-        policy=Markup(" ".join(f"'{digest(script)}'" for script in (theme.resource("frame.js"), scripts))),
-        theme=Markup(in_script(theme.chart_config())),
-        colors=Markup(colors()),
-    )
-    height = sum(_height(figure) for figure in figures)
-    box = f"border:0;width:100%;max-width:60rem;height:{height}px"
-    return f'<iframe sandbox="allow-scripts allow-downloads" style="{box}" srcdoc="{escape(inside)}"></iframe>'
-
-
-@cache
-def _packed() -> tuple[str, str]:
-    """The scripts, compressed because a notebook saves every output, and uncompressed."""
-    scripts = f"{library()}\n{page_script()}"
-    return base64.b64encode(gzip.compress(scripts.encode(), mtime=0)).decode(), scripts
-
-
-def _height(figure: Figure) -> int:
-    """The approximate height of a figure."""
-    height: Any = figure.chart.to_dict(validate=False)["height"]
-    if isinstance(height, dict):
-        rows = figure.table().rows
-        lanes = len(rows) if height.get("for") == "offset" else len({row[0] for row in rows})
-        height = 1.25 * height["step"] * lanes
-    return int(height) + 210

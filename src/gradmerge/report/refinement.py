@@ -11,9 +11,14 @@ from ..refinement.influence import RemovalResult
 from ..tasks.standard_errors import TIE
 from ..text import count
 from .figures import Series, curves
-from .page import Figure, Page, Section, in_notebooks, made
+from .page import Figure, Page, Section, made
 from .tables import Table, Value
 
+_EVALUATE = "Evaluate the result on labeled rows before you use it: `gradmerge evaluate`."
+_DISTANCE = (
+    "The distance of a block is ‖h − h_t‖² / ‖h_t‖². Here h is the block's output in the model, and h_t its output in "
+    "the fine-tuned model of the task, on held-out rows."
+)
 _DISTILLATION = {
     "representations": "The loss of a task is ‖h − h_t‖² / ‖h_t‖². Here h is the representation in the model, and h_t "
     "that in the fine-tuned model.",
@@ -53,13 +58,23 @@ def calibration_page(
     """
     sections = []
     if distances:
-        sections.append(_distance_section(chosen, distances))
-    if notes:
-        sections.append(Section("Notes", "\n\n".join(notes)))
+        figures, tables = _distance_figures(chosen, distances), [_distance_table(distances)]
+        sections.append(Section("Distance to the fine-tuned models", _DISTANCE, figures, tables))
     subtitle = f"{count(layers)} linear layers solved, with {chosen}" if chosen != MERGE else "the merge, unchanged"
-    return Page(
-        title, subtitle, calibration_verdict(chosen, distances), sections, "", {**made(), **provenance}, commands
-    )
+    return _page(title, subtitle, calibration_verdict(chosen, distances), sections, notes, provenance, commands)
+
+
+def _page(
+    title: str,
+    subtitle: str,
+    verdict: Sequence[str],
+    sections: Sequence[Section],
+    notes: Sequence[str],
+    provenance: Mapping[str, str],
+    commands: Sequence[str],
+) -> Page:
+    every = [*sections, *([Section("Notes", "\n\n".join(notes))] if notes else [])]
+    return Page(title, subtitle, verdict, every, "", {**made(), **provenance}, commands)
 
 
 def calibration_verdict(chosen: str, distances: Mapping[str, Distances]) -> list[str]:
@@ -69,20 +84,8 @@ def calibration_verdict(chosen: str, distances: Mapping[str, Distances]) -> list
     before, after = distances[MERGE].total, distances[chosen].total
     if chosen == MERGE:
         return ["Calibration did not bring the merge closer to the fine-tuned models. **The merge was kept.**"]
-    return [
-        f"On held-out rows, the mean distance to the fine-tuned models fell from {before:.4g} to **{after:.4g}**.",
-        "Evaluate the result on labeled rows before you use it: `gradmerge evaluate`.",
-    ]
-
-
-def _distance_section(chosen: str, distances: Mapping[str, Distances]) -> Section:
-    text = (
-        "The distance of a block is ‖h − h_t‖² / ‖h_t‖². Here h is the block's output in the model, and h_t its output "
-        "in the fine-tuned model of the task, on held-out rows."
-    )
-    return Section(
-        "Distance to the fine-tuned models", text, _distance_figures(chosen, distances), [_distance_table(distances)]
-    )
+    fell = f"On held-out rows, the mean distance to the fine-tuned models fell from {before:.4g} to **{after:.4g}**."
+    return [fell, _EVALUATE]
 
 
 def _distance_figures(chosen: str, distances: Mapping[str, Distances]) -> list[Figure]:
@@ -100,12 +103,12 @@ def _distance_figures(chosen: str, distances: Mapping[str, Distances]) -> list[F
 
 
 def _distance_table(distances: Mapping[str, Distances]) -> Table:
-    columns = ["candidate", "task", "representations", "answers (KL, nats)"]
     rows: list[list[Value]] = [
         [name, task, value, one.answers.get(task)]
         for name, one in distances.items()
         for task, value in one.representations.items()
     ]
+    columns = ["candidate", "task", "representations", "answers (KL, nats)"]
     note = "Lower is better. Answers are compared only where the tasks share a head."
     return Table("Distances on held-out rows", "candidates", columns, rows, note)
 
@@ -117,20 +120,18 @@ def distillation_page(
     provenance: Mapping[str, str],
     commands: Sequence[str] = (),
 ) -> Page:
-    """Build the report.
-
-    Args:
-        title: Of the page.
-        done: The distillation.
-        notes: What a user should know.
-        provenance: Names and paths for the end of the page.
-        commands: What repeats the run.
-    """
-    sections = [Section("Loss on held-out rows", _DISTILLATION[done.match], [_loss_figure(done)], [_loss_table(done)])]
-    if notes:
-        sections.append(Section("Notes", "\n\n".join(notes)))
+    """Build the report; the arguments are as of :func:`calibration_page`."""
+    steps = [float(step) for step, _ in done.losses]
+    tasks = list(done.losses[0][1])
+    series = [Series(task, steps, [losses[task] for _, losses in done.losses]) for task in tasks]
+    chart = curves(series, "step", "loss on held-out rows, lower is better")
+    before, after = done.losses_at(0), done.losses_at(done.best_step)
+    rows: list[list[Value]] = [[task, before[task], after[task]] for task in tasks]
+    figures = [Figure("Loss on held-out rows", "losses", chart)]
+    tables = [Table("Loss on held-out rows by task", "tasks", ["task", "before", "after"], rows)]
+    sections = [Section("Loss on held-out rows", _DISTILLATION[done.match], figures, tables)]
     subtitle = f"{done.steps} steps at a learning rate of {done.lr:.3g}; the weights of step {done.best_step} were kept"
-    return Page(title, subtitle, distillation_verdict(done), sections, "", {**made(), **provenance}, commands)
+    return _page(title, subtitle, distillation_verdict(done), sections, notes, provenance, commands)
 
 
 def distillation_verdict(done: Distillation) -> list[str]:
@@ -138,35 +139,20 @@ def distillation_verdict(done: Distillation) -> list[str]:
     if not done.improved:
         return ["No step lowered the loss on held-out rows. **The model was kept as it was.**"]
     before, after = (sum(done.losses_at(step).values()) / len(done.losses_at(step)) for step in (0, done.best_step))
-    return [
-        f"The mean loss on held-out rows fell from {before:.4g} to **{after:.4g}**.",
-        "Evaluate the result on labeled rows before you use it: `gradmerge evaluate`.",
-    ]
-
-
-def _loss_figure(done: Distillation) -> Figure:
-    steps = [float(step) for step, _ in done.losses]
-    series = [Series(task, steps, [losses[task] for _, losses in done.losses]) for task in done.losses[0][1]]
-    return Figure("Loss on held-out rows", "losses", curves(series, "step", "loss on held-out rows, lower is better"))
-
-
-def _loss_table(done: Distillation) -> Table:
-    before, after = done.losses_at(0), done.losses_at(done.best_step)
-    rows: list[list[Value]] = [[task, before[task], after[task]] for task in before]
-    return Table("Loss on held-out rows by task", "tasks", ["task", "before", "after"], rows)
+    return [f"The mean loss on held-out rows fell from {before:.4g} to **{after:.4g}**.", _EVALUATE]
 
 
 def removal_page(result: RemovalResult, base: str, sources: Mapping[str, str], commands: Sequence[str]) -> Page:
     """The report of a removal."""
     rows = result.rows
     counts = f"{rows['forget_rows']} rows to forget, {rows['retain_rows'] + rows['held_out_rows']} rows to keep"
+    title = "Loss on the retain set against loss on the forget set"
     sections = [
-        Section("Loss on the retain set against loss on the forget set", _REMOVAL_CURVE, [_removal_curve(result)]),
+        Section(title, _REMOVAL_CURVE, [_removal_curve(title, result)]),
         Section("Steps", _REMOVAL_STEP, (), [_removal_losses(result), _removal_steps(result)]),
-        *([Section("Notes", "\n\n".join(result.notes))] if result.notes else []),
     ]
-    provenance = {**made(), "model": base, **sources}
-    return Page(f"Removal from {base}", counts, removal_verdict(result), sections, "", provenance, commands)
+    facts = {"model": base, **sources}
+    return _page(f"Removal from {base}", counts, removal_verdict(result), sections, result.notes, facts, commands)
 
 
 def removal_card(result: RemovalResult) -> str:
@@ -201,7 +187,7 @@ def _budget_text(result: RemovalResult) -> str:
     return f"{rose}. The budget was {100 * result.budget:.4g} %."
 
 
-def _removal_curve(result: RemovalResult) -> Figure:
+def _removal_curve(title: str, result: RemovalResult) -> Figure:
     series, start = [], (0.0, result.before.retain, result.before.forget)
     for number, step in enumerate(result.steps, 1):
         points = [start, *((t.s, t.retain, t.forget) for t in step.trials if t.forget is not None)]
@@ -211,10 +197,9 @@ def _removal_curve(result: RemovalResult) -> Figure:
         start = next(((0.0, retain, forget) for s, retain, forget in points if s == step.s), start)
     marks = [("before", result.before.retain)]
     marks.append((f"budget, +{100 * result.budget:.3g} %", result.before.retain * (1 + result.budget)))
-    stars = [(series[-1].name, result.after.forget, result.after.retain)]
-    titles = "mean loss on the forget set", "mean loss on held-out rows of the retain set"
-    chart = curves(series, *titles, marks=marks, stars=stars)
-    return Figure("Loss on the retain set against loss on the forget set", "trade-off", chart)
+    stars = [(series[-1].name, result.after.forget, result.after.retain)] if series else []
+    labels = "mean loss on the forget set", "mean loss on held-out rows of the retain set"
+    return Figure(title, "trade-off", curves(series, *labels, marks=marks, stars=stars))
 
 
 def _removal_losses(result: RemovalResult) -> Table:
@@ -231,6 +216,3 @@ def _removal_steps(result: RemovalResult) -> Table:
         losses = (taken.retain, taken.forget) if taken is not None else (None, None)
         rows.append([number, step.s, step.damping, len(step.trials), *losses])
     return Table("Steps", "steps", columns, rows)
-
-
-in_notebooks(RemovalResult, lambda result: [_removal_curve(result)] if result.steps else [])

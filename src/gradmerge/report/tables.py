@@ -13,8 +13,6 @@ from ..text import one_line, plus_minus
 
 Value = str | float | int | None
 MISSING = "–"
-#: Names and paths longer than this lose their middle; sentences do not.
-_LONG_NAME = 44
 #: Outside of these, numbers have an exponent.
 _SMALL, _LARGE = 1e-4, 1e7
 
@@ -48,19 +46,6 @@ def _decimals(value: float, digits: int = 4) -> int:
     return max(0, digits - 1 - int(f"{value:.{digits - 1}e}".split("e")[1]))
 
 
-def _aligned(values: Sequence[float | int]) -> list[str]:
-    """Numbers of one column: zeros fill up to the decimals of their neighbors, up to four digits."""
-    texts = [number(value) for value in values]
-    most = max((len(text.partition(".")[2]) for text in texts if "e" not in text), default=0)
-
-    def filled(value: float | int, text: str) -> str:
-        if not finite(value) or isinstance(value, int) or "e" in text:
-            return text
-        return _signed(f"{value:,.{min(most, _decimals(value))}f}")
-
-    return list(map(filled, values, texts))
-
-
 def _stripped(text: str) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -73,14 +58,6 @@ def _signed(text: str) -> str:
 def plain_words(metric: str) -> str:
     """The name of a metric for people: loss per token."""
     return metric.replace("_", " ")
-
-
-def shorten(text: str, most: int) -> str:
-    """A long name without its middle."""
-    if len(text) <= most:
-        return text
-    head = (most - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
 
 
 @dataclass(frozen=True)
@@ -145,31 +122,26 @@ class Column(NamedTuple):
     numeric: bool
     cells: Sequence[Cell]
 
-    @property
-    def width(self) -> int:
-        """The longest text that cannot wrap: a number, a name or a word."""
-        texts = [cell.text for cell in self.cells if cell.kind]
-        words = [word for text in (self.title, *(cell.text for cell in self.cells)) for word in text.split()]
-        return max(map(len, [*texts, *words]), default=0)
-
 
 def columns_of(table: Table) -> list[Column]:
     return [_column(title, [row[j] for row in table.rows]) for j, title in enumerate(table.columns)]
 
 
 def _column(title: str, values: Sequence[Value]) -> Column:
-    known = [value for value in values if value is not None]
-    numbers = [value for value in known if not isinstance(value, str)]
-    numeric = bool(known) and len(numbers) == len(known)
-    texts = map(plus_minus, _aligned([value if isinstance(value, int) else float(value) for value in numbers]), numbers)
-    cells = []
-    for value in values:
+    """Numbers of one column have the same decimals, up to four digits."""
+    numbers = [value for value in values if value is not None and not isinstance(value, str)]
+    numeric = bool(numbers) and not any(isinstance(value, str) for value in values)
+    texts = map(number, numbers)
+    most = max((len(text.partition(".")[2]) for text in texts if "e" not in text), default=0)
+
+    def cell(value: Value) -> Cell:
         if value is None:
-            cells.append(Cell(MISSING, "none num" if numeric else "none"))
-        elif not isinstance(value, str):
-            cells.append(Cell(next(texts), "num", repr(float(value))))
-        elif " " in value or len(value) <= _LONG_NAME:
-            cells.append(Cell(value, "" if " " in value else "name"))
-        else:
-            cells.append(Cell(shorten(value, _LONG_NAME), "name", value))
-    return Column(title, numeric, cells)
+            return Cell(MISSING, "none num" if numeric else "none")
+        if isinstance(value, str):
+            return Cell(value, "" if " " in value else "name")
+        text, plain = number(value), float(value)
+        if finite(plain) and not isinstance(value, int) and "e" not in text:
+            text = _signed(f"{plain:,.{min(most, _decimals(plain))}f}")
+        return Cell(plus_minus(text, value), "num", repr(plain))
+
+    return Column(title, numeric, list(map(cell, values)))

@@ -34,12 +34,13 @@ from ..errors import InputError
 from ..progress import Progress
 from ..recipe import Recipe
 from ..refinement.rows import count_rows, select_rows
+from ..report.figures import heat_map
+from ..report.preview import trade_off_chart
 from ..tasks import LoadOptions, complete, measure
 from ..tasks.predictions import Prediction, display_rows, has_right_and_wrong, predict
 from ..tasks.standard_errors import SHARES, Difference, difference
-from ..text import one_line
+from ..text import natural, one_line
 from .choices import Choices
-from .figures import predicted_layers, trade_off_figure
 
 if TYPE_CHECKING:
     import altair as alt
@@ -363,12 +364,17 @@ class Explorer:
 
     def trade_offs(self, outcome: Outcome) -> alt.LayerChart | None:
         """All measured settings by two tasks, with one of them marked; None for a single task."""
-        return trade_off_figure(self.preview(), outcome, self.removes)
+        return trade_off_chart(self.preview(), outcome)
 
     def layers(self, outcome: Outcome) -> alt.LayerChart | None:
-        """The predicted costs of a setting layer by layer; None without curvature."""
+        """The predicted costs of a setting layer by layer, in percent of the own recipe's; None without curvature."""
         predicted = self._predicted(outcome.setting)
-        return None if predicted is None else predicted_layers(predicted, self._own_costs)
+        if predicted is None:
+            return None
+        own = {task: cost for task, cost in self._own_costs.items() if cost > 0}
+        layers = sorted(predicted.parts, key=natural)
+        values = [[round(100 * predicted.parts[layer][task] / own[task], 2) for task in own] for layer in layers]
+        return heat_map(layers, list(own), values, "predicted loss, % of the recipe's own loss on the task")
 
     @property
     def predicts(self) -> bool:

@@ -1,4 +1,4 @@
-"""The `gradmerge calibrate` command that diagnoses and previews advise: it runs, and is absent if it cannot help."""
+"""The commands that diagnoses and previews advise: they run, and `calibrate` is absent if it cannot help."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.api.calibrate_command import calibrate_command
+from gradmerge.api.next_commands import next_commands
 from gradmerge.cli.app import app
 from gradmerge.recipe import make_recipe
 
@@ -26,7 +26,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(command: str) -> None:
     name, *arguments = shlex.split(command)
-    done = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
+    done = CliRunner().invoke(app, [*arguments, *(["--device", "cpu"] if "merge" not in arguments else [])])
     assert name == "gradmerge" and done.exit_code == 0, done.output
 
 
@@ -39,6 +39,7 @@ def test_the_command_that_a_preview_prints_runs(place: Path) -> None:
     options += ["--device", "cpu", "--save-best", "best"]
     done = CliRunner().invoke(app, ["preview", "recipe.yml", *options, "-o", "report"])
     assert done.exit_code == 0, done.output
+    assert "gradmerge merge" not in done.stdout, "it is merged already"
     command = advised(done.stdout)
     assert "gradmerge calibrate" in (place / "report" / "report.html").read_text()
     run(command.replace("b=ROWS", "b=b.jsonl"))
@@ -56,8 +57,11 @@ def test_the_command_of_a_diagnosis_names_the_merged_model_and_models_that_have_
     )
     assert done.exit_code == 0, done.output
     found = gm.diagnose("recipe.yml", merged="merged", data={"a": "a.jsonl", "b": "b.jsonl"}, device="cpu")
-    run(found.calibrate_command)
+    run(found.commands["calibrate"])
     assert (place / "calibrated" / "model.safetensors").exists()
+    run(f"{found.commands['preview']} --weights 0,1 -o preview")
+    run(f"{found.commands['merge']} -o again")
+    assert (place / "preview" / "report.html").exists() and (place / "again").exists()
 
 
 @pytest.mark.parametrize(
@@ -65,4 +69,4 @@ def test_the_command_of_a_diagnosis_names_the_merged_model_and_models_that_have_
 )
 def test_merges_that_cannot_be_calibrated_have_no_command(changes: dict[str, object]) -> None:
     recipe = make_recipe({"method": "average", "base": "base", "models": ["a", "b"]} | changes)
-    assert calibrate_command(recipe, {}) == ""
+    assert "calibrate" not in next_commands(recipe, {})
