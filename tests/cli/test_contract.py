@@ -54,7 +54,7 @@ VALID = {
         "a --data rows.jsonl --device cpu --model-args tokenizer=base",
         "kind task examples tensors likelihood notes",
     ),
-    "curvature import": Command("trained --dataset-size 10 --batch-size 2", "examples batch_size likelihood missing"),
+    "curvature import": Command("trained --dataset-size 10 --batch-size 2", "examples batch_size likelihood notes"),
     "curvature show": Command("base", "kind examples likelihood parameters groups", writes=False),
 }
 #: Commands that need a server or train models. They have tests of their own.

@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from transformers import Adafactor
 
 import gradmerge as gm
-from gradmerge.curvature.from_optimizer import read_optimizer
 
 from .training import Run, assert_same, examples, fresh, moments_by_hand, train
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +116,12 @@ def test_ivon(groups: int, tmp_path: Path) -> None:
             want[names[p]] = 40 * group["hess"][start : start + p.numel()].reshape(p.shape)
             start += p.numel()
     folder = saved(tmp_path / "c", model, optimizer)
-    same = read_optimizer(folder, 40, 2)
-    assert (same.curvature.examples, same.curvature.likelihood, same.notes) == (40, "ivon", [])
-    assert_same(same.curvature, want)
-    other = read_optimizer(folder, 39, 2)
-    assert other.curvature.examples == 39 and "ess" in other.notes[0]
-    assert_same(other.curvature, want)
+    same = gm.import_curvature(folder, 40, 2)
+    assert (same.examples, same.likelihood, same.notes) == (40, "ivon", [])
+    assert_same(same, want)
+    other = gm.import_curvature(folder, 39, 2)
+    assert other.examples == 39 and "ess" in other.notes[0]
+    assert_same(other, want)
 
 
 def test_parameters_that_shapes_do_not_tell_apart_are_named(tmp_path: Path) -> None:
@@ -143,25 +140,13 @@ def test_frozen_parameters_are_missing(tmp_path: Path) -> None:
         parameter.requires_grad = any(parameter is p for p in head)
     optimizer = torch.optim.AdamW(head)
     gradients = steps(model, optimizer)
-    result = read_optimizer(saved(tmp_path / "c", model, optimizer), 10, 1)
-    assert_same(result.curvature, {n: 10 * v for n, v in running_mean(gradients, 0.999).items()})
-    assert set(result.missing) == {n for n, p in model.named_parameters() if not p.requires_grad}
+    got = gm.import_curvature(saved(tmp_path / "c", model, optimizer), 10, 1)
+    assert_same(got, {n: 10 * v for n, v in running_mean(gradients, 0.999).items()})
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+    assert str(len(frozen)) in got.notes[0] and frozen[0] in got.notes[0]
     optimizer = torch.optim.AdamW(model.parameters())  # has the frozen parameters, without a state
     steps(model, optimizer)
-    assert set(read_optimizer(saved(tmp_path / "d", model, optimizer), 10, 1).missing) == set(result.missing)
-
-
-def test_names_are_those_of_the_files_whatever_the_model_was_loaded_from(bert: Run, tmp_path: Path) -> None:
-    shutil.copytree(bert.checkpoint, tmp_path / "c")
-    old = {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
-        for name, value in bert.weights.items()
-    }
-    save_file(old, tmp_path / "c" / "model.safetensors", metadata={"format": "pt"})
-    got = gm.import_curvature(tmp_path / "c", 10, 4)
-    assert got.keys() == old.keys()
-    same = gm.import_curvature(bert.checkpoint, 10, 4)
-    assert torch.equal(got["bert.embeddings.LayerNorm.gamma"], same["bert.embeddings.LayerNorm.weight"])
+    assert gm.import_curvature(saved(tmp_path / "d", model, optimizer), 10, 1).keys() == got.keys()
 
 
 def test_weights_of_other_shapes_are_refused(bert: Run, tmp_path: Path) -> None:

@@ -48,14 +48,13 @@ def import_(
     neither, but needs a pass over the data.
     """
     with heavy_imports():
-        from ..curvature.from_optimizer import read_optimizer
+        from ..curvature.from_optimizer import import_curvature
         from ..engine.input_state import model_paths
         from ..io.atomic_dir import AtomicDir
 
     read = model_paths(checkpoint)
     with AtomicDir(out, "curvature", force=force, reads=read, inside=read) as staging:
-        result = read_optimizer(checkpoint, dataset_size, batch_size)
-        curvature = result.curvature
+        curvature = import_curvature(checkpoint, dataset_size, batch_size)
         curvature.write(staging.folder, precision)
     parameters = sum(value.numel() for value in curvature.values())
     if printing.json:
@@ -68,12 +67,11 @@ def import_(
             "precision": precision,
             "tensors": len(curvature),
             "parameters": parameters,
-            "missing": result.missing,
-            "notes": result.notes,
+            "notes": curvature.notes,
         }
         print_json(facts)
         return
-    print_notes(result.notes, printing.quiet)
+    print_notes(curvature.notes, printing.quiet)
     if not printing.quiet:
         echo(
             f"{out}: {curvature.likelihood} curvature of {len(curvature)} tensors, {count(parameters)} entries, "

@@ -149,8 +149,7 @@ class Curvature(Displayed, Mapping[str, Tensor]):
 
     def __add__(self, other: Curvature) -> Curvature:
         """The curvature of both datasets together."""
-        if self.keys() != other.keys():
-            odd = sorted(self.keys() ^ other.keys())
+        if odd := sorted(self.keys() ^ other.keys()):
             raise ValueError(f"the parameters differ: only one has {odd[0]!r}")
         if (self.kind, self.likelihood) != (other.kind, other.likelihood):
             kinds = [f"{each.kind} with {each.likelihood} labels" for each in (self, other)]
@@ -250,17 +249,16 @@ class Curvature(Displayed, Mapping[str, Tensor]):
         560000
         """
         with open_curvature(str(path)) as file:
-            transposed = file.transposed
             sums: dict[str, Entry] = {
                 name: KroneckerFactors(
-                    file.read_whole(name + INPUTS), file.read_whole(name + OUTPUTS), tokens, name in transposed
+                    file.read_whole(name + INPUTS), file.read_whole(name + OUTPUTS), tokens, name in file.transposed
                 )
                 for name, tokens in file.tokens.items()
             }
-            rest = file.parameters - sums.keys()
-            sums |= {name: file.read_whole(name) for name in file.shapes if name in rest}
+            diagonal = file.parameters - sums.keys()
+            sums |= {name: file.read_whole(name) for name in file.shapes if name in diagonal}
             model = file.metadata.get("model", "")
-            return cls(sums, file.examples, file.likelihood, model, kind=file.kind, transposed=transposed)
+            return cls(sums, file.examples, file.likelihood, model, kind=file.kind, transposed=file.transposed)
 
 
 def require_finite(curvature: Curvature) -> None:

@@ -18,14 +18,12 @@ from the order and shapes of the model's parameters.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +32,6 @@ from ..arguments import checked
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.transformers_model import empty_model
 from ..errors import InputError
-from ..quiet import quiet_transformers
 from ..text import first_line, listed
 from .checkpoint_names import other_shapes, stored_shapes, stored_tensors
 from .curvature import Curvature
@@ -45,15 +42,7 @@ MAX_EXAMPLES = 10**15
 _ADAM_KEYS = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "mu_product"}
 
 Shape = tuple[int, ...]
-
-
-class ImportedCurvature(NamedTuple):
-    """Curvature from an optimizer, and notes for the user."""
-
-    curvature: Curvature
-    missing: list[str]
-    """Parameters of the checkpoint that were not trained."""
-    notes: list[str]
+Group = Mapping[str, Any]
 
 
 @checked()
@@ -64,7 +53,7 @@ def import_curvature(
 
     Values are sums over the N examples of the training set: N·B·v̂ for Adam, with second moments v̂ and B examples per
     step; ess·hess for IVON. N·B·v̂ assumes that the loss is a mean over the batch. Unless B = 1, it also assumes that
-    the mean gradient is small compared with the spread of the examples' gradients. Doubts are warnings.
+    the mean gradient is small compared with the spread of the examples' gradients.
 
     Args:
         checkpoint: The folder. Of its pickles, only `optimizer.pt` is read, with ``weights_only``.
@@ -73,57 +62,44 @@ def import_curvature(
         model: The trained model, if `config.json` does not describe it.
 
     Returns:
-        Sums over the examples, with the names of the checkpoint's weights.
+        Sums over the examples, with the names of the checkpoint's weights. Its ``notes`` are doubts, and parameters
+        that were not trained.
 
     Example:
         >>> curvature = gm.import_curvature("out/checkpoint-500", dataset_size=25_000, batch_size=32)
         >>> curvature.save("out/checkpoint-500/curvature")
     """
-    result = read_optimizer(checkpoint, dataset_size, batch_size, model)
-    for text in result.notes:
-        warnings.warn(text, UserWarning, stacklevel=3)
-    return result.curvature
-
-
-def read_optimizer(checkpoint: str | Path, dataset_size: int, batch_size: int, model: Any = None) -> ImportedCurvature:
-    """Return what `import_curvature` returns, with its notes."""
     for name, number in (("dataset_size", dataset_size), ("batch_size", batch_size)):
         if not 1 <= number <= MAX_EXAMPLES:
             raise InputError(f"{name} is {number}, but must be from 1 to {MAX_EXAMPLES}")
     folder = Path(checkpoint)
     path = folder / OPTIMIZER_FILE
     groups, states = _load_state(folder)
-    model, on_disk = _model_of(folder) if model is None else (model, None)
-    notes: list[str] = []
+    on_disk: Mapping[str, Shape] | None = None
+    if model is None:
+        model, on_disk = _model_of(folder)
     is_ivon = any("hess" in group and "ess" in group for group in groups)
     try:
         if is_ivon:
-            known: list[Sequence[Tensor | None]] = [[None] * len(group["params"]) for group in groups]
-            if any(float(group["ess"]) != dataset_size for group in groups):
-                sizes = ", ".join(f"{float(group['ess']):g}" for group in groups)
-                notes.append(f"IVON's ess is {sizes}, not {dataset_size}: the sums are ess·hess")
+            sums, notes = _ivon_sums(model, groups, dataset_size)
         else:
-            known = _adam_sums(groups, states, float(dataset_size) * batch_size)
-            notes += token_note(model)
-        names = _parameter_names(model, groups, [[None if v is None else tuple(v.shape) for v in g] for g in known])
-        sums: dict[str, Tensor] = {}
-        shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
-        for group, group_names, values in zip(groups, names, known, strict=True):
-            values = _ivon_sums(group, [shapes[name] for name in group_names]) if is_ivon else values
-            sums |= {name: value for name, value in zip(group_names, values, strict=True) if value is not None}
+            sums, notes = _adam_sums(model, groups, states, float(dataset_size) * batch_size), token_note(model)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{path}: not a state that Adam or IVON saves ({reason})") from error
-    stored, missing = _to_stored(folder, model, sums, on_disk)
-    if missing:
+    stored = stored_tensors(model, sums)
+    if on_disk is not None and (wrong := other_shapes(stored, on_disk, ", where the file has")):
+        raise InputError(
+            f"{folder}: the optimizer's parameters are not those of the weights beside it:\n{listed(wrong, 5)}"
+        )
+    if missing := [name for name in stored_shapes(model) if name not in stored]:
         notes.append(
             f"{len(missing)} parameters were not trained and have no curvature. A recipe that uses this curvature "
             f"needs `missing: zero`, or must exclude them:\n{listed(missing, 4)}"
         )
-    likelihood = "ivon" if is_ivon else "adam"
-    return ImportedCurvature(Curvature(stored, dataset_size, likelihood, str(checkpoint)), missing, notes)
+    return Curvature(stored, dataset_size, "ivon" if is_ivon else "adam", str(checkpoint), notes=notes)
 
 
 def _load_state(folder: Path) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
@@ -158,127 +134,6 @@ def _load_state(folder: Path) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
     return groups, states
 
 
-def _adam_sums(
-    groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], factor: float
-) -> list[Sequence[Tensor | None]]:
-    """Return N·B·v̂ of each group's parameters; None for those that never had a gradient."""
-    keys = {key for group in groups for i in group["params"] for key in states.get(i) or ()}
-    if not keys:
-        raise InputError("has no state for any parameter. Was it saved before the first step?")
-    if not {"step", "exp_avg_sq"} <= keys <= _ADAM_KEYS:
-        raise InputError(
-            f"is the state of another optimizer, with {', '.join(sorted(map(str, keys)))}. Only Adam, AdamW and IVON "
-            "have a diagonal curvature. Run `gradmerge curvature estimate`."
-        )
-    return [[second_moment(states.get(i), group["betas"][1], factor) for i in group["params"]] for group in groups]
-
-
-def second_moment(state: Mapping[str, Any] | None, beta: Any, factor: float) -> Tensor | None:
-    """Return factor · exp_avg_sq / (1 − β₂^step) in float32, or None before the first step."""
-    if not state or (steps := float(state["step"])) < 1:
-        return None
-    if not 0 <= (beta := float(beta)) < 1:
-        raise ValueError(f"beta2 is {beta}, not from 0 to 1")
-    # expm1 keeps the digits for β₂ close to 1.
-    correction = -math.expm1(steps * math.log(beta)) if beta > 0 else 1.0
-    return _dense(state["exp_avg_sq"]).float().mul(factor / correction)
-
-
-def _ivon_sums(group: Mapping[str, Any], shapes: Sequence[Shape]) -> list[Tensor]:
-    """Return ess·hess of each parameter. IVON stores a group in one vector."""
-    hess, lengths = _dense(group["hess"]).reshape(-1), [math.prod(shape) for shape in shapes]
-    if sum(lengths) != hess.numel():
-        raise InputError(f"is of another model: {hess.numel()} entries in the optimizer, {sum(lengths)} in the model")
-    parts = hess.float().mul(float(group["ess"])).split_with_sizes(lengths)
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _dense(value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout != torch.strided or value.is_meta:
-        raise TypeError("a value is not a dense tensor of real numbers")
-    return value
-
-
-def _parameter_names(
-    model: nn.Module, groups: Sequence[Mapping[str, Any]], found: Sequence[Sequence[Shape | None]]
-) -> list[list[str]]:
-    """Return the names of each group's parameters; a shape is None if the optimizer has no state that shows it.
-
-    Without names in the state, one group is in the order of ``model.named_parameters()``; two groups are the Trainer's,
-    with and without weight decay. Frozen parameters may be missing if the shapes tell which.
-    """
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    named = [group.get("param_names") for group in groups]
-    if all(isinstance(n, list) and len(n) == len(f) for n, f in zip(named, found, strict=True)):
-        names = [[re.sub(r"^(_orig_mod\.|module\.)+", "", str(name)) for name in part or ()] for part in named]
-        flat = [name for part in names for name in part]
-        every = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
-        wrong = [
-            f"{name}: {shape}, where the model has {every.get(name, 'nothing')}"
-            for name, shape in zip(flat, (shape for part in found for shape in part), strict=True)
-            if name not in every or shape not in (None, every[name])
-        ]
-        if wrong:
-            raise InputError(_other_model(wrong))
-        if len(set(flat)) < len(flat):
-            raise InputError("the optimizer uses a name for two parameters")
-        return names
-    parts = [shapes]
-    if len(groups) == 2:
-        parts = _trainer_groups(model, shapes)
-    elif len(groups) != 1:
-        raise InputError(
-            f"the optimizer has {len(groups)} groups of parameters without names. Only one group, and the Trainer's "
-            "two, can be matched. Create the optimizer from named parameters (PyTorch 2.6 or newer)."
-        )
-    return [_matched(part, group) for part, group in zip(parts, found, strict=True)]
-
-
-def _trainer_groups(model: nn.Module, shapes: Mapping[str, Shape]) -> list[dict[str, Shape]]:
-    """Return the parameters that the Trainer trains with weight decay, and those without."""
-    try:
-        from transformers import Trainer
-    except (ImportError, RuntimeError) as error:
-        raise InputError(
-            "matching the Trainer's groups of parameters needs accelerate: pip install 'gradmerge[train]'"
-        ) from error
-    decay_names: Any = Trainer.get_decay_parameter_names  # uses the model only
-    decay = set(decay_names(None, model))
-    return [{n: s for n, s in shapes.items() if (n in decay) is with_decay} for with_decay in (True, False)]
-
-
-def _matched(expected: Mapping[str, Shape], found: Sequence[Shape | None]) -> list[str]:
-    """Return the names of the found shapes, which are in the expected order; frozen parameters are left out."""
-    names, shapes = list(expected), list(expected.values())
-    first, last = _embedded(shapes, found), _embedded(shapes[::-1], found[::-1])
-    if first is None or last is None:
-        raise InputError(_other_model([f"{len(found)} parameters in the optimizer, {len(names)} in the model"]))
-    latest = [len(names) - 1 - i for i in reversed(last)]
-    ambiguous = [f"{names[a]} or {names[b]}" for a, b in zip(first, latest, strict=True) if a != b]
-    if ambiguous:
-        raise InputError(
-            f"the optimizer has {len(found)} parameters, the model has {len(names)}, and shapes do not tell which ones "
-            f"were frozen. These could be either:\n{listed(ambiguous, 5)}\n  Run `gradmerge curvature estimate`."
-        )
-    return [names[i] for i in first]
-
-
-def _embedded(shapes: Sequence[Shape], found: Sequence[Shape | None]) -> list[int] | None:
-    """Return the first indices, in order, at which ``shapes`` has what was found."""
-    indices: list[int] = []
-    for i, shape in enumerate(shapes):
-        if len(indices) < len(found) and found[len(indices)] in (None, shape):
-            indices.append(i)
-    return indices if len(indices) == len(found) else None
-
-
-def _other_model(lines: Sequence[str]) -> str:
-    return (
-        "the optimizer's state does not fit the model: it belongs to another one, or to another version of "
-        f"transformers, which orders parameters differently:\n{listed(lines, 5)}"
-    )
-
-
 def _model_of(folder: Path) -> tuple[Any, Mapping[str, Shape]]:
     """Return the model that `config.json` describes, without weights, and the shapes of the stored tensors."""
     with open_checkpoint(folder) as checkpoint:
@@ -292,22 +147,134 @@ def _model_of(folder: Path) -> tuple[Any, Mapping[str, Shape]]:
         return model, {name: info.shape for name, info in checkpoint.tensors.items()}
 
 
-def _to_stored(
-    folder: Path, model: Any, sums: Mapping[str, Tensor], on_disk: Mapping[str, Shape] | None
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Return sums with the names of the checkpoint's weights, and the names there that have none."""
-    stored = stored_tensors(model, sums)
-    if on_disk is not None and other_shapes(stored, on_disk, ""):
-        # A model that was loaded from these files knows the names that they use.
-        with contextlib.suppress(Exception), quiet_transformers():
-            options = {"device_map": "meta", "local_files_only": True, "use_safetensors": True}
-            model = model.from_pretrained(folder, **options)
-        stored = stored_tensors(model, sums)
-        if wrong := other_shapes(stored, on_disk, ", where the file has"):
+def _adam_sums(
+    model: nn.Module, groups: Sequence[Group], states: Mapping[Any, Any], factor: float
+) -> dict[str, Tensor]:
+    """Return N·B·v̂ of the parameters that had a gradient, by name in memory."""
+    keys = {key for group in groups for i in group["params"] for key in states.get(i) or ()}
+    if not keys:
+        raise InputError("has no state for any parameter. Was it saved before the first step?")
+    if not {"step", "exp_avg_sq"} <= keys <= _ADAM_KEYS:
+        raise InputError(
+            f"is the state of another optimizer, with {', '.join(sorted(map(str, keys)))}. Only Adam, AdamW and IVON "
+            "have a diagonal curvature. Run `gradmerge curvature estimate`."
+        )
+    found = [[second_moment(states.get(i), group["betas"][1], factor) for i in group["params"]] for group in groups]
+    shapes = [[None if value is None else tuple(value.shape) for value in values] for values in found]
+    names = _parameter_names(model, groups, shapes)
+    pairs = [pair for part, values in zip(names, found, strict=True) for pair in zip(part, values, strict=True)]
+    return {name: value for name, value in pairs if value is not None}
+
+
+def second_moment(state: Mapping[str, Any] | None, beta: Any, factor: float) -> Tensor | None:
+    """Return factor · exp_avg_sq / (1 − β₂^step) in float32, or None before the first step."""
+    if not state or (steps := float(state["step"])) < 1:
+        return None
+    if not 0 <= (beta := float(beta)) < 1:
+        raise ValueError(f"beta2 is {beta}, not from 0 to 1")
+    # expm1 keeps the digits for β₂ close to 1.
+    correction = -math.expm1(steps * math.log(beta)) if beta > 0 else 1.0
+    return _dense(state["exp_avg_sq"]).float().mul(factor / correction)
+
+
+def _ivon_sums(model: nn.Module, groups: Sequence[Group], dataset_size: int) -> tuple[dict[str, Tensor], list[str]]:
+    """Return ess·hess of each parameter by name in memory, and notes. IVON stores a group in one vector."""
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+    sums: dict[str, Tensor] = {}
+    for group, names in zip(
+        groups, _parameter_names(model, groups, [[None] * len(g["params"]) for g in groups]), strict=True
+    ):
+        hess, lengths = _dense(group["hess"]).reshape(-1), [math.prod(shapes[name]) for name in names]
+        if sum(lengths) != hess.numel():
             raise InputError(
-                f"{folder}: the optimizer's parameters are not those of the weights beside it:\n{listed(wrong, 5)}"
+                f"is of another model: {hess.numel()} entries in the optimizer, {sum(lengths)} in the model"
             )
-    return stored, [name for name in stored_shapes(model) if name not in stored]
+        parts = hess.float().mul(float(group["ess"])).split_with_sizes(lengths)
+        sums |= {name: part.reshape(shapes[name]) for name, part in zip(names, parts, strict=True)}
+    sizes = {float(group["ess"]) for group in groups} - {float(dataset_size)}
+    return sums, [f"IVON's ess is {size:g}, not {dataset_size}: the sums are ess·hess" for size in sizes]
+
+
+def _dense(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout != torch.strided or value.is_meta:
+        raise TypeError("a value is not a dense tensor of real numbers")
+    return value
+
+
+def _parameter_names(
+    model: nn.Module, groups: Sequence[Group], found: Sequence[Sequence[Shape | None]]
+) -> list[list[str]]:
+    """Return the names of each group's parameters; a shape is None if the optimizer has no state that shows it.
+
+    Without names in the state, one group is in the order of ``model.named_parameters()``; two groups are the Trainer's,
+    with and without weight decay. Frozen parameters may be missing if the shapes tell which.
+    """
+    named = [group.get("param_names") for group in groups]
+    if all(isinstance(names, list) for names in named):
+        parts = [[re.sub(r"^(_orig_mod\.|module\.)+", "", str(name)) for name in names or ()] for names in named]
+    elif len(groups) == 1:
+        parts = [[name for name, _ in model.named_parameters()]]
+    elif len(groups) == 2:
+        parts = _trainer_groups(model)
+    else:
+        raise InputError(
+            f"the optimizer has {len(groups)} groups of parameters without names. Only one group, and the Trainer's "
+            "two, can be matched. Create the optimizer from named parameters (PyTorch 2.6 or newer)."
+        )
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+    names = [_matched(part, shapes, group) for part, group in zip(parts, found, strict=True)]
+    wrong = [
+        f"{name}: {shape}, where the model has {shapes.get(name, 'nothing')}"
+        for part, group in zip(names, found, strict=True)
+        for name, shape in zip(part, group, strict=True)
+        if name not in shapes or shape not in (None, shapes[name])
+    ]
+    if wrong or len({name for part in names for name in part}) < sum(map(len, names)):
+        raise InputError(_OTHER_MODEL + listed(wrong, 5))
+    return names
+
+
+_OTHER_MODEL = (
+    "the optimizer's state does not fit the model: it belongs to another one, or to another version of transformers, "
+    "which orders parameters differently:\n"
+)
+
+
+def _trainer_groups(model: nn.Module) -> list[list[str]]:
+    """Return the parameters that the Trainer trains with weight decay, and those without."""
+    try:
+        from transformers import Trainer
+    except (ImportError, RuntimeError) as error:
+        raise InputError(
+            "matching the Trainer's groups of parameters needs accelerate: pip install 'gradmerge[train]'"
+        ) from error
+    decay_names: Any = Trainer.get_decay_parameter_names  # uses the model only
+    names, decay = [name for name, _ in model.named_parameters()], set(decay_names(None, model))
+    return [[name for name in names if name in decay], [name for name in names if name not in decay]]
+
+
+def _matched(names: Sequence[str], shapes: Mapping[str, Shape], found: Sequence[Shape | None]) -> list[str]:
+    """Return the names of the found shapes, which are in the order of ``names``; frozen parameters are left out."""
+    if len(names) == len(found):
+        return list(names)
+    first, last = _embedded(names, shapes, found), _embedded(names[::-1], shapes, found[::-1])[::-1]
+    if len(first) < len(found):
+        raise InputError(f"{_OTHER_MODEL}  {len(found)} parameters in the optimizer, {len(names)} in the model")
+    if ambiguous := [f"{a} or {b}" for a, b in zip(first, last, strict=True) if a != b]:
+        raise InputError(
+            f"the optimizer has {len(found)} parameters, the model has {len(names)}, and shapes do not tell which ones "
+            f"were frozen. These could be either:\n{listed(ambiguous, 5)}\n  Run `gradmerge curvature estimate`."
+        )
+    return first
+
+
+def _embedded(names: Sequence[str], shapes: Mapping[str, Shape], found: Sequence[Shape | None]) -> list[str]:
+    """Return the first names, in order, that have the found shapes. They are fewer if not all can be found."""
+    result: list[str] = []
+    for name in names:
+        if len(result) < len(found) and found[len(result)] in (None, shapes.get(name)):
+            result.append(name)
+    return result
 
 
 def token_note(model: nn.Module) -> list[str]:

@@ -1,11 +1,10 @@
-"""Summaries of curvature files: sums by layer, and the eigenvalues of Kronecker factors."""
+"""Summaries of curvature: sums by layer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ class GroupSummary:
 
 
 def group_of(name: str) -> str:
-    """The layer that a parameter belongs to: its path up to the first number, or else without the last word."""
+    """Return a parameter's layer: its path up to the first number, or else without the last word."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():
@@ -49,7 +48,7 @@ def group_of(name: str) -> str:
 
 
 def summarize(tensors: Iterable[tuple[str, Tensor]]) -> list[GroupSummary]:
-    """Groups in the order of the layers. A tensor may come in several pieces."""
+    """Return groups in the order of the layers. A tensor may come in several pieces."""
     groups: dict[str, GroupSummary] = {}
     for name, values in tensors:
         group = groups.setdefault(group_of(name), GroupSummary(group_of(name)))
@@ -61,9 +60,9 @@ def summarize(tensors: Iterable[tuple[str, Tensor]]) -> list[GroupSummary]:
 
 
 def pieces(file: CurvatureFile) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, in pieces that fit into memory, and checked; of Kronecker factors, the diagonal they make.
+    """Yield the tensors of a file in pieces that fit into memory, and check them.
 
-    That is diag(G) diag(A)ᵀ / T, which is to [W b] what diagonal curvature is.
+    For Kronecker factors it yields the diagonal of G ⊗ A / T, which is diag(G) diag(A)ᵀ / T.
     """
     factors = {name + suffix for name in file.tokens for suffix in (INPUTS, OUTPUTS)}
     made: Iterable[Tensor]
@@ -84,46 +83,3 @@ def _read(file: CurvatureFile, name: str) -> Iterator[Tensor]:
     numel = math.prod(file.shapes[name])
     for start in range(0, numel, _CHUNK):
         yield file.read(name, start, min(start + _CHUNK, numel), lambda n: torch.empty(n, dtype=torch.uint8))
-
-
-#: Eigenvalues of wider matrices would take minutes.
-WIDEST_SPECTRUM = 4096
-
-
-def layers_of(file: CurvatureFile) -> list[str]:
-    """Weights with factors, in the order of the layers."""
-    return sorted(file.tokens, key=natural)
-
-
-def spectra(file: CurvatureFile, name: str) -> dict[str, Any]:
-    """Return the spectra of a layer's A/T, a mean over tokens, and G, a sum over examples."""
-    tokens = file.tokens[name]
-    inputs, outputs = _read_matrix(file, name + INPUTS), _read_matrix(file, name + OUTPUTS)
-    return {"name": name, "tokens": tokens, "inputs": spectrum(inputs.div_(tokens)), "outputs": spectrum(outputs)}
-
-
-def spectrum(matrix: Tensor) -> dict[str, float | None]:
-    """Return size, trace, eigenvalues and effective rank (Σ λ)² / Σ λ² of a symmetric matrix.
-
-    The effective rank is the number of eigenvalues if all were equal. A wide matrix has no ``largest`` and ``median``.
-    """
-    scale = max(float(matrix.abs().max()), 1e-30)
-    matrix = matrix / scale  # so that no square is out of range
-    trace, squares = float(matrix.diagonal().double().sum()), float(matrix.double().square().sum())
-    values = torch.linalg.eigvalsh(matrix) if len(matrix) <= WIDEST_SPECTRUM else None
-    return {
-        "size": len(matrix),
-        "trace": trace * scale,
-        "largest": None if values is None else float(values[-1]) * scale,
-        "median": None if values is None else max(0.0, float(values.median())) * scale,
-        "effective_rank": trace**2 / squares if squares else 0.0,
-    }
-
-
-def _read_matrix(file: CurvatureFile, name: str) -> Tensor:
-    matrix = file.read_whole(name)
-    if not bool(torch.isfinite(matrix).all()) or bool((matrix.diagonal() < 0).any()):
-        raise InputError(
-            f"{file.label}: {name} has values that are not finite, or a negative diagonal; estimate it again"
-        )
-    return matrix
