@@ -13,21 +13,13 @@ import torch
 
 import gradmerge as gm
 from gradmerge.api import dry_run
-from gradmerge.api.dry_run import activations_size, dry_run_merge
+from gradmerge.api.dry_run import dry_run_merge
 from gradmerge.api.merge import as_recipe
-from gradmerge.curvature.losses import LOSSES, logits_of
 from gradmerge.engine import run as run_merge
 from gradmerge.io.reader import PositionalFile
-from gradmerge.tasks import load_task
 
 from ..making import near, random_curvature, random_state, run, three_models, write_model, write_recipe
-from ..tasks.making import (
-    sentences,
-    tiny_bert_checkpoint,
-    tiny_gpt2_checkpoint,
-    tiny_llama_checkpoint,
-    write_jsonl,
-)
+from ..tasks.making import sentences, tiny_gpt2_checkpoint, tiny_llama_checkpoint, write_jsonl
 
 
 @pytest.fixture
@@ -103,31 +95,6 @@ def test_an_estimate_writes_as_many_bytes_as_reported(make: Any, data: Path, kin
     gm.estimate_curvature(model, data, kind=kind, out=tmp_path / "out", progress=False, device="cpu")
     files = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
     assert found["bytes_written"] < files < found["bytes_written"] + 20_000  # headers
-    assert found["bytes_written"] == found["memory_parts"]["sums"]
     assert found["bytes_read"] == sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    assert found["examples"] == 20 and found["memory"] == sum(found["memory_parts"].values())
+    assert found["examples"] == 20 and found["memory"] > found["bytes_read"]
     assert run(*words).stdout
-
-
-MAKERS: dict[str, Any] = {"gpt2": tiny_gpt2_checkpoint, "llama": tiny_llama_checkpoint, "bert": tiny_bert_checkpoint}
-
-
-@pytest.mark.parametrize("family", MAKERS)
-def test_activations_are_near_those_that_autograd_keeps(family: str, tmp_path: Path) -> None:
-    folder = MAKERS[family](tmp_path / "model")
-    rows = [{"text": text, "label": 0} for text in sentences(8, shortest=12, longest=12)]
-    loaded = load_task(folder, write_jsonl(tmp_path / "rows.jsonl", rows), device="cpu", batch_size=8)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in loaded.model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(value: torch.Tensor) -> torch.Tensor:
-        if value.untyped_storage().data_ptr() not in weights:
-            kept[value.untyped_storage().data_ptr()] = value
-        return value
-
-    (batch,) = loaded.batches()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        losses = LOSSES["next-token" if family != "bert" else "classes"]
-        loss = losses.losses(logits_of(loaded.model, batch), batch["labels"])
-    want = sum(value.untyped_storage().nbytes() for value in kept.values())
-    assert loss.requires_grad and 0.5 * want < activations_size(loaded, False) < 2 * want

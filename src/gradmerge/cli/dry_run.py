@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from ..api.dry_run import JobSize
 from ..recipe import in_words
-from ..text import count, size
+from ..text import size
 from .options import Printing
 from .output import indented, print_json, print_table
 from .stdio import echo
-
-#: Columns whose numbers have a unit.
-FORMATS: dict[str, Callable[[Any], str]] = {"bytes": size, "parameters": count}
 
 
 def print_dry_run(job: JobSize, printing: Printing) -> None:
@@ -24,9 +18,7 @@ def print_dry_run(job: JobSize, printing: Printing) -> None:
     for name, value in job.facts.items():
         if isinstance(value, list) and value:
             columns = list(dict.fromkeys(key for row in value for key in row))
-            rows = [
-                [FORMATS.get(column, str)(row[column]) if column in row else "" for column in columns] for row in value
-            ]
+            rows = [[size(row[c]) if c == "bytes" else str(row.get(c, "")) for c in columns] for row in value]
             print_table(columns, rows)
         elif isinstance(value, dict):
             if value:
