@@ -17,7 +17,7 @@ from ..notes import Note
 from ..progress import NoProgress, Progress
 from ..recipe import Recipe, reduction_factor
 from ..text import size
-from .checks import check_step_size, coefficient_notes
+from .checks import check_step_size, checks_steps, coefficient_notes
 from .executor import Executor, LocalExecutor
 from .input_state import State, changed, files_read, fingerprint_of, is_complete, recipe_paths, state_of
 from .jobs import MergeOptions
@@ -153,7 +153,7 @@ def check_merge(recipe: Recipe, plan: Plan, executor: Executor, progress: Progre
     if plan.damping_read:
         progress.begin("computing the damping", plan.merged_read)
     compute_mean_curvature(plan, executor, progress.advance)
-    if "step-size" in plan.rule.checks:
+    if checks_steps(plan):
         progress.begin("checking the step size", plan.merged_read)
     plan.note(check_step_size(plan, executor, progress.advance, refuse=not accept_untrusted))
     plan.note(coefficient_notes(recipe, plan, executor))
