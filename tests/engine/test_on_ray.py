@@ -20,6 +20,7 @@ import torch
 import gradmerge as gm
 from gradmerge.api.merge import planned
 from gradmerge.engine import on_ray as ray_module
+from gradmerge.engine.executor import ignore
 from gradmerge.engine.input_state import files_read, fingerprint_of, state_of
 from gradmerge.engine.jobs import MergeOptions
 from gradmerge.engine.journal import NAME, Journal
@@ -161,16 +162,18 @@ class Kill(NoProgress):
 
     def advance(self, amount: int) -> None:
         if not self.pids:
-            workers = [child for child in psutil.Process().children(recursive=True) if is_worker(child)]
+            workers = [
+                child for child in psutil.Process().children(recursive=True) if is_worker(child, "run_share", "IDLE")
+            ]
             self.pids = tuple(child.pid for child in workers)
             for child in workers:
                 child.send_signal(signal.SIGKILL)
 
 
-def is_worker(process: psutil.Process, method: str = "") -> bool:
-    """Return whether a process is a worker, and runs a method."""
+def is_worker(process: psutil.Process, *names: str) -> bool:
+    """Return whether a process is a worker, by what Ray says that it runs."""
     try:
-        return "".join(process.cmdline()[:1]).startswith(f"ray::MergeWorker{method}")
+        return "".join(process.cmdline()[:1]).startswith(tuple(f"ray::{name}" for name in names))
     except psutil.Error:
         return False
 
@@ -229,7 +232,7 @@ def test_sigterm_ends_the_command_and_its_workers_and_keeps_the_work(cluster: Ra
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 1 and not out.exists() and partial.exists()
-    while any(is_worker(child, ".run") for child in psutil.Process().children(recursive=True)):
+    while any(is_worker(child, "run_share") for child in psutil.Process().children(recursive=True)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -257,9 +260,7 @@ def test_a_worker_refuses_inputs_and_folders_that_differ_from_the_drivers(
         shard_size=10**9,
         threads=1,
     )
-    worker = MergeWorker()
-    worker.open(task)
-    assert worker._check_folder(task)
+    MergeWorker(task).merge([], Statistics(), ignore)
     path, size, *rest = state[0]
     for changed in (
         {"folder": str(tmp_path / "elsewhere")},
@@ -270,7 +271,7 @@ def test_a_worker_refuses_inputs_and_folders_that_differ_from_the_drivers(
         {"recipe": task.recipe | {"exclude": ["embed.*"]}},
     ):
         with pytest.raises(InputError):
-            worker.run(replace(task, **changed), None, [], Statistics(), None)
+            MergeWorker(replace(task, **changed)).merge([], Statistics(), ignore)
 
 
 def test_a_cluster_without_room_is_refused(
@@ -281,7 +282,7 @@ def test_a_cluster_without_room_is_refused(
     recipe, cores = recipe_of("average", models), int(ray.cluster_resources()["CPU"])
     with pytest.raises(InputError):
         gm.merge(recipe, tmp_path / "out", engine="ray", workers=cores + 1, progress=False)
-    monkeypatch.setattr(ray_module, "START_SECONDS", 0.1)
+    monkeypatch.setattr(ray_module, "START_SECONDS", 0.0)
     with pytest.raises(MachineError):
         gm.merge(recipe, tmp_path / "out", engine="ray", workers=1, threads=cores, progress=False)
     assert list(tmp_path.iterdir()) == []

@@ -1,10 +1,9 @@
 """Run a merge on a Ray cluster.
 
 The driver, which is the process that the user starts, opens the plan, creates the output files and keeps the journal.
-It cuts the work into shares, byte ranges of the output files, and maps them over actors. Ray places the actors, starts
-an actor again if it dies, and repeats its share. Workers open the plan themselves, from the recipe, and write into the
-files of the driver on a shared file system. A share is in the journal after its worker has answered, and by then it is
-on the disk.
+It cuts the work into shares, byte ranges of the output files, and maps a Ray task over them. Ray places the tasks, and
+repeats a task whose process died. Each process opens the plan itself, from the recipe, and writes into the files of the
+driver on a shared file system. A share is in the journal after its task has ended, and by then it is on the disk.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ if TYPE_CHECKING:
 
 #: Entries of a share: at most, and so few that each worker has this many shares.
 MAX_ENTRIES, SHARES_PER_WORKER = 1 << 27, 16
-#: How often a share is repeated after its worker died.
+#: How often a share is repeated after its process died.
 RETRIES = 3
-#: Seconds until the first worker must have started.
-START_SECONDS = 120.0
-#: Seconds until a worker must see the folder of the driver. Network file systems take a moment.
-FOLDER_DELAY = 10.0
+#: Seconds until the first task must have started, and until it must see the folder of the driver.
+START_SECONDS, FOLDER_DELAY = 120.0, 10.0
 #: Bytes of the object store of a cluster of our own. Statistics pass through it, tensors do not.
 OBJECT_STORE = 200_000_000
 
@@ -57,7 +54,7 @@ Range = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class MergeTask:
-    """A merge as the driver describes it to the workers."""
+    """A merge as the driver describes it to the other processes."""
 
     recipe: dict[str, Any]
     recipe_folder: str
@@ -80,73 +77,30 @@ class MergeTask:
 
 
 class MergeWorker:
-    """A process of the cluster, which opens the merge once and keeps it open. Ray starts it again if it dies."""
+    """A merge that a process of the cluster has opened."""
 
-    def __init__(self) -> None:
-        self._task: MergeTask | None = None
-        self._plan: Plan
-        self._files: WeightFiles
-
-    def open(self, task: MergeTask) -> None:
-        """Open a merge, and raise if this machine differs from the driver's."""
-        if self._task == task:
-            return
-        if self._task is not None:
-            self._plan.inputs.close()
-            self._task = None
+    def __init__(self, task: MergeTask) -> None:
+        """Raise if this machine differs from the driver's."""
         allow_many_files()
+        self.task = task
         recipe = make_recipe(task.recipe, folder=Path(task.recipe_folder), allow_code=True)
         recipe = recipe.with_merged_folders({name: Path(folder) for name, folder in task.merged_folders.items()})
         try:
-            self._plan = open_plan(recipe, **task.plan_options)
+            self.plan = open_plan(recipe, **task.plan_options)
         except InputError as error:
             raise _unlike(str(error)) from error
-        self._plan.block = task.block
-        _check_same_state(task.state, state_of(files_read(self._plan)))
-        if fingerprint_of(recipe, self._plan, task.state, task.options.allow_nonfinite) != task.fingerprint:
+        self.plan.block = task.block
+        states = {entry[0]: entry[1:3] for entry in state_of(files_read(self.plan))}
+        for path, *state in task.state:  # inodes may differ
+            if states.get(path) != state[:2]:
+                raise _unlike(f"{path}: is missing, or differs from the driver's file in size or modification time")
+        if fingerprint_of(recipe, self.plan, task.state, task.options.allow_nonfinite) != task.fingerprint:
             raise _unlike("the recipe and its models are read differently. Install the same packages everywhere.")
-        self._files = WeightFiles(self._plan, Path(task.folder), task.name, task.shard_size)
-        self._task = task
 
-    def run(
-        self,
-        task: MergeTask,
-        function: BlockFunction | None,
-        ranges: Sequence[Range],
-        statistics: Statistics,
-        damping: float | None,
-    ) -> tuple[Any, int]:
-        """Reduce ``function`` over ranges of tensors, or without a function, merge them and write them to the output.
-
-        Returns:
-            The sum of the function's results (None for a merge), and the number of bytes read.
-        """
-        self.open(task)
-        read: list[int] = []
-        plan, jobs = self._plan, self._plan.by_name
-        plan.inputs.mean_curvature = damping
-        blocks = [Block(number, jobs[name], start, stop) for number, (name, start, stop) in enumerate(ranges)]
-        if function is not None:
-            return reduce_blocks(plan, function, blocks, task.threads, read.append), sum(read)
-        same_boot = self._check_folder(task)
-        try:
-            merge_blocks(
-                plan,
-                statistics,
-                self._files.write,
-                blocks=blocks,
-                threads=task.threads,
-                options=task.options,
-                advance=read.append,
-            )
-        finally:
-            # If this machine crashes, the journal, which the driver writes, must not name blocks that are lost.
-            self._files.close(sync=not same_boot)
-        return None, sum(read)
-
-    def _check_folder(self, task: MergeTask) -> bool:
-        """Raise unless the unfinished folder is the driver's; return whether the driver runs on this machine."""
-        deadline = time.monotonic() + FOLDER_DELAY
+    def merge(self, blocks: Sequence[Block], statistics: Statistics, advance: Advance) -> None:
+        """Merge blocks into the files of the driver."""
+        task = self.task
+        deadline = time.monotonic() + FOLDER_DELAY  # network file systems take a moment
         while (header := read_header(Path(task.folder))).get("fingerprint") != task.fingerprint:
             if time.monotonic() > deadline:
                 raise _unlike(
@@ -154,7 +108,45 @@ class MergeWorker:
                     "machines share under the same path, and do not start two merges to it."
                 )
             time.sleep(0.2)
-        return bool(header["boot"]) and header["boot"] == boot_id()
+        files = WeightFiles(self.plan, Path(task.folder), task.name, task.shard_size)
+        settings: dict[str, Any] = {"threads": task.threads, "options": task.options, "advance": advance}
+        try:
+            merge_blocks(self.plan, statistics, files.write, blocks=blocks, **settings)
+        finally:
+            # If this machine crashes, the journal, which the driver writes, must not name blocks that are lost.
+            files.close(sync=not header["boot"] or header["boot"] != boot_id())
+
+
+_opened: list[MergeWorker] = []
+"""The merge that this process has opened."""
+
+
+def run_share(
+    task: MergeTask, work: tuple[BlockFunction | None, Statistics, float | None], ranges: Sequence[Range]
+) -> tuple[Any, int]:
+    """Reduce a function over ranges of tensors, or without a function, merge them and write them to the output.
+
+    Args:
+        task: The merge, which this process opens if it has another one open.
+        work: The function, the statistics, and the mean curvature.
+        ranges: The ranges. Without any, the merge is only opened.
+
+    Returns:
+        The sum of the function's results (None for a merge), and the number of bytes read.
+    """
+    if not _opened or _opened[0].task != task:
+        while _opened:
+            _opened.pop().plan.inputs.close()
+        _opened.append(MergeWorker(task))
+    worker, (function, statistics, mean_curvature) = _opened[0], work
+    plan, jobs, read = worker.plan, worker.plan.by_name, list[int]()
+    plan.inputs.mean_curvature = mean_curvature
+    blocks = [Block(number, jobs[name], start, stop) for number, (name, start, stop) in enumerate(ranges)]
+    if function is not None:
+        return reduce_blocks(plan, function, blocks, task.threads, read.append), sum(read)
+    if blocks:
+        worker.merge(blocks, statistics, read.append)
+    return None, sum(read)
 
 
 @dataclass
@@ -173,14 +165,9 @@ class RayCluster:
     def __enter__(self) -> RayCluster:
         self._ray = _import_ray()
         self._ours = not self._ray.is_initialized()
-        self._actors: list[Any] = []
-        self._idle: list[Any] = []
-        self._running: dict[Any, tuple[Any, list[Block]]] = {}
-        """Answers that are expected → the actor and its share, which is empty while it opens the merge."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill_workers()
         if self._ours and self._ray.is_initialized():
             with suppress(Exception):
                 self._ray.shutdown()
@@ -188,14 +175,10 @@ class RayCluster:
     def begin(
         self, recipe: Recipe, plan: Plan, folder: AtomicDir, fingerprint: str, state: State, options: MergeOptions
     ) -> None:
-        """Start the cluster, describe the merge to the workers, and wait until the first of them has opened it."""
+        """Start the cluster, and wait until a first process has opened the merge."""
         if not self._ray.is_initialized():
             self._connect()
-        workers, threads = self._size()
-        actor = self._ray.remote(
-            num_cpus=threads, max_restarts=-1, max_task_retries=RETRIES, scheduling_strategy="SPREAD"
-        )(MergeWorker)
-        self._actors += [actor.remote() for _ in range(workers - len(self._actors))]
+        self._in_parallel, threads = self._size()
         task = MergeTask(
             recipe=recipe.to_dict(),
             recipe_folder=str(recipe.folder.absolute()),
@@ -211,18 +194,17 @@ class RayCluster:
             threads=threads,
         )
         self._task = self._ray.put(task)
-        self._idle = []
-        self._running = {actor.open.remote(self._task): (actor, []) for actor in self._actors[:workers]}
-        try:
-            if not self._answers(START_SECONDS):
-                free = int(self._ray.available_resources().get("CPU", 0))
-                raise MachineError(
-                    f"no worker has started within {START_SECONDS:.0f} s: a worker takes {threads} cores, and {free} "
-                    "are free. Use fewer threads, or wait for other jobs."
-                )
-        except BaseException:
-            self._kill_workers()
-            raise
+        remote = self._ray.remote(num_cpus=threads, max_retries=RETRIES, scheduling_strategy="SPREAD")
+        self._run = remote(run_share)
+        first = self._run.remote(self._task, (None, Statistics(), None), [])
+        if not self._ray.wait([first], timeout=START_SECONDS)[0]:
+            self._cancel([first])
+            free = int(self._ray.available_resources().get("CPU", 0))
+            raise MachineError(
+                f"no worker has started within {START_SECONDS:.0f} s: a worker takes {threads} cores, and {free} "
+                "are free. Use fewer threads, or wait for other jobs."
+            )
+        self._result(first)
 
     def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
         """Return the sum of ``function(plan, block, buffers)`` over blocks."""
@@ -258,7 +240,7 @@ class RayCluster:
     def _cut(self, blocks: Sequence[Block], every: Sequence[Block]) -> list[list[Block]]:
         """Cut some blocks of ``every``, in their order, into shares. There are some for each worker until the end."""
         total = sum(block.stop - block.start for block in every)
-        limit = min(MAX_ENTRIES, total // (SHARES_PER_WORKER * max(1, len(self._idle) + len(self._running))))
+        limit = min(MAX_ENTRIES, total // (SHARES_PER_WORKER * self._in_parallel))
         shares: list[list[Block]] = []
         entries = limit
         for block in blocks:
@@ -274,43 +256,34 @@ class RayCluster:
     ) -> Generator[tuple[list[Block], Any, int], None, None]:
         """Run a task for each share, and yield it with its result and the bytes read, as the tasks end.
 
-        Only workers that have opened the merge get shares. An error ends the workers, so that none writes any more.
+        An error ends the other tasks, so that none writes any more.
         """
-        remote = self._ray.put(function), self._ray.put(statistics)
-        waiting = deque(shares)
+        work = self._ray.put((function, statistics, plan.inputs.mean_curvature))
+        waiting, running = deque(shares), dict[Any, list[Block]]()
         try:
-            while waiting or any(share for _, share in self._running.values()):
-                while waiting and self._idle:
-                    actor, share = self._idle.pop(), waiting.popleft()
+            while waiting or running:
+                while waiting and len(running) < self._in_parallel:
+                    share = waiting.popleft()
                     ranges: list[Range] = [(block.job.name, block.start, block.stop) for block in share]
-                    answer = actor.run.remote(self._task, remote[0], ranges, remote[1], plan.inputs.mean_curvature)
-                    self._running[answer] = actor, share
-                for share, result in self._answers(1.0):
-                    if share:
-                        yield (share, *result)
+                    running[self._run.remote(self._task, work, ranges)] = share
+                for answer in self._ray.wait(list(running), timeout=1.0)[0]:
+                    share = running.pop(answer)
+                    yield (share, *self._result(answer))
         except BaseException:
-            self._kill_workers()
+            self._cancel(list(running))
             raise
 
-    def _answers(self, timeout: float) -> list[tuple[list[Block], Any]]:
-        """Return the answers that arrive within some seconds: at most one, with its share."""
-        answers, _ = self._ray.wait(list(self._running), timeout=timeout)
-        results = []
-        for answer in answers:
-            actor, share = self._running.pop(answer)
-            try:
-                results.append((share, self._ray.get(answer)))
-            except self._ray.exceptions.RayError as error:
-                raise _translate(error) from error
-            self._idle.append(actor)
-        return results
+    def _result(self, answer: Any) -> Any:
+        try:
+            return self._ray.get(answer)
+        except self._ray.exceptions.RayError as error:
+            raise _translate(error) from error
 
-    def _kill_workers(self) -> None:
-        actors, self._actors, self._idle = self._actors, [], []
-        answers, self._running = list(self._running), {}
+    def _cancel(self, answers: list[Any]) -> None:
+        """End tasks, and wait until they write no more."""
         with suppress(Exception):
-            for actor in actors:
-                self._ray.kill(actor)
+            for answer in answers:
+                self._ray.cancel(answer, force=True)
             if answers:
                 self._ray.wait(answers, num_returns=len(answers), timeout=5.0)
 
@@ -319,7 +292,8 @@ class RayCluster:
         address = self.address or os.environ.get("RAY_ADDRESS") or "local"
         settings: dict[str, Any] = {}
         if address == "local":
-            settings = {"num_cpus": _cores(self.workers, self.threads), "object_store_memory": OBJECT_STORE}
+            cores = max(os.cpu_count() or 1, (self.workers or 1) * (self.threads or 1))
+            settings = {"num_cpus": cores, "object_store_memory": OBJECT_STORE}
         main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGTERM) if main else None
         try:
@@ -350,30 +324,15 @@ class RayCluster:
         return workers, threads
 
 
-def _cores(workers: int | None, threads: int | None) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores, (workers or 1) * (threads or 1))
-
-
 def _translate(error: Any) -> GradmergeError:
     """Return the error of a worker as an error of this process."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, GradmergeError):
         return type(cause)(str(cause))
-    if isinstance(cause, ImportError) or "ModuleNotFoundError" in str(error):
-        reason = one_line(str(cause or error))[-300:]
-        return InputError(f"a worker cannot import gradmerge ({reason}). Install the same packages everywhere.")
-    return MachineError(f"a worker failed, or died {RETRIES + 1} times at the same share: {one_line(str(error))[:500]}")
-
-
-def _check_same_state(driver: State, here: State) -> None:
-    """Raise if a file differs from the driver's in size or modification time. Inodes may differ."""
-    states = {entry[0]: entry[1:3] for entry in here}
-    for path, *state in driver:
-        if not states.get(path):
-            raise _unlike(f"{path}: does not exist")
-        if states[path] != state[:2]:
-            raise _unlike(f"{path}: differs from the driver's file in size or modification time")
+    return MachineError(
+        f"a worker failed, or died {RETRIES + 1} times at the same share: {one_line(str(error))[-500:]}. Install the "
+        "same packages on all machines."
+    )
 
 
 def _unlike(message: str) -> InputError:

@@ -44,6 +44,10 @@ class Counts:
         self.above = self.above + other.above
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the bins that are not empty; the table of an unpickled array may be read-only."""
+        return Counts, (self.above, self.size, *self.in_bins())
+
     def in_bins(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the bins that are not empty, ascending, and their counts."""
         if self._table is None:

@@ -89,6 +89,8 @@ class Upload:
         with self._lock:
             self._remove(sorted(self._old, key=lambda old: old != LAST))
             if not self._sent:
+                if protocol_of(self._fs) not in OBJECT_STORES:
+                    self._fs.makedirs(self._path, exist_ok=True)
                 self._fs.pipe_file(f"{self._path}/{MARK}", b"")
             self._old = set()
             self._sent.add(name)
