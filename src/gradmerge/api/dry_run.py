@@ -61,7 +61,7 @@ class JobSize:
     def to_dict(self) -> dict[str, Any]:
         """Return what `--dry-run --json` prints."""
         sizes = asdict(self)
-        return sizes.pop("facts") | sizes | {"fits": self.fits}
+        return {**sizes.pop("facts"), **sizes, "fits": self.fits}
 
     def lines(self) -> list[str]:
         """Return what `--dry-run` prints."""
@@ -170,7 +170,7 @@ def sums_size(model: nn.Module, kind: str, max_kronecker_dim: int = MAX_KRONECKE
     total = sum(parameter.numel() for parameter in parameters)
     if kind == "gram":
         tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-        layers = [module for module in model.modules() if isinstance(module, nn.Linear) or is_conv1d(module)]
+        layers: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear) or is_conv1d(m)]
         return 4 * sum(int(m.weight.shape[not is_conv1d(m)]) ** 2 for m in layers if m.weight not in tables)
     if kind == "kronecker":
         with_factors, _ = kronecker_layers(model, parameters, stored_unchanged(model), max_kronecker_dim)
