@@ -1,4 +1,4 @@
-"""Peak memory of `gradmerge calibrate --curvature none --no-check` against the depth of the model.
+"""Peak memory of `gradmerge calibrate --curvature none` against the depth of the model.
 
     python -m benchmarks.calibration_memory --data bench-data --json benchmarks/results/calibration-memory.json
 
@@ -108,7 +108,7 @@ def measure(data: Path, layers: int) -> dict[str, float]:
     for name in TASKS:
         command += ["--data", f"{name}={data / name}.jsonl", "--teacher", f"{name}={place / name}"]
     begun = time.perf_counter()
-    process = subprocess.Popen([*command, "--no-check", "--quiet", "-o", str(out)])
+    process = subprocess.Popen([*command, "--quiet", "-o", str(out)])
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - begun
     if status:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .curvature.from_optimizer import import_curvature as import_curvature
     from .engine.run import MergeResult as MergeResult
     from .errors import GradmergeError as GradmergeError, InputError as InputError, MachineError as MachineError
+    from .load_options import LoadOptions as LoadOptions
     from .notes import Note as Note
     from .progress import Progress as Progress
     from .recipe import Recipe as Recipe, load_recipe as load_recipe
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     )
     from .tasks.data.read import Rows as Rows, read_rows as read_rows
     from .tasks.generation import Generation as Generation
-    from .tasks.loading import LoadOptions as LoadOptions
     from .training.curvature_callback import CurvatureCallback as CurvatureCallback
     from .training.prior_adamw import PriorAdamW as PriorAdamW
     from .training.prior_trainer import PriorTrainer as PriorTrainer
@@ -67,13 +67,13 @@ _NAMES = {
     "compare.settings": "Setting",
     "engine.run": "MergeResult",
     "errors": "GradmergeError InputError MachineError",
+    "load_options": "LoadOptions",
     "notes": "Note",
     "progress": "Progress",
     "recipe": "Recipe load_recipe",
     "refinement.influence": "RemovalResult",
     "rules": "METHODS gradient_matching_full removal_full",
     "tasks.data.read": "Rows read_rows",
-    "tasks.loading": "LoadOptions",
     "tasks.generation": "Generation",
     "training.curvature_callback": "CurvatureCallback",
     "training.prior_adamw": "PriorAdamW",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,6 +85,17 @@ def argument_help(function: Callable[..., Any]) -> dict[str, str]:
         known = argument_help(_HeavyNames()[other[1]]) if other else {}
         found |= {name: known.get(name, re.sub(r"\s+", " ", text).strip()) for name in names.split(", ")}
     return found
+
+
+@functools.cache
+def attribute_help(kind: type) -> dict[str, str]:
+    """Return the docstrings of a class's attributes, which follow them in the source."""
+    body: list[Any] = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    return {
+        item.target.id: inspect.cleandoc(following.value.value).replace("\n", " ")
+        for item, following in itertools.pairwise(body)
+        if hasattr(item, "target") and not hasattr(following, "target")
+    }
 
 
 def check(name: str, value: Any, hint: Any) -> None:

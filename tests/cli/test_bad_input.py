@@ -170,11 +170,6 @@ def test_an_option_that_makes_no_sense_is_refused(place: Place, option: list[str
     assert not place.out.exists()
 
 
-@pytest.mark.parametrize("command", ["preview", "diagnose"])
-def test_a_report_without_threads_is_refused(place: Place, command: str) -> None:
-    refused(place.out, command, place.write(), "--threads", "0", says=("--threads",))
-
-
 def test_too_little_or_too_much_on_the_command_line_is_refused(place: Place) -> None:
     refused(place.out, "merge", says=("--method",))
     refused(place.out, "merge", "--method", "task-arithmetic", "--base", place.base, says=("--model",))
@@ -182,7 +177,6 @@ def test_too_little_or_too_much_on_the_command_line_is_refused(place: Place) -> 
     refused(place.out, "merge", place.write(), "--base", place.base, says=("--set",))
     refused(place.out, *place.command("task-arithmetic", f"{place.a}=nan"), says=("weight",))
     refused(None, *place.command(), says=("-o OUT",))
-    refused(place.out, "remove", "--base", place.base, "--model", place.a, "--method", "ties", says=("--method",))
     refused(place.out, *place.command("average", f"{place.a}=2"), says=("weight",))
     refused(place.out, *place.command("slerp", place.a, place.b), says=("slerp",))
 

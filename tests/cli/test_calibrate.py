@@ -152,7 +152,7 @@ def test_lora_adapters_are_teachers_and_an_adapter_becomes_a_full_model(tmp_path
     base = write_adapters(tmp_path)
     assert (tmp_path / "merged" / "adapter_config.json").is_file()
     out = tmp_path / "out"
-    words = [*data_of(tmp_path, "code", "chat"), "--curvature", "none", "--no-check"]
+    words = [*data_of(tmp_path, "code", "chat"), "--curvature", "none"]
     result = invoke("calibrate", tmp_path / "merged", *words, "-o", out)
     assert result.exit_code == 0, result.output
     AutoModelForCausalLM.from_pretrained(out)

@@ -25,7 +25,7 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("words", [["calibrate", "--no-check", "--curvature", "merge"], ["distill", "--steps", 20]])
+@pytest.mark.parametrize("words", [["calibrate", "--curvature", "merge"], ["distill", "--steps", 20]])
 def test_the_transformer_changes_and_the_other_modules_come_along(place, tmp_path, words):
     out = tmp_path / "out"
     command, *options = words

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import asdict
 
 import pytest
 
 import gradmerge as gm
-from gradmerge.cli.options import LoadingOptions, api_options
+from gradmerge.cli.options import api_options
 from gradmerge.cli.output import with_options
-from gradmerge.tasks.loading import DEFAULTS
+from gradmerge.load_options import DEFAULTS
 
 
 def test_options_of_loading_are_those_of_python_with_the_same_defaults() -> None:
-    assert asdict(LoadingOptions()) == DEFAULTS
-    assert LoadingOptions(columns="text=review,label=stars").as_keywords() == {
-        **DEFAULTS,
-        "columns": {"text": "review", "label": "stars"},
-    }
+    options = api_options(gm.evaluate)
+    assert {name: options[name].default for name in DEFAULTS} == DEFAULTS
+    assert {name for name in api_options(gm.evaluate, loading=["limit"]) if name in DEFAULTS} == {"limit"}
 
 
 def test_options_of_merge_are_those_of_python_with_the_same_defaults() -> None:

@@ -73,7 +73,6 @@ CASES = {
         "no linear layer": ("excluded", "yelp={yelp}.jsonl", [], "no linear layer"),
         "alpha above 1": ("merged", "yelp={yelp}.jsonl", ["--alpha", "2"], "alpha"),
         "no factors of any width": ("merged", "yelp={yelp}.jsonl", ["--max-kronecker-dim", "0"], "max-kronecker-dim"),
-        "auto without a check": ("merged", "yelp={yelp}.jsonl", ["--no-check"], "check"),
     },
     "distill": BOTH
     | {

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.cli.app import app
 
-from ..making import read_model, three_models
+from ..making import read_model
 from ..tasks.making import sentences, tiny_bert_checkpoint, write_jsonl
 
 
@@ -161,14 +161,3 @@ def test_rows_in_both_sets_rows_without_labels_and_too_few_rows_are_refused(plac
     for retain in (bare, single):
         run(*start, "--retain", retain, status=2)
     assert "--retain" in run(*start, status=2).output and not (tmp_path / "out").exists()
-
-
-def test_negation_has_its_name_here_too(tmp_path: Path) -> None:
-    folders, states = three_models(tmp_path)
-    base, tuned = (str(folder) for folder in folders[:2])
-    run("--method", "negation", "--base", base, "--model", f"{tuned}=0.5", "-o", tmp_path / "out")
-    for name, value in read_model(tmp_path / "out").items():
-        torch.testing.assert_close(value, states[0][name] - 0.5 * (states[1][name] - states[0][name]))
-    for more in (["-m", "negation", "--limit", 3], ["--steps", 1], ["-m", "ties"]):
-        run("--base", base, "--model", tuned, *more, "-o", tmp_path / "no", status=2)
-    run("--method", "removal", "--base", base, "-o", tmp_path / "no", status=2)

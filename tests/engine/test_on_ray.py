@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -223,8 +224,9 @@ def test_sigterm_ends_the_command_and_its_workers_and_keeps_the_work(cluster: Ra
     recipe = {"method": "task-arithmetic", "base": str(tmp_path / "base"), "models": [str(tmp_path / "a")]}
     (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
     out, address = tmp_path / "ray" / "out", ray.get_runtime_context().gcs_address
-    options = ["-o", str(out), "--engine", "ray", "--workers", "1", "--threads", "1", "--ray-address", address]
-    process = subprocess.Popen([sys.executable, "-m", "gradmerge", "merge", str(tmp_path / "recipe.yml"), *options])
+    options = ["-o", str(out), "--engine", "ray", "--workers", "1", "--threads", "1"]
+    command = [sys.executable, "-m", "gradmerge", "merge", str(tmp_path / "recipe.yml"), *options]
+    process = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": address})
     deadline = time.monotonic() + 120
     partial = tmp_path / "ray" / "out.gradmerge-partial"
     while not (partial / NAME).exists():

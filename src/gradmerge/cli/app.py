@@ -48,8 +48,22 @@ for _name, _value in (("HAS_RICH", False), ("rich", None)):
 UsageError: Any = typer.BadParameter.__base__
 
 
+#: The steps of the work, and the commands of each.
+STEPS = {
+    "Merge": "demo inspect methods curvature merge remove extract-lora",
+    "Improve": "preview studio calibrate distill",
+    "Check": "verify evaluate diagnose",
+    "Publish": "push",
+}
+
+
 class Gradmerge(TyperGroup):
     """All commands. Every error becomes a message and an exit status."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for step, names in STEPS.items():
+            with formatter.section(step):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(90)) for name in names.split()])
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> NoReturn:
         words = list(sys.argv[1:] if args is None else args)

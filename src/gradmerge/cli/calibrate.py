@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..api.calibrate import calibrate as calibrate_model
-from .options import DryRun, LoadingOptions, Printing, command_with, named
+from ..load_options import DEFAULTS
+from .options import DryRun, Printing, command, named
 from .output import heavy_imports, print_result, print_table, progress, typed
 from .stdio import echo
 
 if TYPE_CHECKING:
     from ..api.refine import RefinementResult
-    from ..tasks import LoadOptions
 
 EXAMPLE = (
     "Examples: gradmerge calibrate ./merged --data yelp=yelp.jsonl --data imdb=imdb.jsonl -o ./calibrated   ·   "
@@ -38,30 +37,11 @@ Merged = Annotated[
 Out = Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")]
 
 
-@dataclass(frozen=True)
-class RowOptions(LoadingOptions):
-    """How models and unlabeled rows are loaded."""
-
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Read at most N rows of each task.")] = 256
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Rows at once; the result does not depend on it.",
-            show_default="32, fewer for long texts",
-        ),
-    ] = None  # type: ignore[assignment]
-
-    def as_keywords(self) -> LoadOptions:
-        """As keywords of the Python functions, which have batch sizes of their own."""
-        keywords = super().as_keywords()
-        if self.batch_size is None:
-            del keywords["batch_size"]
-        return keywords
-
-
-@command_with(api=calibrate_model, without=["teachers"])
+@command(
+    api=calibrate_model,
+    without=["teachers", "check", "seed", "dtype"],
+    defaults={"limit": "256", "batch_size": "32, fewer for long texts"},
+)
 def calibrate(
     *,
     merged: Merged,
@@ -69,7 +49,6 @@ def calibrate(
     out: Out,
     teacher: NamedTeacher = None,
     options: dict[str, Any],
-    loading: RowOptions,
     dry_run: DryRun = False,
     printing: Printing,
 ) -> None:
@@ -77,17 +56,17 @@ def calibrate(
 
     Labels are not read. If the result is not closer on held-out rows, OUT is the merge unchanged.
     """
-    rows: dict[str, Any] = {"teachers": named(teacher or [], "teacher"), "out": out, **loading.as_keywords()}
+    sources, teachers = named(data), named(teacher or [], "teacher")
     if dry_run:
         with heavy_imports():
             from ..api.calibrate import dry_run_calibrate
             from .dry_run import print_dry_run
 
-        settings = {name: options[name] for name in ("cache_memory", "check")}
-        print_dry_run(dry_run_calibrate(merged, named(data), **settings, **rows), printing)
+        loading: Any = {name: value for name, value in options.items() if name in (*DEFAULTS, "cache_memory")}
+        print_dry_run(dry_run_calibrate(merged, sources, teachers=teachers, out=out, **loading), printing)
         return
     with heavy_imports(), progress(printing.silent, "blocks") as bar:
-        done = calibrate_model(merged, named(data), progress=bar, command=typed(), **options, **rows)
+        done = calibrate_model(merged, sources, teachers=teachers, out=out, progress=bar, command=typed(), **options)
     print_refinement(done, printing, "the distance after each block")
 
 

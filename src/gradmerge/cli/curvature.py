@@ -15,7 +15,7 @@ from .stdio import echo
 EXAMPLE = "Example: gradmerge curvature show ./yelp-curvature"
 
 
-@command
+@command()
 def show(
     *,
     path: Annotated[

@@ -16,7 +16,7 @@ EXAMPLE = (
 )
 
 
-@command
+@command()
 def import_(
     *,
     checkpoint: Annotated[

@@ -13,10 +13,10 @@ from .options import Printing, command
 from .output import heavy_imports, print_json, print_table, progress
 from .stdio import echo
 
-EXAMPLE = "Examples: gradmerge demo   ·   gradmerge demo -o my-demo --seed 1"
+EXAMPLE = "Examples: gradmerge demo   ·   gradmerge demo -o my-demo"
 
 
-@command
+@command()
 def demo(
     *,
     out: Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..api.diagnose import as_json, diagnose as diagnose_recipe
-from .options import LoadingOptions, Printing, Settings, command_with, named
+from .options import Printing, Settings, command, named
 from .output import heavy_imports, print_json, print_notes, print_table, print_verdict, progress, typed
 from .stdio import echo
 
@@ -18,7 +18,7 @@ EXAMPLE = (
 )
 
 
-@command_with(api=diagnose_recipe, without=["changes"])
+@command(api=diagnose_recipe, without=["changes", "threads", "dtype"])
 def diagnose(
     *,
     recipe: Annotated[
@@ -35,7 +35,6 @@ def diagnose(
             "--data", "-d", metavar="NAME=SRC", help="Data of a task (its model's folder name, or base). Repeatable."
         ),
     ] = None,
-    loading: LoadingOptions,
     options: dict[str, Any],
     printing: Printing,
 ) -> None:
@@ -57,7 +56,6 @@ def diagnose(
             progress=shown,
             command=typed(),
             **options,
-            **loading.as_keywords(),
         )
     if printing.json:
         print_json({**as_json(found), "report": str(out / "report.html")})

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from ..api.distill import distill as distill_model
-from .calibrate import Merged, NamedRows, NamedTeacher, Out, RowOptions, print_refinement
-from .options import Printing, command_with, named
+from .calibrate import Merged, NamedRows, NamedTeacher, Out, print_refinement
+from .options import Printing, command, named
 from .output import heavy_imports, progress, typed
 
 EXAMPLE = (
@@ -18,17 +15,11 @@ EXAMPLE = (
 )
 
 
-@dataclass(frozen=True)
-class BatchOptions(RowOptions):
-    """The same, with the batches of a training."""
-
-    batch_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Rows of each task in a step.", show_default="16, fewer for long texts"),
-    ] = None
-
-
-@command_with(api=distill_model, without=["teachers"])
+@command(
+    api=distill_model,
+    without=["teachers", "seed", "dtype"],
+    defaults={"limit": "256", "batch_size": "16, fewer for long texts"},
+)
 def distill(
     *,
     merged: Merged,
@@ -36,7 +27,6 @@ def distill(
     out: Out,
     teacher: NamedTeacher = None,
     options: dict[str, Any],
-    loading: BatchOptions,
     printing: Printing,
 ) -> None:
     """Train a merge on unlabeled rows, with the fine-tuned models as teachers. Best after calibrate.
@@ -53,6 +43,5 @@ def distill(
             progress=bar,
             command=typed(),
             **options,
-            **loading.as_keywords(),
         )
     print_refinement(done, printing, "the loss over the steps")

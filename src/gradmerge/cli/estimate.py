@@ -16,10 +16,9 @@ from .completion import words_of
 from .options import (
     Data,
     DryRun,
-    LoadingOptions,
     Model,
     Printing,
-    command_with,
+    command,
 )
 from .output import Notes, heavy_imports, print_json, print_notes, progress
 from .stdio import echo
@@ -41,13 +40,12 @@ Likelihood = Annotated[
 ]
 
 
-@command_with(api=estimate_curvature, without=["output", "shard_size", "save_every", "processes"], processes=True)
+@command(api=estimate_curvature, without=["output", "shard_size", "save_every", "processes"], processes=True)
 def estimate(
     *,
     model: Model,
     data: Data,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")] = None,
-    loading: LoadingOptions,
     dry_run: DryRun = False,
     likelihood: Likelihood = "empirical",
     options: dict[str, Any],
@@ -58,21 +56,20 @@ def estimate(
     It costs about a training step per batch. Name the file in a recipe, or write it to MODEL/curvature, where merges
     find it.
     """
-    keywords: dict[str, Any] = {**options, **loading.as_keywords()}
     if dry_run:
         with heavy_imports():
             from ..api.dry_run import dry_run_estimate
             from .dry_run import print_dry_run
 
         for name in ("seed", "resume", "force"):
-            del keywords[name]
-        print_dry_run(dry_run_estimate(model, data, out, likelihood=likelihood, **keywords), printing)
+            del options[name]
+        print_dry_run(dry_run_estimate(model, data, out, likelihood=likelihood, **options), printing)
         return
     if out is None:
         raise InputError("give a folder for the result: -o OUT")
     logging.basicConfig(handlers=[Notes()], level=logging.ERROR if printing.quiet else logging.WARNING)
     with heavy_imports(), progress(printing.silent, "examples") as bar:
-        result: Any = estimate_curvature(model, data, likelihood, out=out, progress=bar, processes=True, **keywords)
+        result: Any = estimate_curvature(model, data, likelihood, out=out, progress=bar, processes=True, **options)
     precision = options["precision"]
     if printing.json:
         request = {"model": model, "data": data, "likelihood": likelihood, "precision": precision}

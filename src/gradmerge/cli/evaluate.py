@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, get_args
 
+import typer
+
 from ..api.evaluate import evaluate as evaluate_model
 from ..distributed import launched
+from ..errors import InputError
 from ..text import Measured, one_line
-from .options import Data, GenerationOptions, LoadingOptions, Model, Printing, command_with
+from .options import Data, Model, Printing, command
 from .output import heavy_imports, print_json, print_notes, print_table, progress
 from .stdio import echo
 
@@ -16,39 +19,50 @@ EXAMPLE = (
     "Examples: gradmerge evaluate ./yelp --data reviews.jsonl --columns text=review,label=stars   ·   "
     "gradmerge evaluate org/model@main --data org/dataset:test --limit 500   ·   "
     "gradmerge evaluate ./vit --data ./photos   ·   "
-    "gradmerge evaluate ./chat --data dialogues.jsonl --generate --metrics exact-match,rouge   ·   "
+    "gradmerge evaluate ./chat --data dialogues.jsonl --metrics exact-match,rouge   ·   "
     "gradmerge evaluate ./merged --lm-eval arc_easy,hellaswag --limit 200"
 )
 
 
-@command_with(api=evaluate_model, without=["generation", "processes"], processes=True)
+@command(api=evaluate_model, without=["generation", "processes"], processes=True)
 def evaluate(
     *,
     model: Model,
     data: Annotated[str | None, *get_args(Data)[1:]] = None,
     options: dict[str, Any],
-    loading: LoadingOptions,
-    generation: GenerationOptions,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="Have the model write an answer to every row, greedily, and score it: exact-match, rouge, bleu, chrf.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="With --metrics: tokens of an answer at most.", show_default="64"),
+    ] = None,
     printing: Printing,
 ) -> None:
     """Evaluate a model on data, by the text that it generates, or on tasks of the lm-evaluation-harness.
 
-    On data: accuracy and F1, errors of a regression, or loss and perplexity; with --generate also scores of answers.
+    On data: accuracy and F1, errors of a regression, or loss and perplexity; with --metrics also scores of answers.
     """
     with heavy_imports():
         from ..api.evaluate import evaluate_task
-        from ..tasks import MEANINGS
+        from ..tasks import MEANINGS, Generation
 
+    if max_new_tokens is not None and metrics is None:
+        raise InputError("--max-new-tokens: goes with --metrics, such as --metrics exact-match")
+    generation = None if metrics is None else Generation([metrics], max_new_tokens)
     start = time.perf_counter()
     with progress(printing.silent, "examples") as bar:
-        metrics, loaded = evaluate_task(
+        found, loaded = evaluate_task(
             model,
             data,
-            generation=generation.as_generation(),
+            generation=generation,
             progress=bar,
             processes=True,
             **options,
-            **loading.as_keywords(),
         )
     notes = [] if loaded is None else list(loaded.notes)
     if options["lm_eval"] is not None and launched() is not None:
@@ -57,28 +71,28 @@ def evaluate(
         columns = None if loaded is None else {role: list(names) for role, names in loaded.columns.items()}
         facts = {"data": data, "columns": columns, "device": None if loaded is None else str(loaded.device)}
         facts = {key: value for key, value in facts.items() if value is not None}
-        print_json({"model": model, **metrics, **facts, "seconds": time.perf_counter() - start, "notes": notes})
+        print_json({"model": model, **found, **facts, "seconds": time.perf_counter() - start, "notes": notes})
         return
     print_notes(notes, printing.quiet)
     if loaded is not None:
         if not printing.quiet:
             columns_text = ", ".join(f"{role} from {' + '.join(names)}" for role, names in loaded.columns.items())
             echo(one_line(f"{model} on {data}: {loaded.task}, {columns_text}"))
-        errors = metrics["standard_errors"]
+        errors = found["standard_errors"]
         rows = [
             [
                 name,
                 "undefined" if value is None else Measured(value, errors[name]) if name in errors else value,
                 meaning,
             ]
-            for name, value in metrics.items()
+            for name, value in found.items()
             if (meaning := MEANINGS.get(name)) is not None
         ]
         print_table(["metric", "value ± standard error", "meaning"], rows, right=(1,), digits=5)
-    if "lm_eval" in metrics:
+    if "lm_eval" in found:
         rows = [
             [task, name, Measured(value, result["standard_errors"][name]), result["examples"]]
-            for task, result in metrics["lm_eval"].items()
+            for task, result in found["lm_eval"].items()
             for name, value in result.items()
             if name in result["standard_errors"]
         ]

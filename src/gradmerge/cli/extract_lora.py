@@ -9,7 +9,7 @@ import typer
 
 from ..api.extract_lora import extract_lora as extract
 from ..text import one_line, size
-from .options import Model, Printing, command_with
+from .options import Model, Printing, command
 from .output import heavy_imports, print_json, print_notes, print_table, progress
 from .stdio import echo
 
@@ -21,7 +21,7 @@ EXAMPLE = (
 PRINTED = 10
 
 
-@command_with(api=extract)
+@command(api=extract, without=["threads", "dtype"])
 def extract_lora(
     *,
     model: Model,

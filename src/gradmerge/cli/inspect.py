@@ -11,7 +11,7 @@ import typer
 
 from ..api.merge import merge
 from ..text import count, one_line, size
-from .options import Printing, command_with
+from .options import Printing, command
 from .output import indented, print_json, print_table, with_options
 from .stdio import echo
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Examples: gradmerge inspect ./model   ·   gradmerge inspect ./base ./yelp ./sst2"
 
 
-@command_with(api=merge, only=["allow_pickle", "allow_config", "dequantize"])
+@command(api=merge, only=["allow_pickle", "allow_config", "dequantize"])
 def inspect(
     *,
     model: Annotated[

@@ -11,7 +11,7 @@ from ..api.merge import merge as merge_models
 from ..errors import InputError
 from ..text import size
 from .completion import method_names
-from .options import DryRun, Printing, Settings, command_with, from_environment
+from .options import DryRun, Printing, Settings, command, from_environment
 from .output import heavy_imports, print_json, print_notes, progress
 from .stdio import echo
 
@@ -36,7 +36,7 @@ CurvatureOption = Annotated[
 ]
 
 
-@command_with(api=merge_models)
+@command(api=merge_models, without=["ray_address"])
 def merge(
     *,
     recipe: Annotated[

@@ -17,7 +17,7 @@ from .stdio import echo
 EXAMPLE = "Examples: gradmerge methods   ·   gradmerge methods ties"
 
 
-@command
+@command()
 def methods(
     *,
     name: Annotated[

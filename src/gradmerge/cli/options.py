@@ -1,7 +1,8 @@
 """Options that several commands share, and :func:`command`, which makes commands of functions.
 
 An option is declared once. A command that runs a function of `api/` gets its options from the function's signature,
-and their help from its docstring: ``@command_with(api=merge)``. Other groups of options are dataclasses.
+and their help from its docstring: ``@command(api=merge)``. Options for loading models and data are those of
+:class:`gradmerge.LoadOptions`, with the docstrings of its attributes.
 """
 
 from __future__ import annotations
@@ -12,23 +13,21 @@ import inspect
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from ..arguments import annotation, argument_help
+from ..arguments import annotation, argument_help, attribute_help
 from ..distributed import launched
 from ..errors import InputError
+from ..load_options import DEFAULTS, LoadOptions
 from ..urls import output_path
 from .completion import WORDS, words_of
 from .output import handle_errors, note_downloads
-
-if TYPE_CHECKING:
-    from ..tasks import Generation, LoadOptions
 
 Run = Callable[..., None]
 
@@ -93,7 +92,16 @@ METAVARS = {
     "until": "LOSS",
     "at_delta": "BASE",
     "accumulate_on": "WHERE",
+    "task": "T",
+    "columns": "KEY=COLUMN,...",
+    "device": "D",
+    "dtype": "TYPE",
+    "model_args": "KEY=VALUE,...",
 }
+#: Option for loading models and data → default.
+LOADING: dict[str, Any] = {**DEFAULTS}
+#: Options that are at least 1.
+COUNTS = ("limit", "batch_size")
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or if it is empty.")]
 
 Settings = Annotated[
@@ -125,108 +133,13 @@ class Printing:
         return self.json or self.quiet
 
 
-@dataclass(frozen=True)
-class LoadingOptions:
-    """The options of `gradmerge.LoadOptions`, with the same defaults."""
-
-    task: Annotated[
-        str,
-        typer.Option(
-            metavar="T",
-            help="classify, causal-lm, seq2seq, image, embedding, or auto: what the model is made for.",
-            autocompletion=words_of("task"),
-        ),
-    ] = "auto"
-    columns: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY=COLUMN,...",
-            help="Which column is what, where names are not the usual ones. Keys: text, text2, label, labels, prompt, "
-            "completion, messages, source, target, image, anchor, positive, negative, score. Several columns are "
-            "joined by +.",
-        ),
-    ] = None
-    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Read at most N examples.")] = None
-    batch_size: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Examples at once; the result does not depend on it.")
-    ] = 8
-    max_length: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Cut texts after N tokens; by default what the model allows, at most 1024."),
-    ] = None
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="D",
-            help="cpu, cuda, cuda:1, …; auto is a GPU if there is one.",
-            envvar=VARIABLES["device"],
-            autocompletion=words_of("device"),
-        ),
-    ] = "auto"
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="TYPE",
-            help="float32, bfloat16, float16, float64, or auto: as the model is stored.",
-            autocompletion=words_of("dtype"),
-        ),
-    ] = "auto"
-    model_args: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY=VALUE,...",
-            help="How transformers loads the model: attn_implementation=sdpa, tokenizer=PATH; for evaluate and "
-            "curvature estimate also device_map=auto, load_in_4bit=true, load_in_8bit=true, "
-            "gradient_checkpointing=true.",
-        ),
-    ] = None
-
-    def as_keywords(self) -> LoadOptions:
-        """As keywords of the Python functions."""
-        from ..tasks import parse_columns, parse_model_args
-
-        args = None if self.model_args is None else parse_model_args(self.model_args)
-        return {**asdict(self), "columns": parse_columns(self.columns), "model_args": args}  # type: ignore[typeddict-item]
-
-
-@dataclass(frozen=True)
-class GenerationOptions:
-    """Options for generated answers."""
-
-    generate: Annotated[
-        bool,
-        typer.Option("--generate", help="Also have the model write an answer to every row, greedily, and score it."),
-    ] = False
-    metrics: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B", help="With --generate: exact-match (default), rouge, bleu, chrf.", show_default=False
-        ),
-    ] = None
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="With --generate: tokens of an answer at most.", show_default="64"),
-    ] = None
-
-    def as_generation(self) -> Generation | None:
-        """As it is given to the Python functions; any of these options asks for answers."""
-        from ..tasks import Generation
-
-        if not self.generate and self.metrics is None and self.max_new_tokens is None:
-            return None
-        return Generation([self.metrics] if self.metrics is not None else [], self.max_new_tokens)
-
-
-def command(function: Run) -> Run:
-    """Make a typer command of a function, as :func:`command_with` does."""
-    return command_with()(function)
-
-
-def command_with(
+def command(
     *,
     api: Callable[..., Any] | None = None,
     only: Sequence[str] | None = None,
     without: Sequence[str] = (),
+    loading: Sequence[str] | None = None,
+    defaults: Mapping[str, str] = MappingProxyType({}),
     processes: bool = False,
 ) -> Callable[[Run], Run]:
     """Return a decorator that makes a typer command of a function.
@@ -235,9 +148,12 @@ def command_with(
 
     Args:
         api: A function of `api/`. The parameter `options` holds its keywords that the command does not declare
-            itself, and gets them as a mapping.
+            itself, and gets them as a mapping. Of :class:`gradmerge.LoadOptions`, the mapping holds what the user sets.
         only: Keywords of this function that the command has; by default all.
         without: Keywords of this function that the command does not have.
+        loading: Options of :class:`gradmerge.LoadOptions` that the command has; by default all if the function takes
+            them.
+        defaults: Option → the default that help shows, where the function's is not that of the signature.
         processes: Whether several processes may run the command, as torchrun starts them.
     """
 
@@ -245,12 +161,12 @@ def command_with(
         declared = _parameters(function)
         groups: dict[str, Any] = {name: p.annotation for name, p in declared.items() if is_dataclass(p.annotation)}
         in_groups = [name for group in groups.values() for name in _parameters(group)]
-        from_api = {} if api is None else api_options(api, [*declared, *in_groups, *without], only)
+        from_api = {} if api is None else api_options(api, [*declared, *in_groups, *without], only, loading, defaults)
         parameters: dict[str, inspect.Parameter] = {}
         for name, parameter in declared.items():
             if name in groups:
                 parameters |= _parameters(groups[name])
-            elif name == "options" and api is not None:
+            elif name == "options":
                 parameters |= from_api
             else:
                 parameters[name] = parameter
@@ -262,7 +178,7 @@ def command_with(
                 _check_processes(function.__name__, processes)
                 values |= {name: output_path(value) for name, value in values.items() if isinstance(value, Path)}
                 if api is not None:
-                    values["options"] = {name: values.pop(name) for name in from_api}
+                    values["options"] = _keywords({name: values.pop(name) for name in from_api}, api)
                 for name, group in groups.items():
                     values[name] = group(**{option: values.pop(option) for option in group.__dataclass_fields__})
                 function(**values)
@@ -275,41 +191,70 @@ def command_with(
 
 
 def api_options(
-    function: Callable[..., Any], without: Sequence[str] = (), only: Sequence[str] | None = None
+    function: Callable[..., Any],
+    without: Sequence[str] = (),
+    only: Sequence[str] | None = None,
+    loading: Sequence[str] | None = None,
+    defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, inspect.Parameter]:
-    """Return the keyword-only parameters of a function of `api/` as options, those in ``only`` if it is given."""
+    """Return the keyword-only parameters of a function of `api/` as options; see :func:`command`."""
+    signature = inspect.signature(function).parameters
+    if loading is None:
+        loading = [*LOADING] if "loading" in signature else []
+    kinds = get_type_hints(LoadOptions) | {"columns": str | None, "model_args": str | None}
     options = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY or name in (*without, *INTERNAL):
-            continue
-        if only is not None and name not in only:
-            continue
-        kind, text = annotation(function, name), _names_options(argument_help(function)[name], function)
-        several = get_origin(kind) is Sequence
-        kinds = [option for option in get_args(kind) if option not in (Path, NoneType)]
-        kinds.sort(key=lambda option: option is not str)  # of `int | str`, the command line takes text
-        settings: dict[str, Any] = {"help": f"{text} Repeatable." if several else text}
-        if name in VARIABLES:
-            settings["envvar"] = VARIABLES[name]
-        if name in WORDS:
-            settings["autocompletion"] = words_of(name)
-        default = parameter.default
-        if several:
-            kind, default, settings["show_default"] = list[str], list(default), False
-        elif kinds:
-            kind = kinds[0] if default is not None else kinds[0] | None
-        settings["metavar"] = (
-            None if kind is bool else METAVARS.get(name, "N" if kind in (int, int | None) else name.upper())
-        )
-        words = name.replace("_", "-")
-        option = typer.Option(f"--{words}/--no-{words}" if default is True else f"--{words}", **settings)
-        options[name] = parameter.replace(annotation=Annotated[kind, option], default=default)
+    for name, parameter in signature.items():
+        chosen = name not in (*without, *INTERNAL) and (only is None or name in only)
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and chosen:
+            text = _names_options(argument_help(function)[name], function)
+            options[name] = _option(name, annotation(function, name), parameter.default, text, defaults.get(name))
+    for name in loading:
+        if name not in without:
+            text = _names_options(attribute_help(LoadOptions)[name], function)
+            options[name] = _option(name, kinds[name], LOADING[name], text, defaults.get(name))
     return options
+
+
+def _option(name: str, kind: Any, default: Any, text: str, shown: str | None) -> inspect.Parameter:
+    """Return a parameter for typer."""
+    several = get_origin(kind) is Sequence
+    kinds = [option for option in get_args(kind) if option not in (Path, NoneType)]
+    kinds.sort(key=lambda option: option is not str)  # of `int | str`, the command line takes text
+    settings: dict[str, Any] = {"help": f"{text} Repeatable." if several else text}
+    if shown is not None:
+        settings["show_default"] = shown
+    if name in VARIABLES:
+        settings["envvar"] = VARIABLES[name]
+    if name in WORDS:
+        settings["autocompletion"] = words_of(name)
+    if name in COUNTS:
+        settings["min"] = 1
+    if several:
+        kind, default, settings["show_default"] = list[str], list(default), False
+    elif kinds:
+        kind = kinds[0] if default is not None and default is not inspect.Parameter.empty else kinds[0] | None
+    number = kind in (int, int | None)
+    settings["metavar"] = None if kind is bool else METAVARS.get(name, "N" if number else name.upper())
+    words = name.replace("_", "-")
+    option = typer.Option(f"--{words}/--no-{words}" if default is True else f"--{words}", **settings)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default)
+
+
+def _keywords(values: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+    """Return options as keywords of a function of `api/`, which has its own defaults for loading models and data."""
+    own = inspect.signature(function).parameters
+    values = {name: v for name, v in values.items() if name in own or v != LOADING[name]}
+    if {"columns", "model_args"} & values.keys():
+        from ..tasks import parse_columns, parse_model_args
+
+        parsers: dict[str, Callable[[str], Any]] = {"columns": parse_columns, "model_args": parse_model_args}
+        values |= {name: parse(values[name]) for name, parse in parsers.items() if name in values}
+    return values
 
 
 def _names_options(text: str, function: Callable[..., Any]) -> str:
     """Write the parameters in a description as options, and remove other markup."""
-    names = [*inspect.signature(function).parameters, *LoadingOptions.__dataclass_fields__]
+    names = [*inspect.signature(function).parameters, *LOADING]
     option = re.compile(r"``(\w+)``")
     text = option.sub(lambda m: "--" + m[1].replace("_", "-") if m[1] in names else m[1], text)
     return text.replace("`", "")

@@ -12,11 +12,10 @@ from ..errors import InputError
 from .completion import method_names
 from .options import (
     READING,
-    LoadingOptions,
     Printing,
     Settings,
     SweepOption,
-    command_with,
+    command,
     named,
 )
 from .output import heavy_imports, print_json, print_notes, print_table, print_verdict, progress, typed
@@ -31,7 +30,7 @@ EXAMPLE = (
 )
 
 
-@command_with(api=preview_recipe, only=["suggest", *READING, "force"])
+@command(api=preview_recipe, only=["suggest", *READING, "force"], without=["threads", "dtype"])
 def preview(
     *,
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML), or - for standard input.")],
@@ -70,7 +69,6 @@ def preview(
             help="Labeled data of a task (its model's folder name, or base): settings are then evaluated. Repeatable.",
         ),
     ] = None,
-    loading: LoadingOptions,
     save_best: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Merge the best setting into this new folder.")
     ] = None,
@@ -90,13 +88,13 @@ def preview(
     if save_best is not None:
         _check_free(save_best, out, force, recipe, sources)
     settings: dict[str, Any] = {"weights": weights, "methods": methods, "changes": set_, "sweep": sweep}
-    settings |= {"save_best": save_best, **options, **loading.as_keywords()}
+    settings |= {"save_best": save_best, **options}
     given = read_recipe(recipe, options["allow_code"])
     with progress(printing.silent, "merges") as shown:
         found = preview_recipe(given, out, data=sources, progress=shown, command=typed(), **settings)
     if save_best is not None:
         with progress(printing.silent) as shown:
-            reading = {name: options[name] for name in READING}
+            reading = {name: options[name] for name in READING if name in options}
             merge_best(found, save_best, force=force, progress=shown, **reading)
     if printing.json:
         more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if save_best is not None else {})

@@ -18,7 +18,7 @@ EXAMPLE = (
 )
 
 
-@command
+@command()
 def push(
     *,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A model, an adapter or a curvature folder.")],

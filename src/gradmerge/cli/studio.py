@@ -9,8 +9,8 @@ import typer
 
 from ..api.merge import merge
 from ..errors import InputError
-from .options import READING, LoadingOptions, Printing, command_with, named
-from .output import heavy_imports, note, print_json
+from .options import READING, Printing, command, named
+from .output import heavy_imports, print_json
 from .stdio import echo
 
 EXAMPLE = (
@@ -20,7 +20,7 @@ EXAMPLE = (
 )
 
 
-@command_with(api=merge, only=READING)
+@command(api=merge, only=READING, without=["threads"], loading=["columns", "limit", "batch_size", "device"])
 def studio(
     *,
     source: Annotated[
@@ -42,14 +42,6 @@ def studio(
             metavar="N", help="Port of the page; 0 is any free port.", show_default="the first free from 7860"
         ),
     ] = None,
-    host: Annotated[
-        str, typer.Option(metavar="H", help="Address to serve at; by default no other machine can reach the page.")
-    ] = "127.0.0.1",
-    read_only: Annotated[
-        bool,
-        typer.Option("--read-only", help="The page writes nothing: no merges, no reports. For pages that others see."),
-    ] = False,
-    loading: LoadingOptions,
     options: dict[str, Any],
     printing: Printing,
 ) -> None:
@@ -58,17 +50,11 @@ def studio(
     Every move is merged in memory and evaluated on the data. Ctrl-C ends it. Needs Gradio
     (pip install 'gradmerge[studio]').
     """
-    from ..studio.server import check_extra, find_port, is_local
+    from ..studio.server import check_extra, find_port
 
     check_extra()
     jobs = _jobs(source, named(data or []))
-    port = find_port(host, port)
-    if not is_local(host) and not read_only:
-        note(
-            f"--host {host}: everyone who reaches this machine can use the page, and have it write folders; "
-            "with --read-only it writes nothing",
-            printing.quiet,
-        )
+    port = find_port("127.0.0.1", port)
 
     def ready(address: str) -> None:
         if printing.json:
@@ -76,12 +62,11 @@ def studio(
         else:
             echo(address if printing.quiet else f"gradmerge studio: {address} (Ctrl-C ends it)")
 
-    options |= loading.as_keywords()
     if source.is_dir():  # small batches would take most of the time of the demonstration's small models
-        options["batch_size"] = max(64, loading.batch_size)
+        options["batch_size"] = max(64, options.get("batch_size", 0))
     with heavy_imports():
         from ..studio import serve
-    serve(jobs, host=host, port=port, read_only=read_only, ready=ready, **options)
+    serve(jobs, host="127.0.0.1", port=port, read_only=False, ready=ready, **options)
 
 
 def _jobs(source: Path, data: dict[str, str]) -> dict[str, tuple[Path, dict[str, str]]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from ..api.verify import verify as verify_model
-from .options import Data, LoadingOptions, Printing, command
+from .options import Data, Printing, command
 from .output import heavy_imports, print_json, print_table, progress
 
 EXAMPLE = (
@@ -16,7 +16,7 @@ EXAMPLE = (
 )
 
 
-@command
+@command(api=verify_model, without=["models"], loading=["columns", "limit", "device"], defaults={"limit": "16"})
 def verify(
     *,
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder of a merged, calibrated or distilled model.")],
@@ -29,7 +29,7 @@ def verify(
             "Repeatable.",
         ),
     ] = None,
-    loading: LoadingOptions,
+    options: dict[str, Any],
     printing: Printing,
 ) -> None:
     """Check that a merged model is right: it loads, answers like its models, and stops where they stop.
@@ -39,7 +39,6 @@ def verify(
     the data are not read; without data, a few built-in prompts are used. Exit status 1 if a check fails.
     """
     with heavy_imports(), progress(printing.silent, "models") as bar:
-        options: Any = loading.as_keywords()
         result = verify_model(out, data, models=model or [], progress=bar, **options)
     if printing.json:
         print_json(result.to_dict())

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from ..errors import GradmergeError, InputError
+from ..load_options import LoadOptions
 from ..quiet import quiet_transformers
 from ..text import first_line, nearest
-from .loading import LoadedTask, LoadOptions, load_tokenizer, tokenizer_of
+from .loading import LoadedTask, load_tokenizer, tokenizer_of
 from .models import load_model
 
 #: Bootstrap samples for the standard errors of metrics that are not means.

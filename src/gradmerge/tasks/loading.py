@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, Unpack, get_type_hints
+from typing import Any, Protocol, Unpack, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ..arguments import check
 from ..curvature.losses import ExampleLoss
 from ..curvature.offload import spread_device
 from ..errors import InputError
+from ..load_options import DEFAULTS, LoadOptions
 from ..quiet import quiet_transformers
 from ..text import first_line, nearest
 from .data.columns import Fields, choose_columns
@@ -37,44 +38,6 @@ _DATA_CLASSES: Mapping[str, type[TokenizedData]] = {
     "seq2seq": Seq2SeqData,
     "embedding": EmbeddingData,
 }
-
-
-class LoadOptions(TypedDict, total=False):
-    """How a model and its data are loaded: keywords of every function that does so, options of every such command."""
-
-    task: str
-    """`classify`, `causal-lm`, `seq2seq`, `image`, `embedding`, or `auto` for the task of the model's architecture."""
-    columns: Mapping[str, str] | None
-    """The columns of the data if their names are not common ones, such as `{"text": "review"}`."""
-    limit: int | None
-    """The maximum number of rows."""
-    batch_size: int
-    """Examples per batch. Results do not depend on it, beyond rounding."""
-    max_length: int | None
-    """Tokens after which a text is cut; by default what the model allows, at most 1024."""
-    device: str
-    """`cpu`, `cuda`, `cuda:1`, …; `auto` is a GPU if there is one."""
-    dtype: str
-    """`float32`, `bfloat16`, `float16`, `float64`, or `auto`: as stored, but float32 for float16 on a CPU."""
-    model_args: Mapping[str, Any] | None
-    """How transformers loads the model. `{"attn_implementation": "sdpa"}`: `eager`, `sdpa`, `flash_attention_2`, …
-    `{"tokenizer": "org/name"}`: folder or Hub id of the tokenizer, if it is not the model's. Estimates of curvature and
-    `evaluate` also take: `device_map`: `auto` spreads layers over all GPUs, the CPU and the disk; or a mapping from
-    layers to devices. `load_in_4bit`, `load_in_8bit`: quantize the base of an adapter with
-    bitsandbytes; False dequantizes a base that is stored quantized. `gradient_checkpointing`: recompute activations in
-    the backward pass instead of storing them."""
-
-
-DEFAULTS = LoadOptions(
-    task="auto",
-    columns=None,
-    limit=None,
-    batch_size=8,
-    max_length=None,
-    device="auto",
-    dtype="auto",
-    model_args=None,
-)
 
 
 def complete(

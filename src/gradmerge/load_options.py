@@ -1,0 +1,45 @@
+"""How models and data are loaded: the options of every function and command that does so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+
+class LoadOptions(TypedDict, total=False):
+    """How a model and its data are loaded: keywords of every function that does so, options of every such command."""
+
+    task: str
+    """``classify``, ``causal-lm``, ``seq2seq``, ``image``, ``embedding``, or ``auto`` for the task of the model's
+    architecture."""
+    columns: Mapping[str, str] | None
+    """The columns of the data if their names are not common ones, such as `text=review,label=stars`. Keys: text,
+    text2, label, labels, prompt, completion, messages, source, target, image, anchor, positive, negative, score.
+    Several columns are joined by +."""
+    limit: int | None
+    """The maximum number of rows of each data source."""
+    batch_size: int
+    """Rows per batch. Results do not depend on it, beyond rounding, except in `distill`."""
+    max_length: int | None
+    """Tokens after which a text is cut; by default what the model allows, at most 1024."""
+    device: str
+    """``cpu``, ``cuda``, ``cuda:1``, …; ``auto`` is a GPU if there is one."""
+    dtype: str
+    """``float32``, ``bfloat16``, ``float16``, ``float64``, or ``auto``: as stored, but float32 for float16 on a CPU."""
+    model_args: Mapping[str, Any] | None
+    """How transformers loads the model: `attn_implementation=sdpa` (or eager, flash_attention_2, …) and
+    `tokenizer=PATH`, a folder or Hub id, if it is not the model's. Estimates of curvature and `evaluate` also take:
+    `device_map=auto`, which spreads layers over all GPUs, the CPU and the disk; `load_in_4bit=true` and
+    `load_in_8bit=true`, which quantize the base of an adapter with bitsandbytes; and `gradient_checkpointing=true`."""
+
+
+DEFAULTS = LoadOptions(
+    task="auto",
+    columns=None,
+    limit=None,
+    batch_size=8,
+    max_length=None,
+    device="auto",
+    dtype="auto",
+    model_args=None,
+)
