@@ -125,25 +125,22 @@ def tiny_t5_checkpoint(folder: Path, seed: int = 0, **config: Any) -> Path:
     return _save(folder, T5ForConditionalGeneration, T5Config(**settings | config), seed, tokenizer)
 
 
-def tiny_vit_checkpoint(
-    folder: Path, labels: int = 3, channels: int = 3, processor: bool = True, seed: int = 0, **config: Any
-) -> Path:
-    """A ViT for 8 × 8 images. ``processor`` scales them to [0, 1], then normalizes by mean 0.4, deviation 0.3."""
+def tiny_vit_checkpoint(folder: Path, labels: int = 3, channels: int = 3, seed: int = 0, **config: Any) -> Path:
+    """A ViT for 8 × 8 images, whose processor scales to [0, 1], then normalizes by mean 0.4, deviation 0.3."""
     settings = SIZES | {"image_size": 8, "patch_size": 4, "num_channels": channels, "num_labels": labels}
     _save(folder, ViTForImageClassification, ViTConfig(**settings | config), seed)
-    if processor:
-        facts = {
-            "image_processor_type": "ViTImageProcessor",
-            "do_resize": True,
-            "size": {"height": 8, "width": 8},
-            "resample": 2,
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": [0.4] * channels,
-            "image_std": [0.3] * channels,
-        }
-        (folder / "preprocessor_config.json").write_text(json.dumps(facts))
+    facts = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": 8, "width": 8},
+        "resample": 2,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.4] * channels,
+        "image_std": [0.3] * channels,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(facts))
     return folder
 
 

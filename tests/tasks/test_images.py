@@ -29,8 +29,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "rgb": str(tiny_vit_checkpoint(place / "rgb")),
         "gray": str(tiny_vit_checkpoint(place / "gray", channels=1)),
-        "plain": str(tiny_vit_checkpoint(place / "plain", processor=False)),
-        "plain-gray": str(tiny_vit_checkpoint(place / "plain-gray", processor=False, channels=1)),
         "named": str(tiny_vit_checkpoint(place / "named", **names)),
     }
 
@@ -74,14 +72,16 @@ def write_images(folder: Path, form: str) -> str:
     return str(folder / "a.parquet")
 
 
+def processed(pixels: Any) -> torch.Tensor:
+    """As the processor of the models scales and normalizes pixels, N × height × width × channels."""
+    return (torch.from_numpy(np.ascontiguousarray(pixels)).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
+
+
 @pytest.mark.parametrize("form", ["npz", "float npz", "channels first npz", "bytes", "bytes of the Hub", "paths"])
 def test_every_form_gives_the_same_pixels(models: dict[str, str], tmp_path: Path, form: str) -> None:
     source = write_images(tmp_path, form)
-    scaled = torch.from_numpy(PIXELS).permute(0, 3, 1, 2).double() / 255
-    assert torch.allclose(pixels_of(models["rgb"], source).double(), (scaled - 0.4) / 0.3, atol=1e-5)
-    assert torch.allclose(pixels_of(models["plain"], source).double(), scaled, atol=1e-6)
+    assert torch.allclose(pixels_of(models["rgb"], source), processed(PIXELS), atol=1e-5)
     assert load_task(models["rgb"], source).notes == []
-    assert len(load_task(models["plain"], source).notes) == 1
 
 
 def test_folders_of_images_are_matched_with_the_classes_of_the_model(models: dict[str, str], tmp_path: Path) -> None:
@@ -90,31 +90,25 @@ def test_folders_of_images_are_matched_with_the_classes_of_the_model(models: dic
         Image.fromarray(PIXELS[number]).save(tmp_path / "photos" / name / "one.png")
     source = str(tmp_path / "photos")
     assert load_task(models["named"], source).data.labels.tolist() == [2, 0]  # type: ignore[attr-defined]
-    assert load_task(models["named"], source).notes == []
     loaded = load_task(models["rgb"], source)
     assert loaded.data.labels.tolist() == [0, 1]  # type: ignore[attr-defined]
     assert loaded.notes
-    scaled = torch.from_numpy(PIXELS[:2]).permute(0, 3, 1, 2).float() / 255
-    assert torch.allclose(pixels_of(models["plain"], source), scaled)
+    assert torch.allclose(pixels_of(models["rgb"], source), processed(PIXELS[:2]), atol=1e-5)
 
 
-@pytest.mark.parametrize("model", ["gray", "plain-gray"])
-def test_colors_and_gray_are_converted_to_the_channels_of_the_model(
-    models: dict[str, str], tmp_path: Path, model: str
-) -> None:
-    pixels = pixels_of(models[model], write_images(tmp_path, "npz"))
-    gray = torch.stack([torch.from_numpy(np.asarray(Image.fromarray(a).convert("L")).copy()) for a in PIXELS]) / 255
-    want = gray[:, None] if model == "plain-gray" else (gray[:, None] - 0.4) / 0.3
-    assert torch.allclose(pixels, want.float(), atol=1e-5)
+def test_colors_and_gray_are_converted_to_the_channels_of_the_model(models: dict[str, str], tmp_path: Path) -> None:
+    gray = np.stack([np.asarray(Image.fromarray(array).convert("L")) for array in PIXELS])[..., None]
+    assert torch.allclose(pixels_of(models["gray"], write_images(tmp_path, "npz")), processed(gray), atol=1e-5)
     np.savez(tmp_path / "gray.npz", x=PIXELS[..., 0], y=LABELS)
-    want = torch.from_numpy(PIXELS[..., 0].copy())[:, None].float().expand(-1, 3, -1, -1) / 255
-    assert torch.allclose(pixels_of(models["plain"], tmp_path / "gray.npz"), want)
+    want = processed(PIXELS[..., :1].repeat(3, -1))
+    assert torch.allclose(pixels_of(models["rgb"], tmp_path / "gray.npz"), want, atol=1e-5)
 
 
-def test_other_sizes_are_resized(models: dict[str, str], tmp_path: Path) -> None:
-    np.savez(tmp_path / "large.npz", x=np.full((2, 20, 30, 3), 51, np.uint8), y=[0, 1])
-    assert torch.allclose(pixels_of(models["plain"], tmp_path / "large.npz"), torch.full((2, 3, 8, 8), 0.2))
-    assert pixels_of(models["rgb"], tmp_path / "large.npz").shape == (2, 3, 8, 8)
+def test_a_model_without_an_image_processor_is_refused(tmp_path: Path) -> None:
+    model = tiny_vit_checkpoint(tmp_path / "model")
+    (model / "preprocessor_config.json").unlink()
+    with pytest.raises(InputError, match="preprocessor_config"):
+        load_task(model, write_images(tmp_path, "npz"))
 
 
 def test_pixels_have_the_models_type(models: dict[str, str], tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from ..curvature.losses import ExampleLoss, loss_of
@@ -34,72 +33,36 @@ class ImageData:
         self.rows, self.column, self.processor = rows, fields["image"][0], processor
         config: Any = model.config
         self.channels = int(getattr(config, "num_channels", 3))
-        self.size = _image_size(config)
         self.dtype = next(model.parameters()).dtype
         self.labels = None
         if "label" in fields:
             self.labels = read_labels(rows, fields["label"][0], config)
             self.loss: ExampleLoss = loss_of(model, self.labels)
-        if processor is None:
-            if self.size is None:
-                raise InputError(
-                    f"{rows.label}: the model has no preprocessor_config.json, and its config no image_size, so the "
-                    "size of its images is unknown. Copy preprocessor_config.json from the base model."
-                )
-            rows.notes.append(
-                f"the model has no preprocessor_config.json: images are resized to {self.size[0]} × {self.size[1]} "
-                "and scaled to [0, 1]"
-            )
 
     def notes(self) -> list[str]:
         return self.rows.notes
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        inputs = {"pixel_values": self._pixels(indices).to(self.dtype)}
-        return inputs if self.labels is None else inputs | {"labels": self.labels[list(indices)]}
-
-    def _pixels(self, indices: Sequence[int]) -> Tensor:
         images = [self.image(index) for index in indices]
-        if self.processor is None:
-            assert self.size is not None
-            return torch.stack([_scale(image, self.size) for image in images])
         try:
-            pixels = self.processor(images=images, return_tensors="pt")["pixel_values"]
-            if not isinstance(pixels, Tensor):
-                raise TypeError(f"it gives {type(pixels).__name__} instead of a tensor")
+            pixels = self.processor(images=images, return_tensors="pt")["pixel_values"].to(self.dtype)
         except MemoryError:
             raise
         except Exception as error:  # every processor has errors of its own
             raise self.rows.error(indices[0], f"the model's image processor fails on the image: {error}") from error
-        return pixels
+        inputs = {"pixel_values": pixels}
+        return inputs if self.labels is None else inputs | {"labels": self.labels[list(indices)]}
 
     def image(self, index: int) -> Image:
         """Open the image of a row, and convert it to the model's channels: gray for one, RGB for three."""
         value = self.rows.cell(index, self.column)
         try:
-            image = _open_image(value, self.rows.folder)
-            if self.channels in (1, 3):
-                return image.convert("L" if self.channels == 1 else "RGB")
-            if len(image.getbands()) != self.channels:
-                raise InputError(f"an image of {image.mode}, but the model takes {self.channels} channels")
-            return image
+            return _open_image(value, self.rows.folder).convert("L" if self.channels == 1 else "RGB")
         except MemoryError:
             raise
         except Exception as error:  # every format of Pillow has errors of its own
             what = "" if isinstance(value, bytes | dict) else f"{shorten(value)}: "
             raise self.rows.error(index, f"{what}the image cannot be read: {error}") from error
-
-
-def _image_size(config: Any) -> tuple[int, int] | None:
-    """Return height and width of the model's input in pixels."""
-    size = getattr(config, "image_size", None)
-    sizes = tuple(size) if isinstance(size, list | tuple) else (size, size)
-    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
-        return None
-    height, width = sizes
-    if height * width > MAX_PIXELS:
-        raise InputError(f"the model's image_size {shorten(size)} is above the limit of {count(MAX_PIXELS)} pixels")
-    return height, width
 
 
 def _open_image(value: Any, folder: Path) -> Image:
@@ -142,14 +105,3 @@ def _to_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         raise InputError(f"pixels of an array ({array.dtype}) must be from 0 to 255, or from 0 to 1")
     array = np.ascontiguousarray(array.astype(np.uint8))
     return array[:, :, 0] if array.shape[-1] == 1 else array
-
-
-def _scale(image: Image, size: tuple[int, int]) -> Tensor:
-    """Resize an image, and scale its pixels to [0, 1]."""
-    from PIL import Image
-
-    height, width = size
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-    array = np.asarray(image, dtype=np.float32) / 255
-    return torch.from_numpy(_channels_last(array).copy()).permute(2, 0, 1)

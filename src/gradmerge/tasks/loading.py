@@ -251,11 +251,11 @@ def load_tokenizer(reference: str, info: LoadingInfo, tokenizer: str | None = No
 
 
 def load_image_processor(reference: str, info: LoadingInfo) -> Any:
-    """Load the model's image processor. Return None if it has none."""
+    """Load the model's image processor."""
     folders = dict.fromkeys([info.folder, info.base_folder])
     folder = next((f for f in folders if any((f / name).is_file() for name in _PROCESSOR_FILES)), None)
     if folder is None:
-        return None
+        raise InputError(f"{reference}: there is no preprocessor_config.json. Copy it from the base model.")
     import transformers
 
     processor_class: Any = transformers.AutoImageProcessor
@@ -272,8 +272,5 @@ def load_image_processor(reference: str, info: LoadingInfo) -> Any:
         ) from error
     edge = max((n for size in sizes for n in size.values() if isinstance(n, int)), default=0)
     if edge > MAX_EDGE:
-        raise InputError(
-            f"{reference}: the image processor in {folder} makes images of {edge} pixels per edge. The limit is "
-            f"{MAX_EDGE}."
-        )
+        raise InputError(f"{reference}: the image processor makes images of {edge} pixels per edge, above {MAX_EDGE}")
     return processor

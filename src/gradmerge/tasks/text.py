@@ -327,49 +327,33 @@ class _Timeout(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Stop Python code that takes too long."""
-    main = threading.current_thread() is threading.main_thread()
+    """Stop Python code that takes too long: by an alarm, or in other threads, by checking the time at every line."""
+    start = time.monotonic()
+
+    def stop(*_: Any) -> Any:
+        if time.monotonic() > start + seconds:
+            raise _Timeout
+        return stop
+
+    main, trace = threading.current_thread() is threading.main_thread(), sys.gettrace()
     try:
-        with _alarm(seconds) if main else _trace(seconds):
-            yield
+        if main:
+            handler = signal.signal(signal.SIGALRM, stop)
+            # Repeat every second: an exception that is raised in a destructor is lost.
+            remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds + 0.01, 1)
+        else:
+            sys.settrace(stop)
+        yield
     except _Timeout:
         raise InputError(f"{what} takes longer than the limit of {seconds:g} seconds") from None
-
-
-@contextlib.contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise _Timeout
-
-    start = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, stop)
-    # Repeat every second: an exception that is raised in a destructor is lost.
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1)
-    try:
-        yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
-        if remaining:
-            signal.setitimer(signal.ITIMER_REAL, max(remaining - time.monotonic() + start, 1e-3), interval)
-
-
-@contextlib.contextmanager
-def _trace(seconds: float) -> Iterator[None]:
-    """Check the time at every line of code. Signals reach the main thread only."""
-    deadline = time.monotonic() + seconds
-
-    def check(*_: Any) -> Any:
-        if time.monotonic() > deadline:
-            raise _Timeout
-        return check
-
-    before = sys.gettrace()
-    sys.settrace(check)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+        if main:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+            if remaining:  # an alarm that was set before
+                signal.setitimer(signal.ITIMER_REAL, max(remaining - time.monotonic() + start, 1e-3), interval)
+        else:
+            sys.settrace(trace)
 
 
 @contextlib.contextmanager
