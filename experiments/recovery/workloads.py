@@ -395,7 +395,8 @@ class Images(Workload):
         with torch.no_grad():
             pixels = rows["pixel_values"].split(self.evaluation_batch)
             features = torch.cat([self._features(self.inputs({"pixel_values": part})) for part in pixels])
-        head = nn.Linear(features.shape[1], int(labels.max()) + 1, device=self.device)
+        classes = 1 + max(int(split["labels"].max()) for split in self.data[task].values())
+        head = nn.Linear(features.shape[1], classes, device=self.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
         steps = self.settings.head_steps
