@@ -17,11 +17,10 @@ from typing import Any
 
 import typer
 from benchmarks.tables import TABLES, table
-from experiments.common import hub
 from pydantic import BaseModel
 
 import gradmerge
-from experiments import results_summary, results_tables
+from experiments import results_tables
 from gradmerge.cli.app import app
 from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice, SliceModel, TokenizerChoice
 from gradmerge.recipe.mergekit.methods import MERGEKIT_METHODS
@@ -300,31 +299,9 @@ def notebook(path: Path) -> str:
     return "\n\n".join([head, link, first, *rest])
 
 
-def hub_data() -> str:
-    """The data sets that the full scale of the experiments takes."""
-    rows = []
-    for place, known in hub.DATA.items():
-        counts = ", ".join(f"{split} {count:,}" for split, count in known.rows.items())
-        columns = ", ".join(f"`{column}`" for column in known.columns)
-        words = [known.configuration and f"`{known.configuration}`", columns or "not found", counts or "not found"]
-        rows.append((f"`{place}`", *words, known.size or "not found", f"[page]({known.page})", known.note))
-    return table(("data set", "configuration", "columns", "rows", "size", "source", "note"), rows)
-
-
-def hub_models() -> str:
-    """The models that it takes."""
-    rows = [
-        (f"`{place}`", known.size or "not found", f"[page]({known.page})" if known.page else "none", known.note)
-        for place, known in hub.MODELS.items()
-    ]
-    return table(("model", "size", "source", "note"), rows)
-
-
 GENERATED: dict[str, Callable[[], str]] = {
     "cli": cli_reference,
     "columns": usual_columns,
-    "hub-data": hub_data,
-    "hub-models": hub_models,
     "mergekit": mergekit_methods,
     "methods": methods_reference,
     "rule-inputs": rule_inputs,
@@ -335,7 +312,6 @@ GENERATED: dict[str, Callable[[], str]] = {
     **{name: partial(notebook, path) for name, path in NOTEBOOKS.items()},
     **TABLES,
     **results_tables.TABLES,
-    **results_summary.TABLES,
 }
 
 

@@ -1,270 +1,219 @@
 """Tables of docs/results.md and of the pages in results/, made from the JSON files in results/.
 
-`python -m docs.pages` writes them into the pages.
+`python -m docs.pages` writes them into the pages. In the summary tables, for merges 0 % is the base model and 100 % is
+joint training; for removals 0 % is the model before, and 100 % the model that was retrained without the removed data.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.tables import table
-
-from experiments.common import removal_report
-from experiments.common.tables import shown
-from experiments.sentiment import grid, paper, report as sentiment
-from experiments.sentiment.settings import ALL_DATA, JOINT
+from experiments.common.report import markdown, spread
+from experiments.removal import report as removal
+from experiments.sentiment import report as sentiment
 from experiments.studies import report as studies
 from experiments.studies.settings import DIALS
 from experiments.vision import report as vision
 
 RESULTS = Path(__file__).parent / "results"
+#: Titles of the rows of the demo's table, by the beginning of their names: the weight that may follow differs.
+DEMO = {
+    "base": "base",
+    "average": "average",
+    "task-arithmetic, weight 1": "task arithmetic, weight 1",
+    "task-arithmetic, tuned": "task arithmetic, weight tuned",
+    "ties": "TIES",
+    "regmean": "RegMean",
+    "fisher-averaging": "Fisher averaging",
+    "gradient-matching, weight 1": "gradient matching, weight 1",
+    "trained on all": "joint",
+}
+METHODS = (
+    "average",
+    "task arithmetic, weight 1",
+    "task arithmetic, weight tuned",
+    "TIES",
+    "RegMean",
+    "Iso-C",
+    "Fisher averaging",
+    "gradient matching, weight 1",
+)
+#: Title of a removal method → its name in results.json.
+WAYS = {
+    "negation": "negation",
+    "gradient matching": "matching",
+    "negation, tuned under H_0": "negation-theory",
+    "gradient matching, tuned under H_0": "matching-theory",
+    "influence steps": "influence-kronecker",
+    "NPO": "npo",
+}
+RETRAINED = "retrained with another seed"
 
-Row = tuple[str, ...]
+Points = Mapping[str, Sequence[tuple[float, float]]]
+"""Method → accuracy in percent, or a share, and loss; one pair per seed."""
 
 
-def read(*parts: str, file: str = "results") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RESULTS.joinpath(*parts, f"{file}.json").read_text("utf-8"))
+def read(*parts: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RESULTS.joinpath(*parts, "results.json").read_text("utf-8"))
     return found
 
 
 def demo_runs() -> list[dict[str, Any]]:
-    """The demo of five seeds."""
+    """Return the demo's results of five seeds."""
     return [json.loads(file.read_text("utf-8")) for file in sorted((RESULTS / "demo").glob("seed-*.json"))]
 
 
-def demo_row(run: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    """The row whose name begins with ``prefix``; the weight that may follow differs between seeds."""
-    return next(row for row in run["merging"] if row["name"].startswith(prefix))
+def demo_points() -> Points:
+    """Return accuracy and loss of the demo's merges."""
+    points = {}
+    for prefix, title in DEMO.items():
+        rows = [next(row for row in run["merging"] if row["name"].startswith(prefix)) for run in demo_runs()]
+        points[title] = [(100 * row["mean"], row["mean_loss"]) for row in rows]
+    return points
 
 
 def demo_table() -> str:
-    runs = demo_runs()
-    named = {
-        "base": "base",
-        "average": "average",
-        "task-arithmetic, weight 1": "task arithmetic, weight 1",
-        "task-arithmetic, tuned": "task arithmetic, tuned on validation images",
-        "ties": "TIES",
-        "regmean": "RegMean",
-        "fisher-averaging": "Fisher averaging",
-        "gradient-matching, weight 1": "gradient matching, weight 1",
-        "trained on all": "trained on all",
-    }
     rows = []
-    for name, said in named.items():
-        found = [demo_row(run, name) for run in runs]
-        accuracies = [100 * one["mean"] for one in found]
-        rows.append((said, f"{accuracies[0]:.1f}", shown(accuracies), shown([one["mean_loss"] for one in found], 3)))
-    return numbers(("", "seed 0", "five seeds", "loss, five seeds"), rows)
+    for title, found in demo_points().items():
+        accuracies, losses = zip(*found, strict=True)
+        rows.append([title, f"{accuracies[0]:.1f}", spread(accuracies), spread(losses, 3)])
+    return markdown(["", "seed 0", "five seeds", "loss, five seeds"], rows)
 
 
 def demo_removal() -> str:
-    runs = demo_runs()
     rows = []
-    for place, first in enumerate(runs[0]["removal"]):
-        found = [run["removal"][place] for run in runs]
+    for found in zip(*(run["removal"] for run in demo_runs()), strict=True):
         tilted = fmean(100 * one["scores"]["tilted"] for one in found)
         rest = fmean(100 * one["mean_of_rest"] for one in found)
-        rows.append((first["name"], f"{tilted:.1f}", f"{rest:.1f}", shown([one["kl"] for one in found], 3)))
-    return numbers(("", "tilted", "rest", "KL"), rows)
+        rows.append([found[0]["name"], f"{tilted:.1f}", f"{rest:.1f}", spread([one["kl"] for one in found], 3)])
+    return markdown(["", "tilted", "rest", "KL"], rows)
 
 
-def sentiment_table(*folder: str) -> str:
-    results = read("sentiment", *folder)
-    seeds, weights, encoder = results["seeds"], results["settings"]["weights"], not results["seq2seq"]
-    reported = paper.ROBERTA if encoder else paper.T5
+def _sentiment() -> Points:
+    results = read("sentiment")
 
-    def row(title: str, scores: Sequence[Any], known: str = "", average: float | None = None) -> Row:
-        theirs = reported[known][5] if known and (encoder or known in reported) else average
-        return (
-            title,
-            shown([sentiment.average(one) for one in scores]),
-            shown([sentiment.true_average(one) for one in scores]),
-            shown([sentiment.average_loss(one) for one in scores], 3),
-            "" if theirs is None else f"{theirs:.1f}",
-        )
+    def points(scores: Sequence[Any]) -> list[tuple[float, float]]:
+        return [(sentiment.average(one), sentiment.average_loss(one)) for one in scores]
 
-    def plain(title: str, name: str, known: str = "", average: float | None = None) -> Row:
-        return row(title, [seed["scores"][name] for seed in seeds], known, average)
-
-    def swept(title: str, method: str, split: str | None = None, known: str = "") -> Row:
-        chosen = [sentiment.best_weight(seed, weights, method, split) if split else 1.0 for seed in seeds]
-        scores = [sentiment.at_weight(seed, weights, method, w) for seed, w in zip(seeds, chosen, strict=True)]
-        return row(title, scores, known)
-
-    arithmetic, matching = "task-arithmetic", "gradient-matching"
-    rows = [
-        plain("all data at once", ALL_DATA, "all-data"),
-        plain("joint: the four at once, from the base", JOINT),
-        plain("base: IMDB alone", "imdb", average=paper.SCALING[arithmetic][0] if encoder else None),
-        plain("average of five", "average", "average"),
-        plain("Fisher averaging, mean", "fisher-averaging-mean", "fisher-averaging-mean"),
-        plain("Fisher averaging, sum", "fisher-averaging-sum", "fisher-averaging-sum"),
-        plain("RegMean", "regmean", "regmean"),
-        plain("TIES, top 20 %", "ties", "ties"),
-        swept("task arithmetic, weight 1", arithmetic, known=arithmetic),
-        swept("task arithmetic, tuned on development rows", arithmetic, "dev"),
-        swept("task arithmetic, tuned on test, as in the paper", arithmetic, "test", f"{arithmetic} tuned on test"),
-        plain("gradient matching, weight 1, N · I", f"{matching}-identity", f"{matching}-identity"),
-        plain("gradient matching, weight 1, mean", f"{matching}-mean", f"{matching}-mean"),
-        swept("gradient matching, weight 1, sum", matching, known=f"{matching}-sum"),
-    ]
-    model = "RoBERTa" if encoder else "T5 v1.1 base"
-    return numbers(("", "average of five test sets", "over all predictions", "loss", f"paper: average ({model})"), rows)
+    # The average, RegMean and Fisher averaging merge the four fine-tuned models without the base, as elsewhere.
+    names = {
+        "base": "imdb",
+        "joint": "all-data",
+        "average": "average of four",
+        "TIES": "ties",
+        "RegMean": "regmean of four",
+        "Fisher averaging": "fisher-averaging-mean of four",
+        "gradient matching, weight 1": "gradient-matching-mean",
+    }
+    found = {method: points([seed["scores"][name] for seed in results["seeds"]]) for method, name in names.items()}
+    for title, split in (("weight 1", None), ("weight tuned", "dev")):
+        found[f"task arithmetic, {title}"] = points(sentiment.tuned_scores(results, "task-arithmetic", split))
+    return found
 
 
-def vision_table(*parts: str, fixed: Mapping[str, str], swept: Mapping[str, str]) -> str:
-    """Base, limits, ``fixed`` merges and those over weights: at weight 1, and where validation rows say."""
-    results = read("vision", *parts)
-    seeds, weights = list(results["seeds"].values()), results["settings"]["weights"]
-    with_loss = "loss" in seeds[0]["references"]["base"]
+def _deit_tiny() -> Points:
+    results = read("vision", "deit-tiny")
 
-    def cells(found: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        accuracy = shown([vision.over_tasks(one["test"]) for one in found])
-        return (accuracy, shown([vision.over_tasks(one["loss"]) for one in found], 3)) if with_loss else (accuracy,)
+    def points(scores: Sequence[Any]) -> list[tuple[float, float]]:
+        return [(vision.over_tasks(one["test"]), vision.over_tasks(one["loss"])) for one in scores]
 
-    empty = ("", "") if with_loss else ("",)
-    limits = {"base": "base", "individual": "each task's own model", "joint": "trained on all tasks"}
-    rows: list[Row] = [(said, *cells([s["references"][name] for s in seeds]), *empty) for name, said in limits.items()]
-    rows += [(said, *cells([s["fixed"][name] for s in seeds]), *empty) for name, said in fixed.items()]
-    for name, said in swept.items():
-        curves = [s["curves"][name] for s in seeds]
-        places = [[weights.index(1.0)] * len(seeds), [vision.best(curve["validation"]) for curve in curves]]
-        points = [
-            cells(
-                [
-                    {part: vision.at(curve, place) for part, curve in one.items()}
-                    for one, place in zip(curves, chosen, strict=True)
-                ]
-            )
-            for chosen in places
+    found = {
+        name: points([seed["references"][name] for seed in vision.seeds_of(results)]) for name in ("base", "joint")
+    }
+    names = {
+        "average": "average",
+        "RegMean": "regmean",
+        "Fisher averaging": "fisher-averaging, mean, sampled labels",
+        "task arithmetic, weight 1": "task-arithmetic",
+        "TIES": "ties",
+        "Iso-C": "iso-c",
+        "gradient matching, weight 1": "gradient-matching, Fisher of the base, no penalty, sampled labels",
+    }
+    found |= {method: points(vision.points_of(results, name)) for method, name in names.items()}
+    found["task arithmetic, weight tuned"] = points(vision.points_of(results, "task-arithmetic", tuned=True))
+    return found
+
+
+def _shares(points: Points) -> Points:
+    """Return the points of each method as percentages of the way from the base to joint training."""
+    ends = list(zip(points["base"], points["joint"], strict=True))
+    return {
+        method: [
+            (100 * (a - base[0]) / (joint[0] - base[0]), 100 * (loss - base[1]) / (joint[1] - base[1]))
+            for (a, loss), (base, joint) in zip(points[method], ends, strict=True)
         ]
-        rows.append((said, *points[0], *points[1]))
-    loss = ("loss",) if with_loss else ()
-    header = ("mean of eight test sets", "as it is, or at weight 1", *loss, "at the weight tuned on validation rows")
-    return numbers((*header, *loss), rows)
+        for method in METHODS
+        if method in points
+    }
 
 
-def grid_table() -> str:
-    """The table of Hessians: gradient matching by every curvature, with either penalty, of models tuned plainly."""
-    results = read("sentiment", "grid")
-    rows = []
-    kinds = dict.fromkeys((one.curvature, one.labels, one.reduction) for one in grid.cells() if one.penalty)
-    for curvature, labels, reduction in kinds:
-        cells = []
-        for penalty in grid.PENALTIES:
-            cell = {"curvature": curvature, "labels": labels, "reduction": reduction, "penalty": penalty}
-            scores = sentiment.cell_scores(results, tuning="plain", **cell)
-            cells += [shown([of(one) for one in scores], digits) for of, digits in _ACCURACY_AND_LOSS]
-        name = {"identity": "N · I"}.get(curvature, curvature)
-        rows.append((", ".join(word for word in (name, _LABELS.get(labels, ""), reduction) if word), *cells))
-    return numbers(("curvature, labels, reduction", "P = H_0: accuracy", "loss", "P = 0: accuracy", "loss"), rows)
+def merging_summary() -> str:
+    experiments = {
+        "demo: 4 kinds of digits, small ViT": demo_points(),
+        "5 sentiment sets, MiniLM": _sentiment(),
+        "8 image sets, DeiT-tiny": _deit_tiny(),
+    }
+    shares = {title: _shares(points) for title, points in experiments.items()}
+    return _summary("of what joint training gains over the base, %", shares, METHODS, "accuracy")
 
 
-_ACCURACY_AND_LOSS: tuple[tuple[Callable[[Any], float], int], ...] = (
-    (sentiment.average, 1),
-    (sentiment.average_loss, 3),
-)
-_LABELS = {"empirical": "the data's labels", "sampled": "drawn labels", "exact": "all labels"}
+def _demo_removal() -> Points:
+    shares: dict[str, list[tuple[float, float]]] = {}
+    for run in demo_runs():
+        rows = {row["name"]: {"kl_forget": row["kl"], "forget": row["losses"]["tilted"]} for row in run["removal"]}
+        for way in ("negation", "gradient matching", "influence steps"):
+            found = removal.removed(rows[way], rows["before"], rows["trained without it (target)"])
+            shares.setdefault(way, []).append(found)
+    return shares
 
 
-def removal_table(folder: str, own: Mapping[str, tuple[Callable[[Any], float], int]]) -> str:
-    """Ways of removal at equal cost, between their limits; ``own`` are the experiment's columns, and their digits."""
-    results = read(folder)
-    seeds, floors = results["seeds"], results["floors"]
-
-    def row(title: str, entries: Sequence[Any], gone: Sequence[tuple[float, float]] = (), judged: bool = True) -> Row:
-        plain = [[math.exp(one[key]) for one in entries] for key in ("kept", "forget")]
-        far = [[one[key] for one in entries] for key in ("kl_kept", "kl_forget")]
-        shares = [shown([one[part] for one in gone], 0) if gone else "" for part in (0, 1)]
-        cells = [*(shown(values) for values in plain), *(shown(values, 3) for values in far), *shares]
-        return (title, *cells, *(shown([of(one) for one in entries], d) if judged else "" for of, d in own.values()))
-
-    limits = {name: [seed["comparison"]["limits"][name] for seed in seeds] for name in ("base", "target")}
-    rows = [row("before", limits["base"])]
-    for way, title in removal_report.ways_of(results).items():
-        entries = [seed["comparison"]["ways"][way]["chosen"] for seed in seeds]
-        rows.append(row(title, entries, removal_report.both(results, way)))
-    rows.append(row("retrained without it (target)", limits["target"]))
-    rows.append(row("target of another seed", floors, removal_report.both(results, None), judged=False))
-    header = ("where what stays costs 5 %", "perplexity: stays", "goes", "KL to the target: stays", "goes")
-    return numbers((*header, "gone of KL, %", "of the gap in loss, %", *own), rows)
+def _removal(task: str) -> Points:
+    results = read("removal", task)
+    ways = {title: removal.shares(results, name) for title, name in WAYS.items() if name in removal.ways_of(results)}
+    return {**ways, RETRAINED: removal.shares(results, None)}
 
 
-def studies_table(dial: str) -> str:
-    results = read("studies")
-    header, rows = studies.linear(results) if dial == "linear" else studies.shares(results, dial)
-    # A cell may be broken between loss and accuracy only.
-    whole = [tuple(cell.replace(" ± ", "\u00a0±\u00a0").replace(" %", "\u00a0%") for cell in row) for row in rows]
-    return numbers(tuple(header), whole)
+def removal_summary() -> str:
+    shares = {
+        "demo: tilted digits, small ViT": _demo_removal(),
+        "toxic comments, GPT-2 from scratch": _removal("toxicity"),
+        "swapped knowledge, small T5": _removal("hallucination"),
+    }
+    return _summary("of the distance to the retrained model, removed, %", shares, (*WAYS, RETRAINED), "KL")
 
 
-def numbers(header: Row, rows: Sequence[Row]) -> str:
-    """A table whose columns, but the first, are aligned to the right."""
-    first, _, *rest = table(header, rows).split("\n")
-    return "\n".join([first, "|---|" + "---:|" * (len(header) - 1), *rest])
+def _summary(what: str, experiments: Mapping[str, Points], rows: Sequence[str], first: str) -> str:
+    header = [what, *(cell for title in experiments for cell in (f"{title}: {first}", "loss"))]
+    cells = []
+    for row in rows:
+        every = [points.get(row, ()) for points in experiments.values()]
+        parts = [spread([point[part] for point in points], 0) if points else "" for points in every for part in (0, 1)]
+        cells.append([row, *parts])
+    return markdown(header, cells)
 
 
-_MATCHING = "gradient matching"
-_SCALARS = {
-    "gradient-matching": f"{_MATCHING}, H_0 = c · I",
-    "gradient-matching, Fisher of the base": f"{_MATCHING}, H_0 = the base's Fisher",
-}
+def _of(table: Callable[..., str], *parts: str, **options: Any) -> Callable[[], str]:
+    """Return a function that reads results and makes a table of them."""
+    return lambda: table(read(*parts), **options)
+
+
+#: What a page may ask for, by the name that it uses.
 TABLES: dict[str, Callable[[], str]] = {
-    **{f"results-studies-{dial}": partial(studies_table, dial) for dial in (*DIALS, "linear")},
+    "results-merging": merging_summary,
+    "results-removal": removal_summary,
     "results-demo": demo_table,
     "results-demo-removal": demo_removal,
-    "results-sentiment": sentiment_table,
-    "results-t5": partial(sentiment_table, "t5"),
-    "results-grid": grid_table,
-    "results-toxicity": partial(
-        removal_table, "toxicity", {"toxic, %": (lambda entry: 100 * entry["toxicity"]["share"], 1)}
-    ),
-    "results-hallucination": partial(
-        removal_table,
-        "hallucination",
-        {
-            "grounding, nats": (lambda entry: entry["forget"] - entry["kept"], 2),
-            "hallucination, %": (itemgetter("hallucination"), 1),
-        },
-    ),
-    "results-vision": partial(
-        vision_table,
-        fixed={"average": "average", "fisher-averaging, mean": "Fisher averaging, mean"},
-        swept={
-            "ties": "TIES",
-            "task-arithmetic": "task arithmetic",
-            "gradient-matching": _SCALARS["gradient-matching"],
-            "gradient-matching, 0.01 · c": f"{_MATCHING}, H_0 = 0.01 · c · I",
-            "gradient-matching, Fisher of the base": _SCALARS["gradient-matching, Fisher of the base"],
-        },
-    ),
-    "results-deit-tiny": partial(
-        vision_table,
-        "deit-tiny",
-        fixed={
-            "average": "average",
-            "fisher-averaging, mean": "Fisher averaging, the data's labels",
-            "fisher-averaging, mean, sampled labels": "Fisher averaging, drawn labels",
-            "regmean": "RegMean",
-        },
-        swept={
-            "ties": "TIES",
-            "tsv": "TSV",
-            "iso-c": "Iso-C",
-            "task-arithmetic": "task arithmetic",
-            **_SCALARS,
-            "gradient-matching, Fisher of the base, sampled labels": f"{_MATCHING}, H_0 = F_0, drawn labels",
-            "gradient-matching, Fisher of the base, no penalty": f"{_MATCHING}, H_0 = F_0, `penalty: none`",
-            "gradient-matching, Fisher of the base, no penalty, sampled labels": f"{_MATCHING}, H_0 = F_0, drawn "
-            "labels, `penalty: none`",
-        },
-    ),
+    "results-sentiment": _of(sentiment.merging_table, "sentiment"),
+    "results-grid": _of(sentiment.grid_table, "sentiment", "grid"),
+    "results-vision": _of(vision.merging_table, "vision"),
+    "results-deit-tiny": _of(vision.merging_table, "vision", "deit-tiny"),
+    "results-toxicity": _of(removal.comparison_table, "removal", "toxicity"),
+    "results-hallucination": _of(removal.comparison_table, "removal", "hallucination"),
+    "results-studies-linear": _of(studies.linear_table, "studies"),
+    **{f"results-studies-{dial}": _of(partial(studies.share_table, dial=dial), "studies") for dial in DIALS},
 }

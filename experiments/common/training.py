@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,8 @@ class Training:
     weight_decay: float = 0.0
     strength: float = 0.0
     """Of the quadratic penalty towards the start, for the mean loss; 0 is plain AdamW."""
-    accumulate: int = 1
-    """Batches that make one step: ``batch_size`` is that of a single one."""
     coupling: str = "decoupled"
-    """How the penalty goes with Adam: "decoupled", or "adam" for the minimiser of loss and penalty.
-
-    See ``gm.PriorAdamW``.
-    """
-    optimizer: str = "AdamW"
-    """Or "Adafactor", whose steps are as large as a tensor's own entries, times the rate.
-
-    T5 was trained so: its embeddings are a hundred times as large as its queries, and one rate does not fit both. There
-    is no penalty with it.
-    """
+    """See ``gm.PriorAdamW``."""
 
 
 def _has_bfloat16(device: str | torch.device) -> bool:
@@ -50,37 +39,26 @@ def _has_bfloat16(device: str | torch.device) -> bool:
 
 
 def half_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """bfloat16 arithmetic on a GPU that has it, as in training."""
+    """Return bfloat16 autocast on a GPU that has it, as in training."""
     return torch.autocast(device.type, torch.bfloat16, enabled=_has_bfloat16(device))
 
 
-@contextmanager
-def quick_products() -> Iterator[None]:
-    """19-bit products of float32 on GPUs that have them: plenty for an accuracy, and more than training has."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-class Rows(Dataset[Mapping[str, Any]]):
+class Rows(Dataset[Any]):
     """Examples in memory, ready for the collator."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, rows: Sequence[Any]) -> None:
         self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, place: int) -> Mapping[str, Any]:
-        return self._rows[place]
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index]
 
 
 def fine_tune(
     model: torch.nn.Module,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]] | range,
     collate: Callable[[list[Any]], dict[str, Any]],
     folder: Path,
     training: Training,
@@ -89,10 +67,11 @@ def fine_tune(
     device: str,
     prior: Any = "identity",
 ) -> dict[str, Any]:
-    """Train a model in place on prepared examples; what it took, and the mean loss of the last tenth of the steps.
+    """Train a model in place, and return what it took and the mean loss of the last tenth of the steps.
 
-    ``folder`` is where the trainer may write. ``prior`` is the H_0 of the penalty (see ``gm.PriorAdamW``) where
-    ``training.strength`` is not 0.
+    Args:
+        folder: Where the trainer may write.
+        prior: H_0 of the penalty (see ``gm.PriorAdamW``), used if ``training.strength`` is not 0.
     """
     scratch = folder / "trainer"
     arguments = TrainingArguments(
@@ -100,33 +79,25 @@ def fine_tune(
         learning_rate=training.learning_rate,
         num_train_epochs=training.epochs,
         per_device_train_batch_size=training.batch_size,
-        gradient_accumulation_steps=training.accumulate,
         warmup_steps=training.warmup_steps,
         lr_scheduler_type=training.schedule,
         max_grad_norm=training.clip,
         weight_decay=training.weight_decay,
-        adam_beta1=0.9,
-        adam_beta2=0.999,
         seed=seed,
         data_seed=seed,
-        bf16=_has_bfloat16(device),  # of the arithmetic; weights and Adam's state are float32 always
+        bf16=_has_bfloat16(device),  # of the arithmetic; weights and Adam's state are always float32
         use_cpu=device == "cpu",
         save_strategy="no",
         logging_steps=10,
         report_to=[],
         disable_tqdm=True,
         remove_unused_columns=False,
-        dataloader_num_workers=0,
         dataloader_pin_memory=False,
     )
     common = {"model": model, "args": arguments, "train_dataset": Rows(rows), "data_collator": collate}
     if training.strength:
         trainer: Trainer = gm.PriorTrainer(
             **common, prior=prior, strength=training.strength, coupling=training.coupling
-        )
-    elif training.optimizer == "Adafactor":
-        trainer = Trainer(
-            **common, optimizers=(torch.optim.Adafactor(model.parameters(), training.learning_rate), None)
         )
     else:
         trainer = Trainer(**common)

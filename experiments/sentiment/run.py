@@ -1,287 +1,195 @@
-"""What the seeds share, and one seed from the pre-trained model to scores and mismatches, stage by stage."""
+"""One seed of the sentiment experiment: training, curvature, merges, scores and gradient mismatches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel, set_seed
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 import gradmerge as gm
-from gradmerge.tasks.models import model_with
 
-from ..common import seeds
-from ..common.data import evenly, folder_in
-from ..common.stages import run_stage, stage_seconds
-from ..common.states import distance, norm, read_state
+from ..common.data import Collate, evenly, sizes_of
+from ..common.driver import Experiment, Run, Seed, run_stage, stage_seconds
+from ..common.states import distance, norm, put, read_state
 from ..common.training import fine_tune
-from . import grid
-from .data import BASE, SETS, TASKS, Row, from_files, from_hub, local_files, write_splits
+from .data import read_local, write_splits
 from .made_up import made_up, make_encoder
-from .merging import RULES, SWEPT, Parts
-from .models import Example, Kind, batches, kind_of, mean_gradient, prepared, score
-from .pretraining import base_without, pretrain
-from .settings import ALL_DATA, JOINT, Settings
+from .merges import MERGES, SWEPT, Merge, grid, merge_models, swept
+from .report import REPORT
+from .settings import ALL_DATA, BASE, JOINT, SCALES, SETS, SOURCES, TARGETS, TASKS
 
-#: The models that the merged ones are compared with: trained on everything, and on the tasks from the base.
-TARGETS = (ALL_DATA, JOINT)
+DESCRIPTION = """\
+Merge four sentiment tasks into a model of IMDB (the paper's tables of sentiment and of Hessians).
 
+A pre-trained encoder is fine-tuned on IMDB (the base), the base on Yelp, Rotten Tomatoes, SST-2 and Amazon, and these
+are merged by every method. They are compared with a model trained on all five data sets and with one trained on the
+four from the base. DIR has NAME/{train,dev,test}.jsonl.gz with text and label for imdb, yelp, rotten_tomatoes, sst2 and
+amazon; dev may be missing. --scale tiny makes up data and model.
 
-@dataclass(frozen=True)
-class Run(seeds.Run):
-    settings: Settings
-    model: str
-    data: Path
-    rows: dict[str, dict[str, int]]
-    """How many rows each split has."""
-    made_of: dict[str, Any]
-    """Settings of the data, and of a model that is pre-trained here."""
-    pretrained: dict[str, Any] | None = None
-    """What pre-training took, where it was done here."""
+  python -m experiments.sentiment --model minilm-l6 --data-dir DIR --seeds 0,1,2 --grid
+"""
 
 
-def prepare(out: Path, settings: Settings, device: str, model: str | None, source: Path | str) -> Run:
-    """Write the data, and where ``model`` is None a model: pre-trained if the settings say how, else random.
+def prepare(run: Run) -> dict[str, Any]:
+    """Write the data, and at the tiny scale a random model."""
+    settings, data, start = run.settings, run.out / "data", run.out / "model"
+    cuts = [settings.dev_rows, settings.train_rows, settings.test_rows]
 
-    ``source`` of the data is a folder, "hub" or "made up".
-    """
-    data, start = out / "data", out / "model"
-    cuts = {"dev_rows": settings.dev_rows, "train_rows": settings.train_rows, "test_rows": settings.test_rows}
-    files = local_files(source) if isinstance(source, Path) else {}
+    def make(folder: Path) -> Any:
+        sets = {name: made_up(name) for name in SETS} if run.data_dir is None else read_local(run.data_dir)
+        return write_splits(folder, sets, settings)
 
-    def read(name: str) -> dict[str, list[Row]]:
-        if files:
-            return from_files(files[name])
-        return from_hub(name, settings.dev_rows) if source == "hub" else made_up(name)
-
-    def texts() -> list[str]:
-        return [row["text"] for name in SETS for row in gm.read_rows(str(data / name / "train.jsonl.gz")).rows]
-
-    sizes = {name: {split: path.stat().st_size for split, path in splits.items()} for name, splits in files.items()}
-    given = {"source": sizes or source, **cuts}
-    rows = run_stage(data, lambda folder: write_splits(folder, {name: read(name) for name in SETS}, **cuts), given)
-    pretrained = None
-    if settings.pretraining is not None:
-        how = settings.pretraining
-        given = {**given, "pretraining": asdict(how)}
-        folders = [(data if name in SETS else folder_in(Path(source), "text")) / name for name in how.texts]
-        make = partial(pretrain, texts=folders, settings=how, seed=0, device=device)
-        pretrained = run_stage(start, make, given, after=["data"])
-        same = {"tokens": settings.tokens, "training": asdict(settings.training(BASE))}
-        without = partial(base_without, model=start, data=data, settings=settings, seed=0, device=device)
-        pretrained["base without"] = run_stage(out / "base-without", without, same, after=["model"])
-    elif model is None:
-        run_stage(start, lambda folder: make_encoder(folder, texts()), after=["data"])
-    return Run(out, settings, device, model or str(start), data, rows, given, pretrained)
+    rows = run_stage(data, make, [sizes_of(run.data_dir), cuts])
+    if run.model is None:
+        texts = [row["text"] for name in SETS for row in read(data, name, "train")]
+        run_stage(start, lambda folder: make_encoder(folder, texts), after=["data"])
+    return {"rows": rows, "model": run.model or str(start), "sizes": sizes_of(run.data_dir), "cuts": cuts}
 
 
-class Seed(seeds.Seed):
-    run: Run
-    settings: Settings
+def read(data: Path, name: str, split: str) -> Sequence[Mapping[str, Any]]:
+    return gm.read_rows(str(data / name / f"{split}.jsonl.gz")).rows
 
-    def __init__(self, seed: int, run: Run) -> None:
-        super().__init__(seed, run)
-        self._examples, self._prepared = cache(self._read), cache(self._prepare)
+
+class SentimentSeed(Seed):
+    """The models, merges and scores of one seed."""
+
+    def __init__(self, run: Run, seed: int) -> None:
+        super().__init__(run, seed)
+        self.rows = {name: counts["train"] for name, counts in run.shared["rows"].items()}
+        self.tokenizer = AutoTokenizer.from_pretrained(run.shared["model"])
+        self.collate = Collate(self.tokenizer.pad_token_id)
+        # Examples, the batches that models are scored on, and weights are needed many times.
+        self.examples, self.test_batches, self.state = map(cache, (self._examples, self._test_batches, self._state))
 
     def results(self) -> dict[str, Any]:
-        trained = {name: self._train(name) for name in (*SETS, *TARGETS)}
-        for name in SETS:
-            self._estimate(name)
-            self._gram(name)
-        scores = {name: self._score_trained(name) for name in (*SETS, *TARGETS)}
-        scores |= {rule: self._score(rule, partial(self._parts.merged, rule)) for rule in RULES}
-        sweep = {method: [self._swept(method, weight, scores) for weight in self.settings.weights] for method in SWEPT}
-        mismatch = {name: self._mismatch(name) for name in SETS}
-        more = {"grid": self._grid()} if self.settings.grid else {}
-        return {
-            "seed": self.seed,
-            "trained": trained,
-            "scores": scores,
-            "sweep": sweep,
-            "mismatch": mismatch,
-            **more,
-            "seconds": stage_seconds(self.folder),
+        models = (*SETS, *TARGETS)
+        trained = {name: self._train(name) for name in models}
+        scores = {name: self._score(f"score-{name}", partial(self.state, name), [name]) for name in models}
+        scores |= {name: self._score_merge(merge) for name, merge in MERGES.items()}
+        weights = self.settings.weights
+        # At weight 0 both methods return the base.
+        sweep = {
+            method: [self._score_merge(swept(method, weight)) if weight else scores[BASE] for weight in weights]
+            for method in SWEPT
         }
+        found = {"seed": self.seed, "trained": trained, "scores": scores, "sweep": sweep}
+        found["mismatch"] = {name: self._mismatch(name) for name in SETS}
+        if self.settings.grid:
+            found["grid"] = {"cells": [{**_cell(merge), "score": self._score_merge(merge)} for merge in grid()]}
+        return {**found, "seconds": stage_seconds(self.folder)}
 
-    @cached_property
-    def _kind(self) -> Kind:
-        return kind_of(self.run.model, self.settings.tokens)
+    def _examples(self, name: str, split: str) -> list[dict[str, Any]]:
+        rows = read(self.run.out / "data", name, split)
+        texts = [row["text"] for row in rows]
+        ids = self.tokenizer(texts, truncation=True, max_length=self.settings.tokens)["input_ids"]
+        return [{"input_ids": text, "labels": int(row["label"])} for text, row in zip(ids, rows, strict=True)]
 
-    @cached_property
-    def _template(self) -> PreTrainedModel:
-        return self._kind.start(self.folder / BASE).to(self.run.device)
+    def _test_batches(self, name: str, split: str) -> list[dict[str, Tensor]]:
+        return [self._moved(batch) for batch in self._batches(self.examples(name, split))]
 
-    @cached_property
-    def _parts(self) -> Parts:
-        return Parts(
-            models={name: self.folder / name for name in SETS},
-            curvatures={name: self.folder / f"curvature-{name}" / "curvature" for name in SETS},
-            grams={name: self.folder / f"gram-{name}" / "gram" for name in SETS},
-            rows={name: self.run.rows[name]["train"] for name in SETS},
-            damping=self.settings.damping,
-            density=self.settings.density,
-        )
+    def _batches(self, examples: Sequence[Any]) -> Any:
+        return self.collate.batches(examples, self.settings.evaluation_batch)
 
-    def _read(self, name: str, split: str) -> list[Example]:
-        rows = gm.read_rows(str(self.run.data / name / f"{split}.jsonl.gz")).rows
-        return self._kind.examples(rows)
-
-    def _prepare(self, name: str, split: str) -> list[tuple[dict[str, Tensor], Tensor]]:
-        """What models are scored on, where they are: many are."""
-        return prepared(self._kind, self._examples(name, split), self.settings.batch_tokens, self.run.device)
-
-    def _measured_on(self, name: str, sample: bool = False) -> list[Example]:
-        rows = self._examples(name, "train")
-        # Spread over the set, as some are sorted by label.
-        return evenly(rows, self.settings.sample_rows) if sample else rows[: self.settings.curvature_examples]
-
-    def _batches(self, examples: Sequence[Example]) -> Any:
-        return batches(self._kind, examples, self.settings.batch_tokens)
+    def _moved(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(self.run.device) for name, value in batch.items()}
 
     def _state(self, name: str) -> dict[str, Tensor]:
         return read_state(self.folder / name)
 
-    def _train(self, name: str, tuning: str = "plain") -> dict[str, Any]:
-        """The model of a data set or a target; all but the base and the all-data model begin at the base.
+    def _model(self, state: Mapping[str, Tensor] | None = None, path: Path | str | None = None) -> Any:
+        """Load a model of this experiment, by default the base, and give it other weights."""
+        path = path or self.folder / BASE
+        model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=2, dtype=torch.float32)
+        return (model if state is None else put(model, state)).to(self.run.device).eval()
 
-        Tuned under the prior, a task's loss, the mean over its N rows, has the penalty of the method divided by N.
-        """
+    def _train(self, name: str) -> dict[str, Any]:
+        """Train the model of a data set or a target; all but the base and the all-data model start from the base."""
         sets = {ALL_DATA: SETS, JOINT: TASKS}.get(name, (name,))
-        training = self.settings.training(name)
-        from_base, after = name not in (BASE, ALL_DATA), [BASE]
-        if tuning == "prior":
-            training = replace(training, strength=1 / self.run.rows[name]["train"], coupling="adam")
-            after.append(self._estimate(BASE))
-        given = {
-            "data": self.run.made_of,
-            "model": self.run.model,
-            "tokens": self.settings.tokens,
-            "training": asdict(training),
-            "seed": self.seed,
-            "sets": sets,
-        }
+        training, from_base = self.settings.training(name), name not in (BASE, ALL_DATA)
 
         def make(folder: Path) -> dict[str, Any]:
             set_seed(self.seed)
-            model = self._kind.start(self.folder / BASE if from_base else self.run.model)
-            rows = [example for each in sets for example in self._examples(each, "train")]
-            how: dict[str, Any] = {"seed": self.seed, "device": self.run.device}
-            if training.strength:
-                prior = self.estimated(BASE)
-                how["prior"] = prior.scale(self.run.rows[BASE]["train"] / prior.examples).sum()
-            found = fine_tune(model, rows, self._kind.collate, folder, training, **how)
+            model = self._model(path=self.folder / BASE if from_base else self.run.shared["model"])
+            rows = [example for each in sets for example in self.examples(each, "train")]
+            how = {"seed": self.seed, "device": self.run.device}
+            found = fine_tune(model.train(), rows, self.collate, folder, training, **how)
             model.save_pretrained(folder)
             return found
 
-        stage = grid.model_name(name, tuning)
-        found: dict[str, Any] = self.stage(stage, make, settings=given, after=after if from_base else ())
+        given = {**self.run.shared, "tokens": self.settings.tokens, "training": asdict(training), "seed": self.seed}
+        found: dict[str, Any] = self.stage(name, make, {**given, "sets": sets}, [BASE] if from_base else [])
         return found
 
-    def _gram(self, name: str) -> None:
-        """Gram matrices of a data set's model on the data it was trained on."""
+    def _measured_on(self, name: str, sample: bool = False) -> Sequence[Any]:
+        rows = self.examples(name, "train")
+        return evenly(rows, self.settings.sample_rows) if sample else rows[: self.settings.curvature_examples]
+
+    def _estimate(self, name: str, kind: str, labels: str, sample: bool) -> str:
+        """Return the stage with the curvature of a data set's model on its own training rows."""
+        stage = f"{kind}-{labels}{'-of-sample' if sample else ''}-{name}"
 
         def make(folder: Path) -> int:
-            found = gm.estimate_curvature(self._module(name), self._batches(self._measured_on(name)), kind="gram")
-            found.save(folder / "gram", force=True)
-            return int(found.examples)
-
-        self.stage(f"gram-{name}", make, settings={"examples": self.settings.curvature_examples}, after=[name])
-
-    def _module(self, stage: str) -> PreTrainedModel:
-        model: PreTrainedModel = model_with(self._template, self._state(stage))
-        return model
-
-    def _estimate(self, model: str, *, labels: str = "empirical", kind: str = "diagonal", sample: bool = False) -> str:
-        """The stage with the curvature of a model, by its stage, on its own training rows, or on a sample of them."""
-        words = [kind] * (kind != "diagonal") + [labels] * (labels != "empirical") + ["of-few"] * sample
-        stage = "-".join(["curvature", *words, model])
-        (data,) = (name for name in SETS if model in (name, grid.model_name(name, "prior")))
-
-        def make(folder: Path) -> int:
-            batches = self._batches(self._measured_on(data, sample))
-            found = gm.estimate_curvature(self._module(model), batches, labels, kind=kind, progress=False)
+            batches = self._batches(self._measured_on(name, sample))
+            model = self._model(self.state(name))
+            found = gm.estimate_curvature(model, batches, labels, kind=kind, progress=False)
             found.save(folder / "curvature", force=True)
             return int(found.examples)
 
         rows = self.settings.sample_rows if sample else self.settings.curvature_examples
-        self.stage(stage, make, settings={"examples": rows}, after=[model])
+        self.stage(stage, make, {"examples": rows}, [name])
         return stage
 
-    def estimated(self, model: str, **how: Any) -> Any:
-        """The curvature of a model; ``how`` as in ``_estimate``."""
-        return gm.Curvature.load(self.folder / self._estimate(model, **how) / "curvature")
+    def curvature(self, name: str, **measured: Any) -> Any:
+        """Return the curvature, or for RegMean the Gram matrices, of a data set's model."""
+        folder = self.folder / self._estimate(name, **measured) / "curvature"
+        return read_state(folder) if measured["kind"] == "gram" else gm.Curvature.load(folder)
 
-    def _grid(self) -> dict[str, Any]:
-        """Every cell's score; and of the models that were tuned under the prior, how, and theirs."""
-        trained = {task: self._train(task, "prior") for task in TASKS}
-        models = {task: self._score_trained(grid.model_name(task, "prior")) for task in TASKS}
-        cells = [{**asdict(cell), "score": self._cell(cell)} for cell in grid.cells()]
-        return {"trained": trained, "models": models, "cells": cells}
+    def merged(self, merge: Merge) -> dict[str, Tensor]:
+        """Return the weights of a merge."""
+        states = {name: self.state(name) for name in SETS}
+        return merge_models(merge, states, self.curvature, self.rows, self.settings.damping, self.settings.density)
 
-    def _cell(self, cell: grid.Cell) -> dict[str, Any]:
-        after = [BASE, *cell.models, *(self._estimate(**one) for one in cell.measured)]
+    def _merge_inputs(self, merge: Merge) -> list[str]:
+        measured = merge.curvature not in ("", "identity")
+        return [*SETS, *(self._estimate(name, **merge.measured) for name in SETS if measured)]
 
-        def state() -> dict[str, Tensor]:
-            measured = [self.estimated(**one) for one in cell.measured]
-            rows = {name: self.run.rows[name]["train"] for name in SETS}
-            how = {"threads": 2, "device": self.run.device}
-            return grid.merged(cell, self._state, measured, rows, self.settings.damping, **how)
+    def _score_merge(self, merge: Merge) -> dict[str, Any]:
+        return self._score(f"score-{merge.stage}", partial(self.merged, merge), self._merge_inputs(merge))
 
-        return self._score(cell.name, state, after=after, given={"damping": self.settings.damping})
-
-    def _merge_inputs(self) -> list[str]:
-        return [*SETS, *(f"{what}-{name}" for what in ("curvature", "gram") for name in SETS)]
-
-    def _score_trained(self, stage: str) -> dict[str, Any]:
-        return self._score(stage, partial(self._state, stage), after=[stage], given={})
-
-    def _score(
-        self,
-        name: str,
-        state: Callable[[], dict[str, Tensor]],
-        *,
-        after: Sequence[str] | None = None,
-        given: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Right labels of a model on the development and test rows of every data set; by default of a merge."""
-        if given is None:
-            given = {"damping": self.settings.damping, "density": self.settings.density}
+    def _score(self, stage: str, state: Callable[[], Mapping[str, Tensor]], after: Sequence[str]) -> dict[str, Any]:
+        """Return data set → split → number of right labels, rows and mean loss."""
 
         def make(folder: Path) -> dict[str, Any]:
-            model = model_with(self._template, state())
-            return {each: {split: self.scored(model, each, split) for split in ("dev", "test")} for each in SETS}
+            model = self._model(state())
+            return {name: {split: self._right(model, name, split) for split in ("dev", "test")} for name in SETS}
 
-        after = self._merge_inputs() if after is None else after
-        found: dict[str, Any] = self.stage(f"score-{name.replace(' ', '-')}", make, settings=given, after=after)
+        given = [self.settings.damping, self.settings.density]
+        found: dict[str, Any] = self.stage(stage, make, given, after)
         return found
 
-    def scored(self, model: PreTrainedModel, name: str, split: str) -> dict[str, Any]:
-        return score(self._kind, model, self._prepared(name, split))
-
-    def _swept(self, method: str, weight: float, scores: dict[str, Any]) -> dict[str, Any]:
-        if weight == 0:
-            return scores[BASE]  # both rules give the base itself
-        return self._score(f"{method}-{weight:g}", lambda: self._parts.swept(method, weight))
-
-    @cached_property
-    def _compared(self) -> dict[str, PreTrainedModel]:
-        """The targets, and both merges at weight 1."""
-        states = {target: partial(self._state, target) for target in TARGETS}
-        states |= {method: partial(self._parts.swept, method, 1.0) for method in SWEPT}
-        return {name: model_with(self._template, state()) for name, state in states.items()}
+    @torch.inference_mode()
+    def _right(self, model: Any, name: str, split: str) -> dict[str, Any]:
+        right, loss, rows = 0, 0.0, 0
+        for batch in self.test_batches(name, split):
+            found = model(**batch)
+            count = len(batch["labels"])
+            right += int((found.logits.argmax(-1) == batch["labels"]).sum())
+            loss, rows = loss + float(found.loss) * count, rows + count
+        return {"right": right, "rows": rows, "loss": loss / rows}
 
     def _mismatch(self, name: str) -> dict[str, Any]:
-        """‖∇ℓ_t(merged) − ∇ℓ_t(target)‖ of a data set's mean training loss, at weight 1, and the gradients' norms."""
+        """Return ‖∇ℓ(merged) − ∇ℓ(target)‖ of a data set's mean training loss, at weight 1."""
 
         def make(folder: Path) -> dict[str, Any]:
-            examples, tokens = self._measured_on(name), self.settings.batch_tokens
-            gradients = {
-                each: mean_gradient(self._kind, model, examples, tokens) for each, model in self._compared.items()
-            }
+            states = {target: partial(self.state, target) for target in TARGETS}
+            states |= {method: partial(self.merged, swept(method, 1.0)) for method in SWEPT}
+            gradients = {each: self._gradient(self._model(state()), name) for each, state in states.items()}
             return {
                 "norm": {each: norm(gradient) for each, gradient in gradients.items()},
                 "distance": {
@@ -290,7 +198,34 @@ class Seed(seeds.Seed):
                 },
             }
 
-        after = [*self._merge_inputs(), *TARGETS]
-        given = {"examples": self.settings.curvature_examples, "damping": self.settings.damping}
-        found: dict[str, Any] = self.stage(f"mismatch-{name}", make, settings=given, after=after)
+        after = [*TARGETS, *dict.fromkeys(s for method in SWEPT for s in self._merge_inputs(swept(method, 1.0)))]
+        given = [self.settings.curvature_examples, self.settings.damping]
+        found: dict[str, Any] = self.stage(f"mismatch-{name}", make, given, after)
         return found
+
+    def _gradient(self, model: Any, name: str) -> dict[str, Tensor]:
+        """Return the gradient of the mean training loss of a data set, without dropout."""
+        examples = self._measured_on(name)
+        for batch in self._batches(examples):
+            (model(**self._moved(batch)).loss * (len(batch["labels"]) / len(examples))).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _cell(merge: Merge) -> dict[str, str]:
+    found = asdict(merge)
+    return {"tuning": "plain", **{key: found[key] for key in ("curvature", "labels", "reduction", "penalty")}}
+
+
+EXPERIMENT = Experiment(
+    "sentiment",
+    DESCRIPTION,
+    SCALES,
+    SentimentSeed,
+    REPORT,
+    prepare,
+    facts=lambda run, seeds: {"rows": run.shared["rows"]},
+    sources=SOURCES,
+    options={"grid": {"action": "store_true", "help": "also merge with every kind of curvature"}},
+    adjust=lambda args, settings: replace(settings, grid=args.grid),
+    needs={"small": ("model", "data-dir")},
+)

@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..common.figures import LOOKS, figure
-from ..common.tables import markdown, shown
+from ..common.report import STYLES, Report, Results, figure, markdown, spread
 from .settings import DIALS
 
-Results = Mapping[str, Any]
 Value = Callable[[Mapping[str, Any], str], float]
 """(case, model) → one number."""
 
@@ -35,11 +33,11 @@ NAMES = {
 }
 #: Of the figures, in per cent of the gap: what is far worse than the average lies outside.
 LIMITS = (-65, 135)
-_BLUE = LOOKS["gradient-matching"]["color"]
+_BLUE = STYLES["gradient-matching"]["color"]
 _LOOKS = {
-    "task-arithmetic": {**LOOKS["task-arithmetic"], "linestyle": ":"},
-    "task-arithmetic, tuned": LOOKS["task-arithmetic"],
-    "fisher-averaging": LOOKS["fisher-averaging"],
+    "task-arithmetic": {**STYLES["task-arithmetic"], "linestyle": ":"},
+    "task-arithmetic, tuned": STYLES["task-arithmetic"],
+    "fisher-averaging": STYLES["fisher-averaging"],
     "diagonal": {"color": "#56B4E9", "marker": "d"},
     "kronecker": {"color": _BLUE, "marker": "o"},
 }
@@ -110,7 +108,7 @@ def shares(results: Results, dial: str) -> tuple[list[str], list[list[str]]]:
 
 def _parts(values: Sequence[float]) -> str:
     """Without a gap there is no part of it."""
-    return "none" if any(map(math.isnan, values)) else shown(values, 0)
+    return "none" if any(map(math.isnan, values)) else spread(values, 0)
 
 
 def linear(results: Results) -> tuple[list[str], list[list[str]]]:
@@ -124,9 +122,9 @@ def linear(results: Results) -> tuple[list[str], list[list[str]]]:
         for kind in kinds:
             seeds = [seed["linear"][kind] for seed in results["seeds"]]
             far = [seed[name]["distance"] for seed in seeds]
-            cells.append(shown(far, 2) if max(far) > 1e-3 else "0" if max(far) == 0 else f"< {_power(max(far))}")
-            cells.append(shown([linear_share(seed, name) for seed in seeds], 0))
-            cells.append(shown([100 * seed[name]["accuracy"] for seed in seeds]))
+            cells.append(spread(far, 2) if max(far) > 1e-3 else "0" if max(far) == 0 else f"< {_power(max(far))}")
+            cells.append(spread([linear_share(seed, name) for seed in seeds], 0))
+            cells.append(spread([100 * seed[name]["accuracy"] for seed in seeds]))
         rows.append([said(name), *cells])
     return header, rows
 
@@ -152,60 +150,32 @@ def _facts(results: Results, dial: str) -> str:
         "weight": "weight that task arithmetic was given by validation rows",
     }
     rows = [
-        [text, *(shown([case["facts"][key] for case in place], 3) for place in places)]
+        [text, *(spread([case["facts"][key] for case in place], 3) for place in places)]
         for key, text in names.items()
         if key in places[0][0]["facts"]
     ]
     return markdown(["", *(_at(place[0]["value"], dial) for place in places)], rows)
 
 
-def tables(results: Results) -> str:
-    """results.md."""
-    count = len(results["seeds"])
-    parts = [
-        f"""# When does curvature help?
-
-`{results["command"]}`, on {results["machine"]["device"]}; {count} seeds, mean ± standard deviation. What the studies do
-and what they say is in [When does curvature help?](../../../docs/when.md).
-
-Loss and accuracy are means over three test sets, that of the base's kind of rows and those of the two tasks. KL is the
-mean of KL(joint ‖ model) in nats on them; beside it stands the noise floor, joint training again in another order. P is
-what gradient matching is told that the models were tuned under.
-"""
-    ]
-    for dial, about in DIALS.items():
-        if dial not in results["seeds"][0]["studies"]:
-            continue
-        places, header = cases(results, dial), [about.label]
-        header += [_at(place[0]["value"], dial) for place in places]
-        parts.append(f"## {about.title}\n\n![{about.title}](figures/{dial}.svg)\n")
-        parts.append(
-            "Part of the way from the average to joint training, in per cent, in loss / accuracy; above it both ends.\n"
-        )
-        parts.append(markdown(*shares(results, dial)))
-        values: dict[str, tuple[Value, int]] = {
-            "Loss": (mean, 3),
-            "Accuracy, %": (lambda case, name: 100 * mean(case, name, "accuracy"), 1),
-            "KL to joint training": (partial(mean, what="kl"), 4),
-        }
-        if dial == "sizes":
-            values["Loss, every test set by its training rows"] = (partial(mean, by_rows=True), 3)
-        if dial == "base":
-            values["Accuracy on the base's own task, %"] = (own_task, 1)
-        every = ["base", "average", *methods(results, dial), "joint"]
-        for title, (value, digits) in values.items():
-            rows = [[said(n), *(shown([value(c, n) for c in place], digits) for place in places)] for n in every]
-            parts.append(f"{title}:\n\n{markdown(header, rows)}")
-        parts.append(f"Of the models:\n\n{_facts(results, dial)}")
-    parts.append("## Linear models\n\n![How near each merge is to joint training](figures/linear.svg)\n")
-    parts.append("Distance is ‖θ − θ_joint‖ / ‖θ_0 − θ_joint‖.\n\n" + markdown(*linear(results)))
-    return "\n".join(parts)
+def section(results: Results, dial: str) -> str:
+    """Return the tables of a study: the part of the gap that is closed, and facts of the models."""
+    return f"{share_table(results, dial)}\n\n{_facts(results, dial)}" if dial in results["seeds"][0]["studies"] else ""
 
 
-def draw(results: Results, folder: Path) -> None:
-    for dial in results["seeds"][0]["studies"]:
-        _curves(results, dial, folder / f"{dial}.svg")
-    _distances(results, folder / "linear.svg")
+def share_table(results: Results, dial: str) -> str:
+    """Return how much of the gap each model closes; a cell may be broken between loss and accuracy only."""
+    header, rows = shares(results, dial)
+    return markdown(
+        header, [[cell.replace(" ± ", "\u00a0±\u00a0").replace(" %", "\u00a0%") for cell in r] for r in rows]
+    )
+
+
+def linear_table(results: Results) -> str:
+    """Return how close each model is to the joint one."""
+    header, rows = linear(results)
+    return markdown(
+        header, [[cell.replace(" ± ", "\u00a0±\u00a0").replace(" %", "\u00a0%") for cell in r] for r in rows]
+    )
 
 
 def _lines(dial: str) -> dict[str, dict[str, Any]]:
@@ -225,7 +195,7 @@ def _lines(dial: str) -> dict[str, dict[str, Any]]:
     return lines | {"joint again": {"color": "#000000", "marker": "x", "linestyle": "", "label": said("joint again")}}
 
 
-def _curves(results: Results, dial: str, path: Path) -> None:
+def draw_curves(results: Results, path: Path, dial: str) -> None:
     """Part of the way from the average to joint training over the dial, with standard deviations over the seeds."""
     places = cases(results, dial)
     panels: dict[str, Value] = {
@@ -267,7 +237,7 @@ def _curves(results: Results, dial: str, path: Path) -> None:
         every[0].figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9, handlelength=3.5)
 
 
-def _distances(results: Results, path: Path) -> None:
+def draw_distances(results: Results, path: Path) -> None:
     """How near each merge of linear models is to the joint one."""
     kinds = list(results["seeds"][0]["linear"])
     names = ["task-arithmetic", "average", "fisher-averaging", "diagonal", "kronecker", "full"]
@@ -282,3 +252,14 @@ def _distances(results: Results, path: Path) -> None:
             axes.set_xlim(left=-0.03)
             axes.set_title(kind, fontsize=10)
             axes.set_xlabel("‖θ − θ_joint‖ / ‖θ_0 − θ_joint‖")
+
+
+REPORT = Report(
+    "When does curvature help?",
+    "Part of the way from the average to joint training that a merge closes, in per cent, in loss / accuracy; the two "
+    "rows above have both ends. Loss and accuracy are means over three test sets: the base's kind of rows, and those "
+    "of the two tasks. P is the penalty that gradient matching assumes. Distance is ‖θ − θ_joint‖ / ‖θ_0 − θ_joint‖. "
+    "[The page of the studies](README.md) discusses the results.",
+    {**{dial.title: partial(section, dial=name) for name, dial in DIALS.items()}, "Linear models": linear_table},
+    {**{name: partial(draw_curves, dial=name) for name in DIALS}, "linear": draw_distances},
+)

@@ -1,307 +1,273 @@
-"""What the seeds share, and one seed: the base, encoders tuned on each task and on all, their curvature, merges."""
+"""One seed of the vision experiment: the base, encoders fine-tuned on each task and on all, curvature and merges."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 import gradmerge as gm
 
-from ..common import seeds
-from ..common.stages import run_stage, stage_seconds
-from ..common.states import distance, read_state
-from ..common.training import Training, fine_tune
-from .data import Images, load_part, source_of, write_task
-from .merging import LABELS, Measures, merged, merges, prior_scalar, scores
-from .models import (
-    Classifier,
-    clip_classifier,
-    fit_head,
-    load_classifier,
-    new_classifier,
-    pretrained_classifier,
-    save_classifier,
-)
-from .settings import HUB, Settings, epochs_on
+from ..common.data import sizes_of
+from ..common.driver import Experiment, Run, Seed, run_stage, stage_seconds
+from ..common.states import State, distance, mean_entry, put, read_state
+from ..common.training import Training, fine_tune, half_precision
+from .data import Images, write_task
+from .models import Classifier, fit_head, load_classifier, new_classifier, pretrained_classifier
+from .report import REPORT
+from .settings import PRETRAINED, SCALES, SOURCES, Settings
+
+DESCRIPTION = """\
+Merge eight image tasks into a vision transformer (left panel of the paper's figure over scaling factors).
+
+The encoder is fine-tuned on each of eight data sets with a fixed head for each, and the encoders are merged. DIR, or
+DIR/images, has NAME.npz with x_train, y_train, x_test and y_test for mnist, fashion_mnist, kmnist, notmnist, usps,
+gtsrb, cifar10 and intel_scenes. A small transformer is pre-trained on 1,000 rows of each. With --model, a pre-trained
+vision transformer is the base, and heads are logistic regressions from its features.
+
+  python -m experiments.vision --data-dir DIR --seeds 0,1,2
+  python -m experiments.vision --model deit-tiny --data-dir DIR --seeds 0,1,2 -o runs/vision-deit
+"""
+#: The labels of the gradients: the data's, or sampled from the model, as the authors' code does.
+LABELS = ("empirical", "sampled")
+#: Methods whose weight is a scale of the merged difference.
+SCALED = ("ties", "tsv", "iso-c")
 
 
 @dataclass(frozen=True)
-class Run(seeds.Run):
-    settings: Settings
-    model: str | None
-    """The model that lends its encoder, of CLIP at full scale; None where one is pre-trained."""
-    size: int
-    """Of the images that the encoder takes."""
-    sets: Mapping[str, Any]
-    """What is known of each task's data in ``out/data``."""
+class Merge:
+    """A merge at every weight, or without ``weights`` one merge."""
+
+    name: str
+    method: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    weights: Sequence[float] = ()
 
 
-def prepare(out: Path, settings: Settings, device: str, model: str | None, data_dir: Path | None) -> Run:
-    """Write all data sets as arrays, from a folder or the Hub."""
-    size = _image_size(model, settings)
-    how = {
-        "share": settings.validation_share,
-        "most": settings.validation_most,
-        "train_most": settings.train_most,
-        "test_most": settings.test_most,
-        "enlarge": settings.enlarge_first,
-    }
-    sets = {}
+def settings_of(args: argparse.Namespace, settings: Settings) -> Settings:
+    if args.model is None or args.scale == "full":
+        return settings
+    if args.scale == "tiny":
+        raise gm.InputError("--scale tiny makes its own model: leave --model out")
+    return PRETRAINED
+
+
+def prepare(run: Run) -> dict[str, dict[str, int]]:
+    """Write all data sets as arrays; return task → number of classes and rows."""
+    settings, found = run.settings, {}
+    given = [sizes_of(run.data_dir), settings.image_size, settings.validation_share]
+    given += [settings.train_most, settings.test_most]
     for task in settings.tasks:
-        source = source_of(task, data_dir, HUB.get(task))
-        sets[task] = run_stage(
-            out / "data" / task,
-            lambda folder, source=source: write_task(source, folder, size, **how),
-            {"source": source, "size": size, **how},
-        )
-    return Run(out, settings, device, model, size, sets)
+
+        def make(folder: Path, task: str = task) -> dict[str, int]:
+            assert run.data_dir is not None
+            return write_task(task, run.data_dir, folder, settings)
+
+        found[task] = run_stage(run.out / "data" / task, make, given)
+    return found
 
 
-def _image_size(model: str | None, settings: Settings) -> int:
-    """Of the images as they are kept; an encoder may enlarge them."""
-    if model is None:
-        return int(settings.encoder["image_size"])
-    wanted = "vit" if settings.encoder else "clip"
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise gm.InputError(f"--model {model}: {str(error).splitlines()[0]}") from error
-    if config.model_type != wanted:
-        needed = "a vision transformer (vit)" if settings.encoder else "CLIP, whose text encoder makes the heads"
-        raise gm.InputError(f"--model {model}: this is {config.model_type}, not {needed}")
-    return int(settings.encoder["image_size"] if settings.encoder else config.vision_config.image_size)
-
-
-class Seed(seeds.Seed):
-    run: Run
-    settings: Settings
-
-    def __init__(self, seed: int, run: Run) -> None:
-        super().__init__(seed, run)
-        self.numbers = {task: number for number, task in enumerate(run.settings.tasks)}
+class VisionSeed(Seed):
+    """The models and merges of one seed."""
 
     def results(self) -> dict[str, Any]:
-        run, settings, tasks = self.stage, self.settings, self.settings.tasks
-        trained = self.train()
-        for labels in LABELS:
-            self.measure(labels)
-        for task in tasks:
-            run(
-                f"gram-{task}",
-                lambda folder, task=task: self._gram(folder, task),
-                settings={"rows": settings.curvature_rows},
-                after=[f"tuned-{task}"],
-            )
-        found = run(
-            "merges",
-            self._merges,
-            settings={
-                "weights": settings.weights,
-                "factors": settings.prior_factors,
-                "reductions": settings.reductions,
-            },
-            after=[
-                "joint",
-                *(f"{labels}-{place}" for labels in LABELS for place in ("base", *tasks)),
-                *(f"gram-{task}" for task in tasks),
-            ],
-        )
-        base = trained.pop("base")
+        tasks, settings = self.settings.tasks, self.settings
+        base = self.stage("base", self._base, self._base_settings())
+        trained = {}
+        for name, some in (*((task, [task]) for task in tasks), ("joint", tasks)):
+            make = lambda folder, some=some: self._fine_tuned(folder, some)  # noqa: E731
+            trained[name] = self.stage(f"tuned-{name}", make, asdict(settings.fine_tuning), ["base"])
+        stages = [self._estimate(kind, labels, name) for name in ("base", *tasks) for kind, labels in self._kinds(name)]
+        given = [settings.weights, settings.prior_factors]
+        found = self.stage("merges", lambda folder: self._merges(), given, ["tuned-joint", *stages])
         return {"base": base, "training": trained, **found, "seconds": stage_seconds(self.folder)}
 
-    def measure(self, labels: str) -> Measures:
-        """The diagonal curvature of the base and of every task's model."""
-        settings, tasks = self.settings, self.settings.tasks
-        for place in tasks:
-            self.stage(
-                f"{labels}-{place}",
-                lambda folder, place=place: self._curvature(
-                    folder, f"tuned-{place}", [place], settings.curvature_rows, labels
-                ),
-                settings={"rows": settings.curvature_rows},
-                after=[f"tuned-{place}"],
-            )
-        self.stage(
-            f"{labels}-base",
-            lambda folder: self._curvature(folder, "base", tasks, settings.base_rows, labels),
-            settings={"rows": settings.base_rows},
-            after=["base"],
-        )
-        return Measures(self._stored(labels, "base"), [self._stored(labels, task) for task in tasks])
-
-    def train(self) -> dict[str, Any]:
-        """The base, a model for every task and one for all together (`joint`); what is known of each training."""
-        run, settings, tasks = self.stage, self.settings, self.settings.tasks
-        of_base = {
-            "seed": self.seed,
-            "data": self.run.sets,
-            "size": self.run.size,
-            "pretraining": settings.pretraining and asdict(settings.pretraining),
-            "encoder": settings.encoder,
-            "model": self.run.model,
-            "rows": settings.base_rows,
-            "decay": settings.head_decay,
+    def _base_settings(self) -> dict[str, Any]:
+        settings = self.settings
+        names = ("pretraining", "encoder", "base_rows", "head_decay")
+        return {"seed": self.seed, "data": self.run.shared, "model": self.run.model} | {
+            name: asdict(settings)[name] for name in names
         }
-        trained = {
-            "base": run(
-                "base",
-                self._base,
-                settings=of_base,
-            )
-        }
-        for task in tasks:
-            training = replace(settings.fine_tuning, epochs=epochs_on(settings, self.run.sets[task]["train"]))
-            trained[task] = run(
-                f"tuned-{task}",
-                lambda folder, task=task, training=training: self._tuned(folder, [task], training),
-                settings=asdict(training),
-                after=["base"],
-            )
-        trained["joint"] = run(
-            "joint",
-            lambda folder: self._tuned(folder, tasks, settings.joint),
-            settings=asdict(settings.joint),
-            after=["base"],
-        )
-        return trained
 
     def _images(self, tasks: Sequence[str], split: str, first: int | None = None) -> Images:
-        data = self.run.out / "data"
-        return Images([load_part(data / task, self.numbers[task], split, first) for task in tasks], self.run.size)
+        numbered = [(self.settings.tasks.index(task), task) for task in tasks]
+        return Images(self.run.out / "data", numbered, split, first)
 
-    def _train(self, classifier: Classifier, images: Images, folder: Path, training: Training) -> dict[str, Any]:
-        # Rows are numbers until the collator takes a whole batch of images at once.
-        return fine_tune(
-            classifier, range(len(images)), images.batch, folder, training, seed=self.seed, device=self.run.device
-        )
+    def _train(self, model: Classifier, images: Images, folder: Path, training: Training) -> dict[str, Any]:
+        # Rows are numbers until the collator reads a whole batch of images at once.
+        how = {"seed": self.seed, "device": self.run.device}
+        return fine_tune(model, range(len(images)), images.batch, folder, training, **how)
 
     def _base(self, folder: Path) -> dict[str, Any]:
-        tasks, settings = self.settings.tasks, self.settings
+        """Pre-train a small transformer, or fit heads to a pre-trained one."""
+        settings = self.settings
         torch.manual_seed(self.seed)
         report: dict[str, Any] = {}
-        classes = [len(self.run.sets[task]["classes"]) for task in tasks]
+        classes = [self.run.shared[task]["classes"] for task in settings.tasks]
         if settings.pretraining is not None:
             classifier = new_classifier(settings.encoder, classes)
-            images = self._images(tasks, "train", settings.base_rows)
+            images = self._images(settings.tasks, "train", settings.base_rows)
             report = self._train(classifier, images, folder, settings.pretraining)
-        elif settings.encoder:
-            assert self.run.model is not None
-            classifier = pretrained_classifier(self.run.model, classes)
-            self._fit_heads(classifier.to(self.run.device))
         else:
             assert self.run.model is not None
-            classifier = clip_classifier(self.run.model, {task: self.run.sets[task]["classes"] for task in tasks})
-        save_classifier(classifier, folder)
+            classifier = pretrained_classifier(self.run.model, classes).to(self.run.device).eval()
+            for number, task in enumerate(settings.tasks):
+                self._fit_head(classifier, number, task)
+        classifier.save(folder)
         return report | {"parameters": sum(p.numel() for p in classifier.encoder.parameters())}
 
     @torch.no_grad()
-    def _fit_heads(self, classifier: Classifier) -> None:
-        """A logistic regression for each task, on what the base makes of its training rows."""
-        device, heads = self.run.device, classifier.heads
-        classifier.eval()
-        for number, task in enumerate(self.settings.tasks):
-            images = self._images([task], "train")
-            batches = list(images.batches(self.settings.evaluation_batch))
-            features = torch.cat([classifier.features(batch["pixels"].to(device)) for batch in batches])
-            labels = torch.cat([batch["labels"] for batch in batches]).to(device)
-            classes = len(self.run.sets[task]["classes"])
-            with torch.enable_grad():
-                weight, bias = fit_head(features, labels, classes, self.settings.head_decay)
-            heads.weight[number, :classes], heads.bias[number, :classes] = weight, bias
+    def _fit_head(self, classifier: Classifier, number: int, task: str) -> None:
+        batches = list(self._images([task], "train").batches(self.settings.evaluation_batch))
+        features = torch.cat([classifier.features(batch["pixels"].to(self.run.device)) for batch in batches])
+        labels = torch.cat([batch["labels"] for batch in batches]).to(self.run.device)
+        classes = self.run.shared[task]["classes"]
+        with torch.enable_grad():
+            weight, bias = fit_head(features, labels, classes, self.settings.head_decay)
+        classifier.heads.weight[number, :classes], classifier.heads.bias[number, :classes] = weight, bias
 
-    def _classifier(self) -> Classifier:
-        return load_classifier(self.folder / "base", self.run.device)
+    def _state(self, name: str) -> dict[str, Tensor]:
+        folder = "base" if name == "base" else f"tuned-{name}"
+        return load_file(self.folder / folder / "encoder.safetensors")
 
-    def _state(self, stage: str) -> dict[str, Tensor]:
-        return load_file(self.folder / stage / "encoder.safetensors")
+    def _classifier(self, name: str = "base") -> Classifier:
+        return load_classifier(self.folder / "base", self._state(name), self.run.device)
 
-    def _tuned(self, folder: Path, tasks: Sequence[str], training: Training) -> dict[str, Any]:
+    def _fine_tuned(self, folder: Path, tasks: Sequence[str]) -> dict[str, Any]:
         classifier = self._classifier()
         base = classifier.state()
-        report = self._train(classifier, self._images(tasks, "train"), folder, training)
+        report = self._train(classifier, self._images(tasks, "train"), folder, self.settings.fine_tuning)
         state = classifier.state()
         save_file(state, folder / "encoder.safetensors")
         entries = sum(value.numel() for value in base.values())
         return report | {"moved_rms": distance(state, base) / entries**0.5}
 
-    def _curvature(
-        self, folder: Path, stage: str, tasks: Sequence[str], first: int | None, labels: str
-    ) -> dict[str, Any]:
-        """Σ_i [∇ℓ_i]² over the training rows, or over the first rows of every task."""
-        classifier = self._classifier()
-        classifier.put(self._state(stage))
-        images = self._images(tasks, "train", first)
-        batches = images.batches(self.settings.curvature_batch)
-        found = gm.estimate_curvature(classifier, batches, labels, device=self.run.device, progress=False)
-        found.save(folder / "curvature", force=True)
-        return {"examples": found.examples, "mean_entry": prior_scalar([found], "mean")}
+    def _kinds(self, name: str) -> list[tuple[str, str]]:
+        """Return kinds and labels of what is measured of a model."""
+        diagonals = [("diagonal", labels) for labels in LABELS]
+        return diagonals if name == "base" else [*diagonals, ("gram", "empirical")]
 
-    def _gram(self, folder: Path, task: str) -> dict[str, Any]:
-        classifier = self._classifier()
-        classifier.put(self._state(f"tuned-{task}"))
-        batches = self._images([task], "train", self.settings.curvature_rows).batches(self.settings.curvature_batch)
-        found = gm.estimate_curvature(classifier, batches, kind="gram", device=self.run.device, progress=False)
-        found.save(folder / "gram", force=True)
-        return {"examples": found.examples}
+    def _estimate(self, kind: str, labels: str, name: str) -> str:
+        """Measure a model on its training rows, the base on the first rows of every task; return the stage."""
+        settings, stage = self.settings, f"{kind}-{labels}-{name}"
+        tasks, first = ([name], settings.curvature_rows) if name != "base" else (settings.tasks, settings.base_rows)
 
-    def _merges(self, folder: Path) -> dict[str, Any]:
-        settings, tasks = self.settings, self.settings.tasks
-        classifier = self._classifier()
+        def make(folder: Path) -> dict[str, Any]:
+            batches = self._images(tasks, "train", first).batches(settings.curvature_batch)
+            found = gm.estimate_curvature(self._classifier(name), batches, labels, kind=kind, progress=False)
+            found.save(folder / "curvature", force=True)
+            return {"examples": found.examples}
+
+        self.stage(stage, make, {"rows": first}, ["base" if name == "base" else f"tuned-{name}"])
+        return stage
+
+    def _curvature(self, labels: str, name: str) -> gm.Curvature:
+        return gm.Curvature.load(self.folder / f"diagonal-{labels}-{name}" / "curvature")
+
+    def _gram(self, name: str) -> gm.Curvature:
+        rows = self.run.shared[name]["train"]
+        state = read_state(self.folder / f"gram-empirical-{name}" / "curvature")
+        return gm.Curvature(state, min(rows, self.settings.curvature_rows or rows), kind="gram")
+
+    def merges(self) -> Iterator[Merge]:
+        """Yield every merge that is compared."""
+        tasks, weights, matching = self.settings.tasks, self.settings.weights, "gradient-matching"
+        yield Merge("average", "average")
+        yield Merge("regmean", "regmean", {"curvature": [self._gram(task) for task in tasks]})
+        for method in ("task-arithmetic", *SCALED):
+            yield Merge(method, method, weights=weights)
+        for labels in LABELS:
+            kind = "" if labels == "empirical" else ", sampled labels"
+            measured = {"curvature": [self._curvature(labels, task) for task in tasks], "reduction": "mean"}
+            c, base = mean_of(measured["curvature"]), {"prior": self._curvature(labels, "base")}
+            yield Merge(f"fisher-averaging, mean{kind}", "fisher-averaging", measured)
+            yield Merge(f"{matching}{kind}", matching, measured | {"prior": c}, weights)
+            name = f"{matching}, Fisher of the base"
+            yield Merge(f"{name}{kind}", matching, measured | base, weights)
+            yield Merge(f"{name}, no penalty{kind}", matching, measured | base | {"penalty": "none"}, weights)
+            for factor in self.settings.prior_factors if labels == "empirical" else ():
+                yield Merge(f"{matching}, {factor:g} · c", matching, measured | {"prior": factor * c}, weights)
+
+    def _merges(self) -> dict[str, Any]:
+        tasks, classifier = self.settings.tasks, self._classifier()
         images = {split: {task: self._images([task], split) for task in tasks} for split in ("validation", "test")}
 
-        def measured(state: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
-            """Accuracy on the rows of each split, and the mean loss of a test row."""
-            classifier.put(state)
-            found = {
-                s: scores(classifier, sets, settings.evaluation_batch, self.run.device) for s, sets in images.items()
-            }
-            accuracies = {
-                split: {task: one["accuracy"] for task, one in by_task.items()} for split, by_task in found.items()
-            }
-            return accuracies | {"loss": {task: one["loss"] for task, one in found["test"].items()}}
+        def measured(state: State) -> dict[str, dict[str, float]]:
+            """Return accuracy on the rows of each split, and the mean loss of a test row, by task."""
+            put(classifier, state)
+            found = {s: {t: self._score(classifier, one) for t, one in sets.items()} for s, sets in images.items()}
+            accuracies = {split: {task: one[0] for task, one in by.items()} for split, by in found.items()}
+            return accuracies | {"loss": {task: one[1] for task, one in found["test"].items()}}
 
-        base, tuned = self._state("base"), [self._state(f"tuned-{task}") for task in tasks]
+        base, tuned = self._state("base"), [self._state(task) for task in tasks]
         references = {"base": measured(base), "joint": measured(self._state("joint"))}
         own = [measured(state) for state in tuned]
         references["individual"] = {
             part: {task: found[part][task] for task, found in zip(tasks, own, strict=True)} for part in own[0]
         }
-        measures = {labels: self.measure(labels) for labels in LABELS}
-        grams = [
-            gm.Curvature(
-                read_state(self.folder / f"gram-{task}" / "gram"),
-                min(self.run.sets[task]["train"], settings.curvature_rows or self.run.sets[task]["train"]),
-                kind="gram",
-            )
-            for task in tasks
-        ]
-        of_base, curvature = measures["empirical"].base, measures["empirical"].tasks
         fixed, curves = {}, {}
-        for merge in merges(measures, grams, settings.weights, settings.prior_factors, settings.reductions):
-            points = [
-                references["base"] if weight == 0 else measured(merged(base, tuned, merge, weight))
-                for weight in merge.weights or (None,)
-            ]
-            if merge.weights:
-                curves[merge.name] = {
-                    part: {task: [point[part][task] for point in points] for task in tasks} for part in points[0]
-                }
-            else:
-                fixed[merge.name] = points[0]
+        for merge in self.merges():
+            if not merge.weights:
+                fixed[merge.name] = measured(_merged(base, tuned, merge, None))
+                continue
+            points = [measured(_merged(base, tuned, merge, w)) if w else references["base"] for w in merge.weights]
+            curves[merge.name] = {
+                part: {task: [point[part][task] for point in points] for task in tasks} for part in points[0]
+            }
+        scalars = [mean_of([self._curvature("empirical", n) for n in names]) for names in (tasks, ["base"])]
         return {
             "references": references,
             "fixed": fixed,
             "curves": curves,
-            "scalar": {reduction: prior_scalar(curvature, reduction) for reduction in ("mean", "sum")},
-            "scalar_of_base": {reduction: prior_scalar([of_base], reduction) for reduction in ("mean", "sum")},
+            "scalar": {"mean": scalars[0]},
+            "scalar_of_base": {"mean": scalars[1]},
         }
 
-    def _stored(self, labels: str, place: str) -> gm.Curvature:
-        return gm.Curvature.load(self.folder / f"{labels}-{place}" / "curvature")
+    @torch.no_grad()
+    def _score(self, classifier: Classifier, images: Images) -> tuple[float, float]:
+        """Return the percentage of images that are classified correctly, and their mean loss in nats."""
+        classifier.eval()
+        right, loss = 0, 0.0
+        for batch in images.batches(self.settings.evaluation_batch):
+            batch = {name: value.to(self.run.device) for name, value in batch.items()}
+            with half_precision(batch["labels"].device):
+                logits = classifier(batch["pixels"], batch["task"]).float()
+            right += int((logits.argmax(1) == batch["labels"]).sum())
+            loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
+        return 100 * right / len(images), loss / len(images)
+
+
+def mean_of(curvature: Sequence[gm.Curvature]) -> float:
+    """Return c, the mean over tasks and parameters of the averaged squared gradients.
+
+    c · I is the identity with the trace of the tasks' mean curvature, so that the base counts as much as one task.
+    """
+    return sum(mean_entry(one) / one.examples for one in curvature) / len(curvature)
+
+
+def _merged(base: State, tuned: Sequence[State], merge: Merge, weight: float | None) -> dict[str, Tensor]:
+    arguments = dict(merge.arguments)
+    if weight is not None:
+        arguments |= {"options": {"scale": weight}} if merge.method in SCALED else {"weights": [weight] * len(tuned)}
+    return gm.merge_state_dicts(base, tuned, merge.method, threads=2, **arguments)
+
+
+EXPERIMENT = Experiment(
+    "vision",
+    DESCRIPTION,
+    SCALES,
+    VisionSeed,
+    REPORT,
+    prepare,
+    facts=lambda run, seeds: {"data": run.shared},
+    sources=SOURCES,
+    adjust=settings_of,
+    needs={"small": ("data-dir",), "tiny": ("data-dir",)},
+)

@@ -1,4 +1,4 @@
-"""What the experiments share: stages, plans and the command line."""
+"""What the experiments share: stages, the command line and stored results."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments.common.stages import run_stage, settings_hash, stage_seconds
+from experiments.common.driver import Experiment, run_program, run_stage, settings_hash, stage_seconds
+from experiments.common.report import page
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
-EXPERIMENTS = ["sentiment", "vision", "toxicity", "hallucination"]
+EXPERIMENTS = ["sentiment", "vision", "removal", "studies"]
 
 
-def main_of(name: str) -> Any:
-    return importlib.import_module(f"experiments.{name}.__main__").main
+def experiment(name: str) -> Experiment:
+    found: Experiment = importlib.import_module(f"experiments.{name}.run").EXPERIMENT
+    return found
 
 
 def test_a_stage_is_skipped_until_its_settings_or_those_of_its_inputs_change(tmp_path: Path) -> None:
@@ -48,8 +50,8 @@ def test_an_interrupted_stage_is_repeated(tmp_path: Path) -> None:
     assert run_stage(tmp_path / "a", lambda folder: [path.name for path in folder.iterdir()]) == []
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_dry_run_of_the_full_scale_fetches_and_writes_nothing(
+@pytest.mark.parametrize("name", ["sentiment", "vision", "removal"])
+def test_the_full_scale_is_a_dry_run_that_fetches_and_writes_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def connect(*_: Any) -> None:
@@ -57,27 +59,25 @@ def test_a_dry_run_of_the_full_scale_fetches_and_writes_nothing(
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.chdir(tmp_path)
-    more = ["--data-dir", str(tmp_path)] if name == "hallucination" else []
-    assert main_of(name)(["--scale", "full", "--dry-run", "--seeds", "0,1", *more]) == 0
-    assert "2 seeds (0, 1)" in capsys.readouterr().out and not any(tmp_path.iterdir())
+    assert run_program(experiment(name), ["--scale", "full", "--dry-run"]) == 0
+    assert "warmup_steps" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        run_program(experiment(name), ["--scale", "full"])
+    assert stopped.value.code == 2 and not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", [*EXPERIMENTS, "studies"])
-@pytest.mark.parametrize(
-    "options",
-    [["--scale", "huge"], ["--render-only"]],
-)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("options", [["--scale", "huge"], ["--render-only"], ["--data-dir", "nowhere"]])
 def test_wrong_options_end_with_status_2(
     name: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        main_of(name)([*options, "-o", "out"])
+        run_program(experiment(name), [*options, "-o", "out"])
     assert stopped.value.code == 2 and not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("results", sorted(RESULTS.rglob("results.json")), ids=lambda path: path.parent.name)
 def test_stored_results_still_make_their_page(results: Path) -> None:
-    found = json.loads(results.read_text("utf-8"))
-    report = importlib.import_module(f"experiments.{results.relative_to(RESULTS).parts[0]}.report")
-    assert report.tables(found) == results.with_name("results.md").read_text("utf-8")
+    report = importlib.import_module(f"experiments.{results.relative_to(RESULTS).parts[0]}.report").REPORT
+    assert page(report, json.loads(results.read_text("utf-8"))) == results.with_name("results.md").read_text("utf-8")

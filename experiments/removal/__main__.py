@@ -1,0 +1,7 @@
+"""`python -m experiments.removal`"""
+
+from ..common.driver import run_program
+from .run import EXPERIMENT
+
+if __name__ == "__main__":
+    raise SystemExit(run_program(EXPERIMENT))
