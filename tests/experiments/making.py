@@ -17,7 +17,7 @@ def smoke_run(experiment: driver.Experiment, options: Sequence[str], out: Path) 
     assert driver.run_program(experiment, command) == 0
     files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver.shutil, "rmtree", fail)
+        patch.setattr("experiments.common.driver.shutil.rmtree", fail)
         assert driver.run_program(experiment, command) == 0
         assert driver.run_program(experiment, ["--render-only", "-o", str(out)]) == 0
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
