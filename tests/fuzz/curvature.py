@@ -12,13 +12,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gradmerge as gm
-from gradmerge.api.estimate import estimate_curvature
 from gradmerge.curvature.format import open_curvature
 from gradmerge.curvature.summary import pieces, summarize
 from gradmerge.engine.journal import NAME as JOURNAL
 from tests.making import random_curvature, random_state, weight_bytes
 
-from .data import models_kept
 from .models import SHAPES, Merging, recipe, write_models
 from .mutate import Draw, edited, json_file, metadata, tensor_file, tensor_values, torch_file
 from .trial import Broken, Case, Kind, command, files_in
@@ -126,9 +124,8 @@ class Unfinished(Merging):
         gm.merge(self.given, self.place.out, threads=1, block=8)
         self.whole = weight_bytes(self.place.out)
         self.place.clear_out()
-        stop = _Stop("merging", 400)
         with contextlib.suppress(KeyboardInterrupt):
-            gm.merge(self.given, self.place.out, threads=1, block=8, progress=stop)
+            gm.merge(self.given, self.place.out, threads=1, block=8, progress=_Stop(400))
         self.left = files_in(self.place.out.parent)
         self.journal = next(path for path in self.left if path.name == JOURNAL)
 
@@ -154,13 +151,13 @@ class Unfinished(Merging):
 
 
 class _Stop:
-    """A progress that ends the work after so many bytes or examples of it, but not while thresholds are measured."""
+    """A progress that ends a merge after so many bytes, but not while thresholds are measured."""
 
-    def __init__(self, what: str, most: int) -> None:
-        self.what, self.left = what, most
+    def __init__(self, most: int) -> None:
+        self.left = most
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
-        self.counts = what == self.what
+        self.counts = what == "merging"
 
     def advance(self, amount: int) -> None:
         self.left -= amount if self.counts else 0
@@ -178,43 +175,4 @@ def journal_lines(draw: Draw, raw: bytes) -> bytes:
     return b"\n".join(lines) + b"\n"
 
 
-class UnfinishedEstimate(Kind):
-    """An estimate that was stopped: its saved sums or the mark beside them, changed before it is resumed."""
-
-    name, share = "saved-sums", 0.6
-
-    def make(self) -> None:
-        from tests.tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
-
-        tiny_bert_checkpoint(Path("bert"), num_hidden_layers=1)
-        write_jsonl(Path("data.jsonl"), labelled(6))
-        stop = _Stop("estimating", 3)
-        with contextlib.suppress(KeyboardInterrupt):
-            self._measure(progress=stop, save_every=0.0)
-        self.left = files_in(self.place.out.parent)
-        self.place.clear_out()
-
-    def _measure(self, **settings: Any) -> None:
-        with models_kept():
-            estimate_curvature("bert", "data.jsonl", out=self.place.out, batch_size=2, device="cpu", **settings)
-
-    def valid(self) -> Case:
-        return Case(left=self.left)
-
-    def case(self, draw: Draw) -> Case:
-        name = draw(st.sampled_from(sorted(self.left)))
-        change = draw(st.sampled_from([tensor_file, metadata] if name.suffix == ".safetensors" else [json_file]))
-        return Case(left=self.left | {name: draw(change(self.left[name]))})
-
-    def read(self) -> None:
-        self._measure(resume=True)
-
-    def check(self, outcome: str) -> None:
-        if outcome == "worked":
-            if gm.Curvature.load(self.place.out).examples != 6:
-                raise Broken("a sum over another number of examples than there are rows")
-        elif self.place.out.exists():
-            raise Broken("there is a result of a measurement that failed")
-
-
-KINDS: list[type[Kind]] = [CurvatureFiles, TrainerCheckpoints, Unfinished, UnfinishedEstimate]
+KINDS: list[type[Kind]] = [CurvatureFiles, TrainerCheckpoints, Unfinished]
