@@ -10,8 +10,6 @@ from torch import Tensor
 
 from gradmerge.rules.kronecker_matching import (
     KroneckerFactors,
-    applied,
-    diagonal_of,
     match_layer,
     mean_eigenvalue,
     remove_layer,
@@ -69,13 +67,6 @@ def test_a_layer_is_what_the_equations_give_with_written_out_matrices(prior: str
     given = (base, tuned, weights, PRIORS[prior], curvature, damping, PENALTIES[penalty])
     for rule, rest in ((match_layer, False), (remove_layer, True)):
         torch.testing.assert_close(rule(*given), slow(*given, rest), rtol=1e-8, atol=1e-8)
-
-
-def test_products_and_diagonals_are_those_of_the_written_out_matrix() -> None:
-    x, hessian = tensor(0, OUT, IN), factors(1)
-    matrix = written_out(hessian)
-    torch.testing.assert_close(applied(hessian, x), (matrix @ x.reshape(-1)).reshape(x.shape))
-    torch.testing.assert_close(diagonal_of(hessian), matrix.diagonal().reshape(x.shape))
 
 
 def test_linear_regression_with_several_outputs_gives_the_jointly_trained_layer() -> None:

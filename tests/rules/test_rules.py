@@ -104,37 +104,22 @@ def check(got: Tensor, want: list[float], tolerance: float) -> None:
     assert torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance), (got.double() - expected).abs().max()
 
 
-@pytest.mark.parametrize("include_base", [False, True])
-def test_average_is_the_mean(include_base: bool) -> None:
-    case = Case()
-    got = METHODS["average"](case.tuned, case.base, include_base=include_base)
-    check(got, slow.average(as_lists(case.base), as_lists(case.tuned), include_base=include_base), 1e-12)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("density", [0.001, 0.2, 1.0])
 @pytest.mark.parametrize("signs", ["positive", "weights"])
-def test_thresholded_rules_equal_their_slow_twins(signs: str, density: float, dtype: torch.dtype) -> None:
+def test_sparse_finetuning_equals_its_slow_twin(signs: str, density: float, dtype: torch.dtype) -> None:
     case, tolerance = Case(dtype), 4 * DTYPES[dtype]
     weights, limits = getattr(case, signs), case.thresholds(density)
     base, tuned = as_lists(case.base), as_lists(case.tuned)
     for normalize in (False, True):
         got = METHODS["sparse-finetuning"](case.base, case.tuned, weights, limits, normalize=normalize)
         check(got, slow.sparse_finetuning(base, tuned, weights, density, normalize), tolerance)
-    got = METHODS["ties"](case.base, case.tuned, weights, limits, scale=0.8)
-    check(got, slow.ties(base, tuned, weights=weights, density=density, scale=0.8), tolerance)
 
 
 def test_weighted_average_refuses_weights_that_sum_to_zero() -> None:
     case = Case(models=2)
     with pytest.raises(ValueError, match="weights"):
         METHODS["weighted-average"](case.base, case.tuned, [1.0, -1.0], None)
-
-
-def test_ties_keeps_the_base_where_the_vote_is_a_draw() -> None:
-    base = torch.zeros(2)
-    got = METHODS["ties"](base, [torch.tensor([1.0, 2.0]), torch.tensor([-1.0, 0.5])], [1.0, 1.0], [0.0, 0.0])
-    assert got.tolist() == [0.0, 1.25]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -172,16 +157,6 @@ def test_regmean_solves_the_least_squares_problem(off_diagonal: float, damping: 
     got = METHODS["regmean"](*inputs_, damping, off_diagonal=off_diagonal)
     want = slow.regmean(matrices, grams, [1.0, weight], damping, off_diagonal)
     assert np.allclose(got.numpy(), want, rtol=1e-9, atol=1e-9)
-
-
-def test_regmean_averages_over_inputs_that_never_occurred() -> None:
-    gram = torch.zeros(3, 3)
-    gram[0, 0] = 4.0
-    matrices = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[3.0, 4.0, 5.0]])]
-    got = METHODS["regmean"](matrices, [1.0, 1.0], [gram, gram], 1e-10)
-    assert torch.allclose(got, torch.tensor([[2.0, 3.0, 4.0]]))
-    undamped = METHODS["regmean"](matrices, [1.0, 1.0], [gram, gram], 0.0)
-    assert torch.allclose(undamped, torch.tensor([[2.0, 3.0, 4.0]]))
 
 
 @pytest.mark.parametrize("damping", [0.0, 1e-10])
@@ -302,8 +277,8 @@ def test_tiny_curvature_does_not_underflow() -> None:
 # Algebra.
 
 few = st.integers(1, 4)
-WITH_CURVATURE = ["fisher-averaging", "fa1", "gradient-matching", "removal"]
-ELEMENTWISE = ["average", "weighted-average", "task-arithmetic", "sparse-finetuning", "ties", *WITH_CURVATURE]
+ELEMENTWISE = ["average", "weighted-average", "task-arithmetic", "sparse-finetuning", "ties", "fisher-averaging"]
+ELEMENTWISE += ["fa1", "gradient-matching", "removal"]
 
 
 def arguments(name: str, models: int, seed: int) -> dict[str, Any]:
@@ -342,25 +317,6 @@ def test_a_model_of_weight_zero_changes_nothing(name: str, models: int, seed: in
     given_ = arguments(name, models, seed)
     more = {n: [*v, v[0] if n != "weights" else 0.0] if n in PER_MODEL else v for n, v in given_.items()}
     assert torch.allclose(METHODS[name](**given_), METHODS[name](**more), rtol=1e-9, atol=1e-12)
-
-
-@settings(max_examples=40, deadline=None)
-@given(name=st.sampled_from([n for n in ELEMENTWISE if n != "fa1"]), models=few, seed=st.integers(0, 50))
-def test_models_equal_to_the_base_give_the_base(name: str, models: int, seed: int) -> None:
-    given_ = arguments(name, models, seed)
-    given_["tuned"] = [Case(torch.float64, seed=seed).base] * models
-    assert torch.allclose(METHODS[name](**given_), given_["tuned"][0], rtol=1e-9, atol=1e-12)
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 50), factor=st.floats(0.01, 100))
-def test_scaling_all_curvature_alike_changes_nothing(seed: int, factor: float) -> None:
-    for name in WITH_CURVATURE:
-        given_ = arguments(name, 2, seed)
-        scaled = dict(given_, curvature=[factor * c for c in given_["curvature"]], damping=factor * given_["damping"])
-        if "prior" in given_:
-            scaled["prior"] = factor * given_["prior"]
-        assert torch.allclose(METHODS[name](**given_), METHODS[name](**scaled), rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=30, deadline=None)

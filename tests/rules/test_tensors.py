@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.checkpoints.checkpoint import Checkpoint
-from gradmerge.compare.candidates import Candidate, visit_blocks
 from gradmerge.engine import statistics
-from gradmerge.engine.build_plan import inputs_of, make_plan, open_plan
+from gradmerge.engine.build_plan import inputs_of, make_plan
 from gradmerge.engine.executor import LocalExecutor, merge_blocks
 from gradmerge.engine.randomness import keep_mask, uniform
 from gradmerge.engine.statistics import compute_statistics
@@ -245,40 +241,6 @@ def test_nan_is_found_in_whatever_a_rule_reads(method: str, where: str) -> None:
         return
     with pytest.raises(gm.InputError, match=f"{'base' if where == 'base' else 'm0'}: matrix"):
         merge(base, tuned, method, weights, options)
-
-
-def test_candidates_of_every_grain_are_seen_together_as_they_are_merged(tmp_path: Path) -> None:
-    base, tuned = states(torch.float32, 2)
-    for name, state in [("base", base), *((f"m{i}", model) for i, model in enumerate(tuned))]:
-        (tmp_path / name).mkdir()
-        save_file(state, tmp_path / name / "model.safetensors")
-    recipe = {"method": "task-arithmetic", "base": "base", "models": ["m0", "m1"]}
-    path = tmp_path / "recipe.yml"
-    path.write_text(json.dumps(recipe))
-    wanted = {
-        "ties": {"density": 0.4, "rescale": "norm", "scope": "tensor"},
-        "della": {"seed": SEED},
-        "dare": {"seed": SEED},
-        "model-stock": {},
-        "tsv": {},
-        "nuslerp": {"axis": "first"},
-        "sce": {"select_topk": 0.5},
-        "breadcrumbs": {},
-    }
-    plan = open_plan(gm.load_recipe(path), reads=frozenset({"base"}))
-    plan.block = 16
-    got: dict[str, State] = {name: {n: torch.empty(v.shape) for n, v in base.items()} for name in wanted}
-
-    def visit(block: Any) -> None:
-        for name, merged in zip(wanted, block.merged, strict=True):
-            got[name][block.job.name].view(-1)[block.start : block.stop] = merged
-
-    visit_blocks(plan, [Candidate(name, name, options=options) for name, options in wanted.items()], visit, threads=2)
-    plan.inputs.close()
-    for name, options in wanted.items():
-        weights = [1.0, 1.0] if "weights" in METHODS[name].inputs else None
-        want = merge(base, tuned, name, weights, options)
-        assert all(torch.equal(got[name][n], want[n]) for n in want), name
 
 
 def test_what_a_rule_cannot_work_with_is_said_before_anything_is_read() -> None:
