@@ -33,11 +33,7 @@ if TYPE_CHECKING:
     from .progress import Progress as Progress
     from .recipe import Recipe as Recipe, load_recipe as load_recipe
     from .refinement.influence import RemovalResult as RemovalResult
-    from .rules import (
-        METHODS as METHODS,
-        gradient_matching_full as gradient_matching_full,
-        removal_full as removal_full,
-    )
+    from .rules import METHODS as METHODS
     from .tasks.data.read import Rows as Rows, read_rows as read_rows
     from .tasks.generation import Generation as Generation
     from .training.curvature_callback import CurvatureCallback as CurvatureCallback
@@ -72,7 +68,7 @@ _NAMES = {
     "progress": "Progress",
     "recipe": "Recipe load_recipe",
     "refinement.influence": "RemovalResult",
-    "rules": "METHODS gradient_matching_full removal_full",
+    "rules": "METHODS",
     "tasks.data.read": "Rows read_rows",
     "tasks.generation": "Generation",
     "training.curvature_callback": "CurvatureCallback",

@@ -17,6 +17,7 @@ from gradmerge.compare.settings import BASE
 from gradmerge.recipe import make_recipe
 
 from ..making import write_model
+from ..rules.full_matrices import gradient_matching_full, removal_full
 from .making import memory_plan
 
 FEATURES, ROWS = 5, 30
@@ -171,7 +172,7 @@ def test_removal_errs_by_the_mismatch_on_what_stays_and_on_what_goes(kind: str) 
 
 def test_gradient_matching_gives_the_jointly_trained_model_for_quadratics() -> None:
     case = make_case("linear")
-    merged = gm.gradient_matching_full(case.base, case.tuned, case.penalty, case.hessians, WEIGHTS)
+    merged = gradient_matching_full(case.base, case.tuned, case.penalty, case.hessians, WEIGHTS)
     assert (merged - case.target).abs().max() < 1e-10
     case = make_case("linear", diagonal=True)
     states = [as_state(theta) for theta in case.tuned]
@@ -189,7 +190,7 @@ def test_gradient_matching_errs_in_second_order_where_task_arithmetic_errs_in_fi
     errors = []
     for stiffness in (100.0, 1000.0):
         case = make_case("logistic", stiffness=stiffness)
-        merged = gm.gradient_matching_full(case.base, case.tuned, case.penalty, case.hessians, WEIGHTS)
+        merged = gradient_matching_full(case.base, case.tuned, case.penalty, case.hessians, WEIGHTS)
         errors.append([(case.arithmetic - case.target).norm(), (merged - case.target).norm()])
     (arithmetic, matching), (arithmetic_after, matching_after) = errors
     assert matching < arithmetic / 20
@@ -232,7 +233,7 @@ def test_removal_gives_the_retrained_model_for_quadratics(parts: int) -> None:
     base = trained([(1.0, stays), *zip(strengths, goes, strict=True)], ridge, centre)
     tuned = [trained([(1.0, loss)], penalty, base) for loss in goes]
     rest = stays.hessian(base) + ridge
-    removed = gm.removal_full(base, tuned, rest, penalty, [loss.hessian(base) for loss in goes], strengths)
+    removed = removal_full(base, tuned, rest, penalty, [loss.hessian(base) for loss in goes], strengths)
     assert (removed - trained([(1.0, stays)], ridge, centre)).abs().max() < 1e-10
 
 

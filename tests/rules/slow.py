@@ -10,6 +10,11 @@ import numpy as np
 Vector = Sequence[float]
 
 
+def average(base: Vector, tuned: Sequence[Vector], include_base: bool = False) -> list[float]:
+    models = [*tuned, base] if include_base else list(tuned)
+    return [math.fsum(m[i] for m in models) / len(models) for i in range(len(base))]
+
+
 def weighted_average(base, tuned, weights, base_weight=None, normalize=True):
     models, ws = list(tuned), list(weights)
     if base_weight is not None:
@@ -62,6 +67,38 @@ def sparse_finetuning(base, tuned, weights, density, normalize=False):
                 total[i] += weight * d
                 count[i] += weight
     return [b + (t / c if normalize and c != 0 else t) for b, t, c in zip(base, total, count, strict=True)]
+
+
+def elect_and_average(deltas, weights):
+    result = []
+    for i in range(len(deltas[0])):
+        vote = math.fsum(w * d[i] for w, d in zip(weights, deltas, strict=True))
+        sign = (vote > 0) - (vote < 0)
+        agreeing = [
+            (w, d[i]) for w, d in zip(weights, deltas, strict=True) if d[i] != 0 and (d[i] > 0) - (d[i] < 0) == sign
+        ]
+        whole = math.fsum(w for w, _ in agreeing)
+        result.append(math.fsum(w * d for w, d in agreeing) / whole if whole != 0 else 0.0)
+    return result
+
+
+def ties(base, tuned, weights, density, scale=1.0):
+    trimmed = []
+    for model in tuned:
+        delta = [m - b for m, b in zip(model, base, strict=True)]
+        limit = threshold(delta, density)
+        trimmed.append([d if abs(d) >= limit else 0.0 for d in delta])
+    return [b + scale * d for b, d in zip(base, elect_and_average(trimmed, weights), strict=True)]
+
+
+def dare(base, tuned, weights, kept, density, combine="task-arithmetic"):
+    deltas = [
+        [(m - b) / density if k else 0.0 for m, b, k in zip(model, base, mask, strict=True)]
+        for model, mask in zip(tuned, kept, strict=True)
+    ]
+    if combine == "ties":
+        return [b + d for b, d in zip(base, elect_and_average(deltas, weights), strict=True)]
+    return [b + math.fsum(w * d[i] for w, d in zip(weights, deltas, strict=True)) for i, b in enumerate(base)]
 
 
 def slerp(base, tuned, t, parallel=0.9995):

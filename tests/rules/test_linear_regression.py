@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradmerge import gradient_matching_full, removal_full
 from gradmerge.rules import METHODS
+
+from .full_matrices import gradient_matching_full, removal_full
 
 torch.manual_seed(0)
 FEATURES = 5

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from .gradient_matching import gradient_matching_full, removal_full
 from .spec import Help, Option, Rule, rule
 
 ENTRY_POINTS = "gradmerge.rules"
@@ -112,4 +111,4 @@ def _order(rule: Rule) -> tuple[int, str]:
 METHODS = Methods()
 """All merge rules by name."""
 
-__all__ = ["METHODS", "Help", "Option", "Rule", "gradient_matching_full", "removal_full", "rule"]
+__all__ = ["METHODS", "Help", "Option", "Rule", "rule"]
