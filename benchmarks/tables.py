@@ -42,10 +42,9 @@ def benchmark_results() -> str:
                 f"{row['peak_rss_gib']:.2f}",
                 f"{moved:.2f}{share}" if moved else "",
                 row["ratio"],
-                "; ".join(bar_text(bar) for bar in row["bars"]),
             )
         )
-    header = ("case", "program", "runs", "wall s", "peak RSS GiB", "moved GB/s (of a copy)", "ratio", "bars")
+    header = ("case", "program", "runs", "wall s", "peak RSS GiB", "moved GB/s (of a copy)", "ratio")
     return (
         f"Measured {report['created'][:10]} on {machine['cores']} cores and {machine['memory_bytes'] / 2**30:.0f} GiB "
         f"({machine['system']}), files in the page cache where they fit: Llama checkpoints of "
@@ -55,10 +54,6 @@ def benchmark_results() -> str:
         f"Python {versions['python']}. "
         "Times are medians and include starting the program; memory is the highest peak.\n\n" + table(header, rows)
     )
-
-
-def bar_text(bar: dict[str, Any]) -> str:
-    return f"{bar['name']} {bar['sense']} {bar['bar']:g}: {'met' if bar['passed'] else '**missed**'}"
 
 
 #: What a row of a curvature benchmark is called.
@@ -213,10 +208,9 @@ def same_work_results() -> str:
         rows = []
         for row in report["rows"]:
             ours, theirs = (f"{row['wall_s'][program]:.1f}" for program in ("gradmerge", "mergekit"))
-            bar = f" (wanted: {row['bar']:g})" if row["bar"] else ""
             agree = f"{100 * row['agreement']:.3f} %" + (" (in distribution)" if row["random"] else "")
             peaks = (f"{row['peak_rss_gib'][program]:.2f}" for program in ("gradmerge", "mergekit"))
-            rows.append((row["method"], ours, theirs, f"{row['times_as_fast']:.1f}{bar}", *peaks, agree))
+            rows.append((row["method"], ours, theirs, f"{row['times_as_fast']:.1f}", *peaks, agree))
         header = ("mergekit's method", "gradmerge s", "mergekit s", "times as fast", "GiB", "GiB, mergekit", "agree")
         runs = ", ".join(sorted({str(row["runs"]) for row in report["rows"]}))
         about = (

@@ -13,14 +13,17 @@ import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import typer
 from benchmarks.tables import TABLES, table
+from experiments.common import hub
+from experiments.recovery.report import shares as recovery_shares
 from pydantic import BaseModel
 
 import gradmerge
-from experiments import results_tables
+from experiments import results_summary, results_tables
 from gradmerge.cli.app import app
 from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice, SliceModel, TokenizerChoice
 from gradmerge.recipe.mergekit.methods import MERGEKIT_METHODS
@@ -30,7 +33,9 @@ from gradmerge.tasks import MEANINGS
 from gradmerge.tasks.data import columns
 
 DOCS = Path(__file__).parent
-EXPERIMENTS = DOCS.parent / "experiments"
+ROOT = DOCS.parent
+EXPERIMENTS = ROOT / "experiments"
+BENCHMARKS = ROOT / "benchmarks"
 BEGIN = re.compile(r"^<!-- generated: ([a-z0-9-]+) -->$", re.MULTILINE)
 PART = re.compile(BEGIN.pattern + r"(.*?)^<!-- end of generated -->$", re.MULTILINE | re.DOTALL)
 
@@ -40,12 +45,13 @@ def main() -> None:
         before = page.read_text("utf-8")
         if (after := filled(before)) != before:
             page.write_text(after, "utf-8")
-            print(f"{page.relative_to(DOCS.parent)} is brought up to date")
+            print(f"{page.relative_to(ROOT)} is brought up to date")
 
 
 def pages() -> list[Path]:
     """The pages with generated parts."""
-    every = sorted([*DOCS.rglob("*.md"), *EXPERIMENTS.rglob("*.md")])
+    folders = (DOCS, EXPERIMENTS, BENCHMARKS)
+    every = sorted([ROOT / "README.md", *(page for folder in folders for page in folder.rglob("*.md"))])
     return [page for page in every if BEGIN.search(page.read_text("utf-8"))]
 
 
@@ -272,36 +278,119 @@ def mergekit_methods() -> str:
     return table(("mergekit", "here", "with the options", "parameters, and what they are called here"), rows)
 
 
-#: Scripts that pages show whole, so that what is read there is what the tests run.
-SCRIPTS = {f"script-{path.stem.replace('_', '-')}": path for path in (DOCS.parent / "examples/training").glob("*.py")}
+#: Scripts that pages show whole, so that readers see what the tests run.
+SCRIPTS = {
+    "script-calibration": ROOT / "examples/calibration.py",
+    "script-prior-trainer": ROOT / "examples/training/prior_trainer.py",
+}
 
 
 def script(path: Path) -> str:
-    return f'```python title="{path.relative_to(DOCS.parent).as_posix()}"\n{path.read_text("utf-8").rstrip()}\n```'
+    return f'```python title="{path.relative_to(ROOT).as_posix()}"\n{path.read_text("utf-8").rstrip()}\n```'
 
 
-#: Notebooks that are pages too, with what they printed when they were last run.
-NOTEBOOKS = {f"notebook-{path.stem.replace('_', '-')}": path for path in (DOCS / "notebooks").glob("*.ipynb")}
+#: Rows of the table in README.md: title → the column of each step in the recovery experiment.
+RECOVERY = {
+    "SmolLM2-135M, five tasks (loss)": ("language-model-0", "calibrate", "calibrate --curvature none, distill"),
+    "MPNet, five sentiment sets (accuracy)": ("sentiment-0", "calibrate", "calibrate --curvature none, distill"),
+}
 
 
-def notebook(path: Path) -> str:
-    """The cells of a notebook as Markdown."""
-    parts = []
-    for cell in json.loads(path.read_text("utf-8"))["cells"]:
-        text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
-        for output in cell.get("outputs", ()):
-            shown = "".join(output.get("text") or output["data"]["text/plain"]).rstrip()
-            parts.append(f"```text\n{shown}\n```")
-    title, *rest = parts
-    head, _, first = title.partition("\n\n")
-    link = f"[The notebook]({path.name}) to run it yourself; the tests do."
-    return "\n\n".join([head, link, first, *rest])
+def main_results() -> str:
+    """How much of joint training's gain merges keep, and what calibration and distillation add."""
+    rows = []
+    for title, (name, *steps) in RECOVERY.items():
+        found = json.loads((EXPERIMENTS / f"results/recovery/{name}.json").read_text("utf-8"))
+        kept = recovery_shares(found)
+        rows.append((title, *(f"{kept[step][0]:.0f} %" for step in ("average", "gradient-matching", *steps))))
+    merges = results_summary.merging_shares()
+    demo = json.loads((BENCHMARKS / "results/calibration-demo-defaults.json").read_text("utf-8"))["accuracy_percent"]
+    base, joint = (demo[name]["mean"] for name in ("base", "joint"))
+    for title, shares in merges.items():
+        average, matching = (
+            fmean(point[0] for point in shares[method]) for method in ("average", "gradient matching, weight 1")
+        )
+        steps = ("–", "–")
+        if title.startswith("demo"):
+            means = (demo[step]["mean"] for step in ("calibrate", "calibrate + distill"))
+            steps = tuple(f"{100 * (mean - base) / (joint - base):.0f} %" for mean in means)
+        rows.append((f"{title} (accuracy)", f"{average:.0f} %", f"{matching:.0f} %", *steps))
+    return table(("model and tasks", "average", "gradient matching", "calibrate", "calibrate, then distill"), rows)
+
+
+def recovery_table() -> str:
+    """What calibration and distillation add to a merge, in percent of joint training's gain."""
+    files = {"SmolLM2-135M (loss)": "language-model-0", "MPNet, sentiment (accuracy)": "sentiment-0"}
+    found = {
+        title: recovery_shares(json.loads((EXPERIMENTS / f"results/recovery/{name}.json").read_text("utf-8")))
+        for title, name in files.items()
+    }
+    steps = {
+        "average": "average",
+        "TIES": "ties",
+        "gradient matching": "gradient-matching",
+        "average, then `calibrate --curvature none`": "calibrate --curvature none",
+        "average, then `calibrate`": "calibrate",
+        "average, then `distill`": "distill",
+        "average, `calibrate --curvature none`, `distill`": "calibrate --curvature none, distill",
+    }
+    rows = [(title, *(f"{kept[step][0]:.0f} %" for kept in found.values())) for title, step in steps.items()]
+    return table(("steps", *found), rows) + (
+        "\n\nOne seed, 256 unlabeled rows per task, five tasks each (`experiments/results/recovery/`)."
+    )
+
+
+def removal_kept() -> str:
+    """How far each way of removing comes towards the retrained model."""
+    shares = results_summary.removal_shares()
+    ways = ("negation", "gradient matching", "gradient matching, tuned under H_0", "influence steps")
+    rows = []
+    for way in (*ways, results_summary.RETRAINED):
+        every = [points.get(way, ()) for points in shares.values()]
+        rows.append((way, *(f"{fmean(one for one, _ in points):.0f} %" if points else "–" for points in every)))
+    return table(("", *shares), rows)
+
+
+def mergekit_speed() -> str:
+    """The same recipes by both programs, for the methods that are used most."""
+    found = json.loads((BENCHMARKS / "results/same_work.json").read_text("utf-8"))["rows"]
+    rows = []
+    for row in found:
+        if row["method"] in ("linear", "task_arithmetic", "slerp", "ties", "dare_ties", "model_stock"):
+            seconds = (f"{row['wall_s'][program]:.1f}" for program in ("gradmerge", "mergekit"))
+            rows.append((f"`{row['method']}`", *seconds, f"{row['times_as_fast']:.1f}"))
+    return table(("method", "gradmerge", "mergekit", "times as fast"), rows)
+
+
+def hub_data() -> str:
+    """The data sets that the full scale of the experiments takes."""
+    rows = []
+    for place, known in hub.DATA.items():
+        counts = ", ".join(f"{split} {count:,}" for split, count in known.rows.items())
+        columns = ", ".join(f"`{column}`" for column in known.columns)
+        words = [known.configuration and f"`{known.configuration}`", columns or "not found", counts or "not found"]
+        rows.append((f"`{place}`", *words, known.size or "not found", f"[page]({known.page})", known.note))
+    return table(("data set", "configuration", "columns", "rows", "size", "source", "note"), rows)
+
+
+def hub_models() -> str:
+    """The models that it takes."""
+    rows = [
+        (f"`{place}`", known.size or "not found", f"[page]({known.page})" if known.page else "none", known.note)
+        for place, known in hub.MODELS.items()
+    ]
+    return table(("model", "size", "source", "note"), rows)
 
 
 GENERATED: dict[str, Callable[[], str]] = {
+    "main-results": main_results,
+    "mergekit-speed": mergekit_speed,
+    "recovery": recovery_table,
+    "removal-kept": removal_kept,
     "cli": cli_reference,
     "columns": usual_columns,
+    "hub-data": hub_data,
+    "hub-models": hub_models,
     "mergekit": mergekit_methods,
     "methods": methods_reference,
     "rule-inputs": rule_inputs,
@@ -309,9 +398,9 @@ GENERATED: dict[str, Callable[[], str]] = {
     "python": python_names,
     "recipe": recipe_reference,
     **{name: partial(script, path) for name, path in SCRIPTS.items()},
-    **{name: partial(notebook, path) for name, path in NOTEBOOKS.items()},
     **TABLES,
     **results_tables.TABLES,
+    **results_summary.TABLES,
 }
 
 

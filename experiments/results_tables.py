@@ -1,4 +1,4 @@
-"""Tables of docs/results.md and of the pages in results/, made from the JSON files in results/.
+"""Tables of the pages in results/, made from the JSON files in results/.
 
 `python -m docs.pages` writes them into the pages. In the summary tables, for merges 0 % is the base model and 100 % is
 joint training; for removals 0 % is the model before, and 100 % the model that was retrained without the removed data.

@@ -30,9 +30,7 @@ class Block(NamedTuple):
 
 def blocks_of(page: Path) -> list[Block]:
     """The blocks of a page that are commands, programs and files, without generated ones."""
-    text = re.sub(
-        r"<!-- generated:.*?<!-- end of generated -->", "", page.read_text("utf-8"), flags=re.DOTALL
-    )
+    text = re.sub(r"<!-- generated:.*?<!-- end of generated -->", "", page.read_text("utf-8"), flags=re.DOTALL)
     found = re.findall(r'^```(console|python|yaml|json)(?: title="([^"]+)")?\n(.*?)^```$', text, re.M | re.S)
     return [Block(*block) for block in found if block[0] in ("console", "python") or block[1]]
 
@@ -64,7 +62,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     write_hub_models(folder)
     (folder / "examples").symlink_to(ROOT / "examples")
-    (folder / "your-mergekit-recipe.yml").write_text("merge_method: linear\nmodels: [{model: yelp}, {model: sst2}]\n")
+    (folder / "your-mergekit-recipe.yml").write_text(
+        "merge_method: linear\nparameters: {weight: 1}\nmodels: [{model: yelp}, {model: sst2}]\n"
+    )
     return folder
 
 
