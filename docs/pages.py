@@ -36,6 +36,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 EXPERIMENTS = ROOT / "experiments"
 BENCHMARKS = ROOT / "benchmarks"
+FOLDERS = (DOCS, EXPERIMENTS, BENCHMARKS)
 BEGIN = re.compile(r"^<!-- generated: ([a-z0-9-]+) -->$", re.MULTILINE)
 PART = re.compile(BEGIN.pattern + r"(.*?)^<!-- end of generated -->$", re.MULTILINE | re.DOTALL)
 
@@ -50,8 +51,7 @@ def main() -> None:
 
 def pages() -> list[Path]:
     """The pages with generated parts."""
-    folders = (DOCS, EXPERIMENTS, BENCHMARKS)
-    every = sorted([ROOT / "README.md", *(page for folder in folders for page in folder.rglob("*.md"))])
+    every = sorted([ROOT / "README.md", *(page for folder in FOLDERS for page in folder.rglob("*.md"))])
     return [page for page in every if BEGIN.search(page.read_text("utf-8"))]
 
 
@@ -310,10 +310,10 @@ def main_results() -> str:
         average, matching = (
             fmean(point[0] for point in shares[method]) for method in ("average", "gradient matching, weight 1")
         )
-        steps = ("–", "–")
+        steps = ["–", "–"]
         if title.startswith("demo"):
             means = (demo[step]["mean"] for step in ("calibrate", "calibrate + distill"))
-            steps = tuple(f"{100 * (mean - base) / (joint - base):.0f} %" for mean in means)
+            steps = [f"{100 * (mean - base) / (joint - base):.0f} %" for mean in means]
         rows.append((f"{title} (accuracy)", f"{average:.0f} %", f"{matching:.0f} %", *steps))
     return table(("model and tasks", "average", "gradient matching", "calibrate", "calibrate, then distill"), rows)
 

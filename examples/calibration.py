@@ -4,6 +4,7 @@
 """
 
 import copy
+from functools import partial
 
 import torch
 from torch import nn
@@ -38,8 +39,9 @@ def group_by_input(model, batch):
     calls, handles = [], []
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
-            hook = lambda layer, args, name=name: calls.append((name, args[0]))
-            handles.append(layer.register_forward_pre_hook(hook))
+            handles.append(
+                layer.register_forward_pre_hook(partial(lambda name, _, args: calls.append((name, args[0])), name))
+            )
     with torch.no_grad():
         model(**batch)
     for handle in handles:
@@ -71,7 +73,7 @@ def calibrate(merged, teachers, rows, alpha=0.25, ridge=0.3):
     """Return a calibrated copy of `merged`. `teachers` and `rows` map each task to a model and to batches."""
     model = copy.deepcopy(merged).eval()
     for names in group_by_input(model, next(iter(rows.values()))[0]):
-        total, mixed = 0.0, {name: 0.0 for name in names}
+        total, mixed = 0.0, dict.fromkeys(names, 0.0)
         for task, teacher in teachers.items():
             # The inputs of the layer: in the model calibrated so far, and in the fine-tuned model.
             x_hat = record_inputs(model, names[:1], rows[task])[names[0]]

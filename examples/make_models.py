@@ -1,7 +1,8 @@
-"""Make three small sentiment models and their data in the current folder, in about ten seconds and without the network.
+"""Make small sentiment models and their data in the current folder, in about ten seconds and without the network.
 
-The guides in docs/ use these names: the base model `base`, and `yelp` and `sst2`, which are fine-tuned from it. Each has
-training rows (`yelp.jsonl`), test rows (`yelp-test.jsonl`) and rows without labels (`yelp-rows.jsonl`).
+The guides in docs/ use these names: the base model `base`; `yelp` and `sst2`, which are fine-tuned from it;
+and `joint`, which is trained on all data. Each task has training rows (`yelp.jsonl`), test rows (`yelp-test.jsonl`) and
+rows without labels (`yelp-rows.jsonl`).
 
 python examples/make_models.py
 """
@@ -16,7 +17,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 
 GOOD = {"base": ["good", "great", "nice"], "yelp": ["tasty", "fresh", "crisp"], "sst2": ["moving", "funny", "bold"]}
 BAD = {"base": ["bad", "awful", "poor"], "yelp": ["stale", "greasy", "cold"], "sst2": ["dull", "clumsy", "trite"]}
-FILLER = "the a was and it we very so this one really quite again here".split()
+FILLER = ["the", "a", "was", "and", "it", "we", "very", "so", "this", "one", "really", "quite", "again", "here"]
 WORDS = ["[PAD]", "[UNK]", *FILLER, *(word for words in (*GOOD.values(), *BAD.values()) for word in words)]
 
 
@@ -67,5 +68,11 @@ config = BertConfig(
 train(BertForSequenceClassification(config), rows["base"], "base", steps=100, rate=1e-3)
 for name in ("yelp", "sst2"):
     train(BertForSequenceClassification.from_pretrained("base"), rows[name], name, steps=200, rate=3e-4)
-train(BertForSequenceClassification.from_pretrained("base"), sum(rows.values(), []), "joint", steps=400, rate=3e-4)
+train(
+    BertForSequenceClassification.from_pretrained("base"),
+    [row for name in rows for row in rows[name]],
+    "joint",
+    steps=400,
+    rate=3e-4,
+)
 print("Models: base yelp sst2 joint. Data: NAME.jsonl, NAME-test.jsonl, and NAME-rows.jsonl without labels.")

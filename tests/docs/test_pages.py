@@ -7,10 +7,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from docs.pages import BEGIN, DOCS, EXPERIMENTS, GENERATED, filled, pages
+from docs.pages import BEGIN, DOCS, FOLDERS, GENERATED, filled, pages
 
 ROOT = DOCS.parent
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *EXPERIMENTS.rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.rglob("*.md"))])
 #: Packages whose own words stand in generated parts.
 QUOTED = ("pydantic", "typer")
 

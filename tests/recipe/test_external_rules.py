@@ -1,4 +1,4 @@
-"""Methods from Python files and installed packages; the file is the example of docs/rules.md."""
+"""Methods from Python files and installed packages; the file is the example of docs/merge.md."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gradmerge.rules import Methods
 
 from ..making import near, random_curvature, random_state, read_model, write_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
-EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)[0]
+PAGE = Path(__file__).parents[2] / "docs" / "merge.md"
+EXAMPLE = re.findall(r'```python title="median.py"\n(.*?)```', PAGE.read_text("utf-8"), re.DOTALL)[0]
 RETURN = "return base + scale * deltas.median(dim=0).values"
 STATES = {"base": random_state(0)} | {name: near(random_state(0), i) for i, name in enumerate("abc", 1)}
 

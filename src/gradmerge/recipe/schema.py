@@ -137,7 +137,8 @@ class Recipe(OneLine, RecipePart):
         description="The name by which other recipes (YAML documents) of the same file use the result.",
     )
     method: str = Field(
-        description="The method; `gradmerge methods` lists them. Or a [Python file](../rules.md) with `--allow-code`."
+        description="The method; `gradmerge methods` lists them. Or a [Python file](../merge.md#write-your-own-method) "
+        "with `--allow-code`."
     )
     base: Annotated[Base, BeforeValidator(_from_path)] | None = Field(
         None,
