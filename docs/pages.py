@@ -18,12 +18,11 @@ from typing import Any
 
 import typer
 from benchmarks.tables import TABLES, table
-from experiments.common import hub
 from experiments.recovery.report import shares as recovery_shares
 from pydantic import BaseModel
 
 import gradmerge
-from experiments import results_summary, results_tables
+from experiments import results_tables
 from gradmerge.cli.app import app
 from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice, SliceModel, TokenizerChoice
 from gradmerge.recipe.mergekit.methods import MERGEKIT_METHODS
@@ -303,7 +302,7 @@ def main_results() -> str:
         found = json.loads((EXPERIMENTS / f"results/recovery/{name}.json").read_text("utf-8"))
         kept = recovery_shares(found)
         rows.append((title, *(f"{kept[step][0]:.0f} %" for step in ("average", "gradient-matching", *steps))))
-    merges = results_summary.merging_shares()
+    merges = results_tables.merging_shares()
     demo = json.loads((BENCHMARKS / "results/calibration-demo-defaults.json").read_text("utf-8"))["accuracy_percent"]
     base, joint = (demo[name]["mean"] for name in ("base", "joint"))
     for title, shares in merges.items():
@@ -342,10 +341,10 @@ def recovery_table() -> str:
 
 def removal_kept() -> str:
     """How far each way of removing comes towards the retrained model."""
-    shares = results_summary.removal_shares()
+    shares = results_tables.removal_shares()
     ways = ("negation", "gradient matching", "gradient matching, tuned under H_0", "influence steps")
     rows = []
-    for way in (*ways, results_summary.RETRAINED):
+    for way in (*ways, results_tables.RETRAINED):
         every = [points.get(way, ()) for points in shares.values()]
         rows.append((way, *(f"{fmean(one for one, _ in points):.0f} %" if points else "–" for points in every)))
     return table(("", *shares), rows)
@@ -362,26 +361,6 @@ def mergekit_speed() -> str:
     return table(("method", "gradmerge", "mergekit", "times as fast"), rows)
 
 
-def hub_data() -> str:
-    """The data sets that the full scale of the experiments takes."""
-    rows = []
-    for place, known in hub.DATA.items():
-        counts = ", ".join(f"{split} {count:,}" for split, count in known.rows.items())
-        columns = ", ".join(f"`{column}`" for column in known.columns)
-        words = [known.configuration and f"`{known.configuration}`", columns or "not found", counts or "not found"]
-        rows.append((f"`{place}`", *words, known.size or "not found", f"[page]({known.page})", known.note))
-    return table(("data set", "configuration", "columns", "rows", "size", "source", "note"), rows)
-
-
-def hub_models() -> str:
-    """The models that it takes."""
-    rows = [
-        (f"`{place}`", known.size or "not found", f"[page]({known.page})" if known.page else "none", known.note)
-        for place, known in hub.MODELS.items()
-    ]
-    return table(("model", "size", "source", "note"), rows)
-
-
 GENERATED: dict[str, Callable[[], str]] = {
     "main-results": main_results,
     "mergekit-speed": mergekit_speed,
@@ -389,8 +368,6 @@ GENERATED: dict[str, Callable[[], str]] = {
     "removal-kept": removal_kept,
     "cli": cli_reference,
     "columns": usual_columns,
-    "hub-data": hub_data,
-    "hub-models": hub_models,
     "mergekit": mergekit_methods,
     "methods": methods_reference,
     "rule-inputs": rule_inputs,
@@ -400,7 +377,6 @@ GENERATED: dict[str, Callable[[], str]] = {
     **{name: partial(script, path) for name, path in SCRIPTS.items()},
     **TABLES,
     **results_tables.TABLES,
-    **results_summary.TABLES,
 }
 
 

@@ -152,14 +152,18 @@ def _shares(points: Points) -> Points:
     }
 
 
-def merging_summary() -> str:
+def merging_shares() -> dict[str, Points]:
+    """Return experiment → method → shares of joint training's gain in accuracy and in loss."""
     experiments = {
         "demo: 4 kinds of digits, small ViT": demo_points(),
         "5 sentiment sets, MiniLM": _sentiment(),
         "8 image sets, DeiT-tiny": _deit_tiny(),
     }
-    shares = {title: _shares(points) for title, points in experiments.items()}
-    return _summary("of what joint training gains over the base, %", shares, METHODS, "accuracy")
+    return {title: _shares(points) for title, points in experiments.items()}
+
+
+def merging_summary() -> str:
+    return _summary("of what joint training gains over the base, %", merging_shares(), METHODS, "accuracy")
 
 
 def _demo_removal() -> Points:
@@ -178,13 +182,18 @@ def _removal(task: str) -> Points:
     return {**ways, RETRAINED: removal.shares(results, None)}
 
 
-def removal_summary() -> str:
-    shares = {
+def removal_shares() -> dict[str, Points]:
+    """Return experiment → method → shares of the distance to the retrained model, in KL and in loss."""
+    return {
         "demo: tilted digits, small ViT": _demo_removal(),
         "toxic comments, GPT-2 from scratch": _removal("toxicity"),
         "swapped knowledge, small T5": _removal("hallucination"),
     }
-    return _summary("of the distance to the retrained model, removed, %", shares, (*WAYS, RETRAINED), "KL")
+
+
+def removal_summary() -> str:
+    what = "of the distance to the retrained model, removed, %"
+    return _summary(what, removal_shares(), (*WAYS, RETRAINED), "KL")
 
 
 def _summary(what: str, experiments: Mapping[str, Points], rows: Sequence[str], first: str) -> str:
