@@ -18,9 +18,6 @@ from .small_models import write_hub_models
 
 ROOT = DOCS.parent
 MAKE_MODELS = "examples/make_models.py"
-PAGES = [page for page in sorted([ROOT / "README.md", *DOCS.rglob("*.md")]) if "```console" in page.read_text("utf-8")]
-
-
 class Block(NamedTuple):
     language: str
     title: str
@@ -33,6 +30,9 @@ def blocks_of(page: Path) -> list[Block]:
     text = re.sub(r"<!-- generated:.*?<!-- end of generated -->", "", page.read_text("utf-8"), flags=re.DOTALL)
     found = re.findall(r'^```(console|python|yaml|json)(?: title="([^"]+)")?\n(.*?)^```$', text, re.M | re.S)
     return [Block(*block) for block in found if block[0] in ("console", "python") or block[1]]
+
+
+PAGES = [page for page in sorted([ROOT / "README.md", *DOCS.rglob("*.md")]) if blocks_of(page)]
 
 
 def commands_of(block: str) -> list[tuple[str, list[str]]]:
