@@ -18,6 +18,8 @@ from .small_models import write_hub_models
 
 ROOT = DOCS.parent
 MAKE_MODELS = "examples/make_models.py"
+
+
 class Block(NamedTuple):
     language: str
     title: str
