@@ -18,12 +18,6 @@ from ..text import nearest
 
 #: Keys for models that load and compute on one device.
 BASIC_KEYS = ("attn_implementation", "tokenizer")
-#: Keys that transformers has and gradmerge never passes on.
-REFUSED = {
-    "trust_remote_code": "gradmerge does not run code from the Hub or from a model folder",
-    "use_safetensors": "gradmerge reads safetensors files only, because pickles can run code",
-    "dtype": "use the option dtype",
-}
 
 
 @dataclass(frozen=True)
@@ -47,12 +41,9 @@ class ModelArgs:
         """Check keys and values. ``allowed``: the keys that the calling function supports, by default all."""
         types = get_type_hints(cls)
         for key, value in (model_args or {}).items():
-            if key in REFUSED:
-                raise InputError(f"model_args: {key} is not allowed: {REFUSED[key]}")
             if key not in types:
-                raise InputError(
-                    f"model_args: there is no key {key!r}{nearest(str(key), types)}\n  Known are {', '.join(types)}."
-                )
+                hint = f"{nearest(str(key), types)}\n  Allowed are {', '.join(types)}."
+                raise InputError(f"model_args: {key} is not allowed{hint}")
             if allowed is not None and key not in allowed:
                 raise InputError(
                     f"model_args: {key} is for evaluate and curvature estimate; allowed here are "

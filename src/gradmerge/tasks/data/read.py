@@ -18,7 +18,7 @@ from ...display import OneLine
 from ...errors import InputError, MachineError
 from ...io.reader import local_path, require_utf8_path
 from ...io.small_files import require_unpackable
-from ...text import first_line, listed, size
+from ...text import first_line, size
 from ...urls import redact, remote_url, strip_file_scheme
 
 FORMATS = (
@@ -222,25 +222,30 @@ def _read_file(source: str, path: Path, split: str | None, limit: int | None) ->
     return Rows(source, rows, tuple(rows[0]) if rows else (), folder=path.parent)
 
 
-def _is_packed(path: Path) -> bool:
-    return path.name.lower().endswith(".gz")
+def _open(path: Path) -> Any:
+    """Open a file for reading bytes, unpacked if it is a .gz."""
+    return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")
 
 
 def _lines(source: str, path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number and text of each line of a UTF-8 file, unpacked if it is a .gz."""
+    """Yield the number and text of each line of a UTF-8 file."""
     number = total = 0
-    packed = _is_packed(path)
-    with gzip.open(path) if packed else path.open("rb") as file:
+    with _open(path) as file:
         while line := file.readline(MAX_LINE + 1):
             number, total = number + 1, total + len(line)
             if len(line) > MAX_LINE:
                 raise InputError(f"{source}: line {number} is longer than the limit of {size(MAX_LINE)}")
-            if packed:
+            if isinstance(file, gzip.GzipFile):
                 require_unpackable(path, total)
             try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise InputError(f"{source}: line {number} is not UTF-8: {error}") from error
+            yield number, text
+
+
+def _read_txt(source: str, path: Path) -> Iterator[Row]:
+    return ({"text": line.rstrip("\r\n")} for _, line in _lines(source, path) if line.strip())
 
 
 def _read_jsonl(source: str, path: Path) -> Iterator[Row]:
@@ -265,17 +270,10 @@ def _read_csv(source: str, path: Path) -> Iterator[Row]:
             raise InputError(f"{source}: two columns have the same name ({', '.join(header)[:300]})")
         for row in reader:
             if None in row or None in row.values():
-                count = "more" if None in row else "fewer"
-                raise InputError(
-                    f"{source}: line {reader.line_num} has {count} fields than the header ({', '.join(header)[:300]})"
-                )
+                raise InputError(f"{source}: line {reader.line_num} must have {len(header)} fields, like the header")
             yield row
     except csv.Error as error:
         raise InputError(f"{source}: line {reader.line_num + 1} cannot be read: {error}") from error
-
-
-def _read_txt(source: str, path: Path) -> Iterator[Row]:
-    return ({"text": line.rstrip("\r\n")} for _, line in _lines(source, path) if line.strip())
 
 
 def _read_parquet(source: str, path: Path, limit: int | None) -> Rows:
@@ -283,18 +281,16 @@ def _read_parquet(source: str, path: Path, limit: int | None) -> Rows:
 
     rows: list[Row] = []
     unpacked = 0
-    with pyarrow.parquet.ParquetFile(gzip.open(path) if _is_packed(path) else path) as file:
-        columns = tuple(file.schema_arrow.names)
+    with _open(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
         # Every row may be as long as its row group: a dictionary stores a text once for many rows.
         longest = max([1, *(file.metadata.row_group(n).total_byte_size for n in range(file.num_row_groups))])
-        batch_size = max(1, min(limit or 4096, 4096, BATCH_BYTES // longest))
-        for batch in file.iter_batches(batch_size=batch_size):
+        for batch in file.iter_batches(batch_size=max(1, min(limit or 4096, 4096, BATCH_BYTES // longest))):
             unpacked += batch.nbytes
             require_unpackable(path, unpacked)
             rows += batch.to_pylist()
             if limit is not None and len(rows) >= limit:
                 break
-    return Rows(source, rows[:limit], columns, folder=path.parent)
+        return Rows(source, rows[:limit], tuple(file.schema_arrow.names), folder=path.parent)
 
 
 def _read_npz(source: str, path: Path, split: str | None, limit: int | None) -> Rows:
@@ -304,13 +300,11 @@ def _read_npz(source: str, path: Path, split: str | None, limit: int | None) -> 
     with np.load(path, allow_pickle=False) as file:
         names = {name.lower(): name for name in file.files}
         if missing := [name for name in wanted if name not in names]:
-            splits = sorted(name[2:] for name in names if name.startswith("x_") and f"y_{name[2:]}" in names)
-            hint = f" Name a split, such as {source}:{splits[0]}." if splits and not split else ""
             raise InputError(
-                f"{source}: the file has no array {missing[0]}.{hint} It has\n{listed(file.files) or '  nothing'}"
+                f"{source}: the file has no array {missing[0]}, but {', '.join(file.files)[:2000] or 'nothing'}. "
+                f"A split such as {path.name}:test has the arrays x_test and y_test."
             )
-        entries = [file.zip.getinfo(f"{names[name]}.npy") for name in wanted]
-        require_unpackable(path, sum(entry.file_size for entry in entries))
+        require_unpackable(path, sum(file.zip.getinfo(f"{names[name]}.npy").file_size for name in wanted))
         try:
             x, y = (np.asarray(file[names[name]]) for name in wanted)
         except MemoryError as error:  # the header of an array claims any shape
@@ -328,16 +322,12 @@ def _read_npz(source: str, path: Path, split: str | None, limit: int | None) -> 
 
 def _read_image_folder(source: str, folder: Path, split: str | None, limit: int | None) -> Rows:
     root = (folder / split if split else folder).absolute()
-
-    def entries(path: Path) -> list[Path]:
-        return sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-
     try:
-        classes = [entry for entry in entries(root) if entry.is_dir()]
-        files = [(path, number) for number, folder in enumerate(classes) for path in entries(folder)]
+        classes = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        files = [(path, number) for number, name in enumerate(classes) for path in sorted(name.iterdir())]
     except OSError as error:
         raise InputError(f"{source}: {error.filename} cannot be read: {error.strerror}") from error
-    files = [(path, number) for path, number in files if path.suffix.lower() in IMAGES]
+    files = [(path, n) for path, n in files if path.suffix.lower() in IMAGES and not path.name.startswith(".")]
     if not files:
         raise InputError(
             f"{source}: no images. A folder of data has one folder per class, with images in it. Or name a split, such "
