@@ -29,7 +29,7 @@ def diagnosis(
 ) -> Diagnosis:
     """Merges with a predicted loss each, and how many of 120 examples of each task models have right."""
     recipe = make_recipe({"method": OWN, "base": "base", "models": ["a", "b"]})
-    prediction = Prediction(list(predicted), TASKS, moved={("a", "x"): 1.0, ("b", "x"): 1.0})
+    prediction = Prediction(list(predicted), TASKS)
     for name, loss in predicted.items():
         for task in TASKS:
             prediction.costs[name, task, "x"] = Cost(loss * (costs or {}).get(task, 1.0))

@@ -168,7 +168,6 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
                 "other": other,
                 "layer": group,
                 "overlap": value.overlap,
-                "overlap_by_chance": value.chance,
                 "opposed_share": value.share,
             }
             for (one, other, group), value in prediction.interference.items()
@@ -188,15 +187,13 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
 
 def _compared(compared: Preview) -> dict[str, Any]:
     """The merges on the same rows: their scores, and how much more each has than the one that is diagnosed."""
-    from ..compare.ranking import are_tied
-
     merges = {}
     for row in compared.rows:
-        apart = compared.difference(row, compared.reference) if row is not compared.reference else None
+        apart = compared.difference(row, compared.reference)
         merges[row.setting.method] = {
             "score": row.score,
             "standard_error": getattr(compared.shown_score(row), "error", None),
             "more_than_own": None if apart is None else {"value": apart.value, "standard_error": apart.error},
-            "tied_with_own": row is compared.reference or are_tied(row, compared.reference, compared.criterion),
+            "tied_with_own": compared.are_alike(row, compared.reference),
         }
     return {"by": compared.criterion.name, "higher_is_better": compared.criterion.higher, "merges": merges}

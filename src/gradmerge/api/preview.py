@@ -192,8 +192,6 @@ def write_preview(
 
 def as_json(found: Preview) -> dict[str, Any]:
     """All results for machines. Predictions are ranks and multiples of the reference's, not losses."""
-    from ..recipe import plain
-
     result: dict[str, Any] = {
         "measured": found.measured,
         "compared_by": found.criterion.name,
@@ -204,28 +202,17 @@ def as_json(found: Preview) -> dict[str, Any]:
         "best": {method: _best(found, method) for method in found.methods},
         "winner": _best(found, None),
         "settings": [_row(found, row) for row in found.rows],
+        "notes": found.notes,
     }
     if found.measured:
-        leading = found.leading()
-        result["leading"] = None if leading is None else _row(found, leading)
         result["tied_with_best"] = sum(map(found.among_best, found.rows))
         result["metrics"] = {task: found.metric(task) for task in found.tasks}
-        result["alone"] = found.alone
-        result["examples"] = found.examples
-    best = found.best()
-    if found.objective and best is not None:
-        costs = {task: best.costs[task] if found.measured else found.shown_value(best, task) for task in found.tasks}
-        result["suggestion"] = {
-            "method": best.setting.method,
-            "weights": {task: plain(weight) for task, weight in found.weights(best).items()},
-            "objective": found.objective,
-            "lost_share" if found.measured else "times_reference": costs,
-        }
-    result["notes"] = found.notes
+        result |= {"alone": found.alone, "examples": found.examples}
     return result
 
 
 def _row(found: Preview, row: Outcome) -> dict[str, Any]:
+    from ..compare.ranking import lost_share
     from ..recipe import plain
 
     weights = {task: plain(weight) for task, weight in found.weights(row).items()}
@@ -233,40 +220,34 @@ def _row(found: Preview, row: Outcome) -> dict[str, Any]:
     if row.setting.changes:
         facts["changes"] = {key: plain(value) for key, value in row.setting.changes}
     facts["rank"] = row.rank
-    if found.measured:
-        leading = found.leading()
-        apart = found.difference(row, leading) if leading is not None and row is not leading else None
-        return {
-            **facts,
-            "score": row.score,
-            "standard_error": getattr(found.shown_score(row), "error", None),
-            "tied_with_best": found.among_best(row),
-            "more_than_best": None if apart is None else {"value": apart.value, "standard_error": apart.error},
-            **({"lost_share": _shares(found, row)} if found.criterion.shares else {}),
-            "metrics": row.metrics,
-        }
-    return {
-        **facts,
-        "times_reference": found.shown_score(row),
-        "tasks": {task: {"times_reference": found.shown_value(row, task)} for task in found.tasks},
+    if not found.measured:
+        tasks = {task: {"times_reference": found.shown_value(row, task)} for task in found.tasks}
+        return {**facts, "times_reference": found.shown_score(row), "tasks": tasks}
+    leading = found.leading()
+    apart = found.difference(row, leading) if leading is not None and row is not leading else None
+    facts |= {
+        "score": row.score,
+        "standard_error": getattr(found.shown_score(row), "error", None),
+        "tied_with_best": found.among_best(row),
+        "more_than_best": None if apart is None else {"value": apart.value, "standard_error": apart.error},
+        "metrics": row.metrics,
     }
-
-
-def _shares(found: Preview, row: Outcome) -> dict[str, Any]:
-    from ..compare.ranking import lost_share
-
-    shares = {task: lost_share(row, task) for task in found.tasks}
-    return {task: {"value": one, "standard_error": getattr(one, "error", None)} for task, one in shares.items()}
+    if found.criterion.shares:
+        shares = {task: lost_share(row, task) for task in found.tasks}
+        facts["lost_share"] = {
+            task: {"value": share, "standard_error": getattr(share, "error", None)} for task, share in shares.items()
+        }
+    return facts
 
 
 def _best(found: Preview, method: str | None) -> dict[str, Any] | None:
     best = found.best(method)
     if best is None:
         return None
-    close = found.as_good(method if found.measured else best.setting.method)
-    same = [row for row in close if row.setting.method == best.setting.method]
-    spans = {task: list(span) for task, span in found.spans(same).items()}
+    close = found.as_good(method)
+    spans = found.spans([row for row in close if row.setting.method == best.setting.method])
+    tied = "tied" if found.measured else "within_1_percent"
     return {
         **_row(found, best),
-        "tied" if found.measured else "within_1_percent": {"settings": len(close), "weights": spans},
+        tied: {"settings": len(close), "weights": {t: list(span) for t, span in spans.items()}},
     }

@@ -223,13 +223,13 @@ def _measure(
     found: Diagnosis, evaluator: DataEvaluator, candidates: Sequence[Candidate], target: Checkpoint | None
 ) -> None:
     """Evaluate all models on the data, and compute what needs gradients."""
-    plan, data, alone, rows = evaluator.plan, evaluator.data, evaluator.alone, evaluator.alone_rows
-    tuned = [task for task in evaluator.tasks if task in alone]
+    evaluator.evaluate_models_alone()
+    plan, data, alone = evaluator.plan, evaluator.data, evaluator.outcomes_alone
+    tuned = {task: alone[task] for task in evaluator.tasks if task in alone}
+    metrics = {task: outcome.metrics[task] for task, outcome in tuned.items()}
+    rows = {task: outcome.rows[task] for task, outcome in tuned.items()}
     found.examples = evaluator.examples
-    found.outcomes = {
-        BASE: Outcome(Setting(BASE), alone[BASE], rows=rows[BASE]),
-        TUNED: Outcome(Setting(TUNED), {t: alone[t][t] for t in tuned}, rows={t: rows[t][t] for t in tuned}),
-    }
+    found.outcomes = {BASE: alone[BASE], TUNED: Outcome(Setting(TUNED), metrics, rows=rows)}
 
     def gradients_of(name: str, state: State) -> dict[str, State]:
         """Evaluate a model on all tasks; returns the gradient of each."""

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.checkpoint import Buffers, Checkpoint
-from ..curvature.batches import moved
 from ..curvature.checkpoint_names import stored_tensors
-from ..curvature.losses import labels_of, logits_of
+from ..curvature.estimate import estimate_gradient
 from ..engine.jobs import torch_type
 from ..engine.plan import Plan
 from ..engine.rounding import rounded
@@ -114,7 +113,7 @@ class DataEvaluator(Evaluator):
             recipe, methods, plan, lambda changed: open_for_methods(changed, [changed.method], **allowed), threads
         )
         try:
-            self.data = _load(recipe, {name: given[name] for name in (*self.names, BASE) if name in given}, loading)
+            self.data = _load(recipe, given, loading)
             for one in self.data.values():
                 one.generation = generation
         except BaseException:
@@ -124,9 +123,8 @@ class DataEvaluator(Evaluator):
         self.model = next(iter(self.data.values())).loaded.model
         """The base's model, whose config and dtype all merges have."""
         self.examples = {name: one.loaded.examples for name, one in self.data.items()}
-        self.alone_rows: dict[str, dict[str, Rows]] = {}
-        """The same as ``alone``, for every row."""
-        self._alone: dict[str, dict[str, dict[str, Any]]] = {}
+        self.outcomes_alone: dict[str, Outcome] = {}
+        """The results behind ``alone``, also for every row."""
         self.alone_is_known = False
         self.failures: list[str] = []
         """Merges that could not be evaluated."""
@@ -160,13 +158,13 @@ class DataEvaluator(Evaluator):
             except InputError as error:  # of the merge, since the base could be evaluated on the same data
                 self.failures.append(f"{setting.name} on {task}: {error}")
                 metrics[task] = {}
-        costs = {task: self.lost_share(task, found) for task, found in metrics.items()}
-        return Outcome(setting, metrics, costs, rows=rows, shares=self._row_shares(rows))
+        costs, shares = self._lost_shares(metrics, rows)
+        return Outcome(setting, metrics, costs, rows=rows, shares=shares)
 
     @property
     def alone(self) -> dict[str, dict[str, dict[str, Any]]]:
         self.evaluate_models_alone()
-        return self._alone
+        return {name: found.metrics for name, found in self.outcomes_alone.items()}
 
     def evaluate_models_alone(self) -> None:
         """Evaluate the base and every fine-tuned model on all data, once. An interrupted call keeps its results."""
@@ -176,7 +174,7 @@ class DataEvaluator(Evaluator):
         if inputs.base is not None:
             self._evaluate_alone(BASE, self.model)
         for name, checkpoint in zip(self.names, inputs.tuned, strict=True):
-            if len(self._alone.get(name, ())) == len(self.tasks):
+            if name in self.outcomes_alone and len(self.outcomes_alone[name].metrics) == len(self.tasks):
                 continue
             try:
                 model = self.model_with(state_of(checkpoint))
@@ -186,55 +184,44 @@ class DataEvaluator(Evaluator):
         self.alone_is_known = True
 
     def _evaluate_alone(self, name: str, model: nn.Module) -> None:
-        found, rows = self._alone.setdefault(name, {}), self.alone_rows.setdefault(name, {})
+        found = self.outcomes_alone.setdefault(name, Outcome(Setting(name)))
         for task in self.tasks:
             try:
-                if task not in found:
-                    found[task], rows[task] = self.data[task].evaluate(model)
+                if task not in found.metrics:
+                    found.metrics[task], found.rows[task] = self.data[task].evaluate(model)
             except InputError as error:
                 raise InputError(f"{name} on the data of {task}: {error}") from error
 
-    def _row_shares(self, rows: Mapping[str, Rows]) -> dict[str, Tensor]:
-        """Task → the lost share of every row; its mean is :meth:`lost_share`."""
-        if BASE not in self.alone:
-            return {}
-        shares = {}
-        for task, found in rows.items():
-            if loss_name(found) not in found:
-                continue
-            own = self.alone_rows.get(task, {}).get(task)
-            loss, best = (torch.zeros(()) if one is None else one[loss_name(one)] for one in (found, own))
-            shares[task] = (loss - best) / self._scale(task)[1]
-        return shares
-
-    def lost_share(self, task: str, metrics: Mapping[str, Any]) -> float:
-        """(loss − loss of the task's model) / (loss of the base − loss of the task's model).
+    def _lost_shares(
+        self, metrics: Mapping[str, Mapping[str, Any]], rows: Mapping[str, Rows]
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Task → (loss − loss of the task's model) / (loss of the base − loss of the task's model); and of every row.
 
         Losses are means over examples, in nats (squared error for a regression). On the base's own data, the base
         replaces the task's model, and the mean over the fine-tuned models replaces the base. The denominator is at
         least 1 % of the larger loss, so that a task on which fine-tuning gained nothing does not decide.
         """
-        if not math.isfinite(loss_of(metrics)) or BASE not in self.alone:
-            return math.inf
-        best, gain = self._scale(task)
-        return (loss_of(metrics) - best) / gain
-
-    def _scale(self, task: str) -> tuple[float, float]:
-        """The loss at which a task's share is 0, and the increase at which it is 1."""
-        base = loss_of(self.alone[BASE][task])
-        if task == BASE:
-            tuned = [loss_of(self.alone[name][task]) for name in self.names if name in self.alone] or [base]
-            best, worst = base, sum(tuned) / len(tuned)
-        else:
-            best, worst = loss_of(self.alone[task][task]) if task in self.alone else 0.0, base
-        return best, max(worst - best, 0.01 * max(abs(worst), abs(best)), 1e-12)
+        alone, shares = self.outcomes_alone, {}
+        costs = dict.fromkeys(metrics, math.inf)
+        for task, found in metrics.items() if BASE in alone else ():
+            if not math.isfinite(loss_of(found)):
+                continue
+            best = loss_of(alone[task].metrics[task]) if task in alone else 0.0
+            others = [BASE] if task != BASE else [name for name in self.names if name in alone] or [BASE]
+            worst = sum(loss_of(alone[name].metrics[task]) for name in others) / len(others)
+            gain = max(worst - best, 0.01 * max(abs(worst), abs(best)), 1e-12)
+            costs[task] = (loss_of(found) - best) / gain
+            if (name := loss_name(rows[task])) in rows[task]:
+                own = alone[task].rows[task][name] if task in alone else 0.0
+                shares[task] = (rows[task][name] - own) / gain
+        return costs, shares
 
     def notes(self) -> list[str]:
         lacking = [name for name in self.names if name not in self.data]
         notes = [*self.plan.notes, *(note for one in self.data.values() for note in one.loaded.notes)]
         if lacking:
             notes.append(f"no data for {', '.join(lacking)}: the effect on these tasks is not measured")
-        unfit = [name for name in self.names if self.alone_is_known and name not in self.alone]
+        unfit = [name for name in self.names if self.alone_is_known and name not in self.outcomes_alone]
         if unfit:
             notes.append(f"{', '.join(unfit)}: not evaluated alone, since its head does not fit the base's config")
         return list(dict.fromkeys([*notes, *self.plans.notes(), *self.failures[:5]]))
@@ -283,17 +270,8 @@ class TaskData:
 
     def gradient(self, model: nn.Module) -> State:
         """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 if the model is)."""
-        parameters = dict(model.named_parameters())
-        dtypes = {name: torch.promote_types(p.dtype, torch.float32) for name, p in parameters.items()}
-        totals = {name: torch.zeros_like(p, dtype=dtypes[name]) for name, p in parameters.items()}
-        for batch in self.batches():
-            batch = moved(batch, self.loaded.device)
-            loss = self.loaded.loss.losses(logits_of(model, batch), labels_of(batch)).sum()
-            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-            for name, gradient in zip(parameters, gradients, strict=True):
-                if gradient is not None:
-                    totals[name] += gradient
-        return {name: value.cpu() for name, value in stored_tensors(model, totals).items()}
+        sums = estimate_gradient(model, self.batches(), output=self.loaded.loss)
+        return {name: value.cpu() for name, value in stored_tensors(model, sums).items()}
 
 
 def merge_in_memory(
@@ -338,17 +316,24 @@ def _read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def match_data(given: Mapping[str, str], tasks: Sequence[str]) -> dict[str, str]:
-    """Raise InputError if a name of the data is not a task."""
+    """The data in the order of the tasks; raises InputError if a name of the data is not a task."""
     for name in given:
         if name not in tasks:
             hint = f"{nearest(name, tasks)}\n  Tasks are {', '.join(tasks)}."
             raise InputError(f"data {name}=…: no task of the recipe has this name{hint}")
-    return dict(given)
+    return {name: given[name] for name in tasks if name in given}
 
 
 def _load(recipe: Recipe, given: Mapping[str, str], loading: LoadOptions) -> dict[str, TaskData]:
     """The data of every task, with one model for all: that of the base, or of the first model if there is no base."""
-    reference = _model_reference(recipe)
+    if recipe.tokenizer is not None:
+        raise InputError(
+            "tokenizer: a merge with a new vocabulary cannot be evaluated in memory. Merge it, and use "
+            "`gradmerge evaluate` on the result"
+        )
+    model = recipe.base.model if recipe.base is not None else recipe.models[0].model
+    path = local_path(model, recipe.folder)
+    reference = str(path) if path.exists() else model
     found: dict[str, TaskData] = {}
     for name, source in given.items():
         try:
@@ -357,14 +342,3 @@ def _load(recipe: Recipe, given: Mapping[str, str], loading: LoadOptions) -> dic
             raise InputError(f"data {name}={source}: {error}") from error
         found[name].loaded.model = next(iter(found.values())).loaded.model
     return found
-
-
-def _model_reference(recipe: Recipe) -> str:
-    if recipe.tokenizer is not None:
-        raise InputError(
-            "tokenizer: a merge with a new vocabulary cannot be evaluated in memory. Merge it, and use "
-            "`gradmerge evaluate` on the result"
-        )
-    model = recipe.base.model if recipe.base is not None else recipe.models[0].model
-    path = local_path(model, recipe.folder)
-    return str(path) if path.exists() else model

@@ -52,13 +52,13 @@ class InteractiveEvaluator(DataEvaluator):
         super().__init__(recipe, _methods_to_read(recipe), data, loading, threads=threads, **allowed)
         inputs, self.recipe = self.plan.inputs, recipe
         limit = free_memory() // 2
-        total = sum(source.nbytes for source in inputs.checkpoints)
-        left_out = keep_in_memory(inputs, limit)
         self.streamed = ""
-        """A note on what is read from disk for every setting; empty if all is in memory."""
-        if left_out:
-            what = f"{len(left_out)} of {len(inputs.sources)} models and curvature files (models: {size(total)})"
-            self.streamed = f"{what} do not fit into {size(limit)} of memory: they are read from disk for every setting"
+        """A note that models are read from disk for every setting; empty if all is in memory."""
+        if (needed := bytes_in_memory(inputs)) <= limit:
+            keep_in_memory(inputs)
+        else:
+            what = f"models and curvature need {size(needed)} of memory, more than half of what is free"
+            self.streamed = f"{what}: they are read from disk for every setting"
         self._current: Setting | str | None = None
         """Which model is in memory."""
         self._filled: nn.Module | None = None
@@ -214,32 +214,23 @@ class _CurvatureInMemory(CurvatureInput):
             self._checked.add(name)
 
 
-def keep_in_memory(inputs: Inputs, limit: int) -> list[str]:
-    """Keep models, then curvature, in memory up to ``limit`` bytes; return the labels of the others."""
-    left_out: list[str] = []
-    models: dict[Checkpoint, Checkpoint] = {}
-    for model in inputs.checkpoints:
-        if model.nbytes <= limit:
-            limit -= model.nbytes
-            models[model] = _CheckpointInMemory(model)
-        else:
-            left_out.append(model.label)
+def bytes_in_memory(inputs: Inputs) -> int:
+    """The memory that :func:`keep_in_memory` takes."""
+    numbers = (torch.Size(shape).numel() for source in inputs.curvatures for shape in (source.shapes or {}).values())
+    return sum(model.nbytes for model in inputs.checkpoints) + 4 * sum(numbers)
+
+
+def keep_in_memory(inputs: Inputs) -> None:
+    """Read all models now, and curvature when it is first used, and keep both in memory."""
+    models = {model: _CheckpointInMemory(model) for model in inputs.checkpoints}
     inputs.aliases = {models.get(model, model): names for model, names in inputs.aliases.items()}
-    inputs.template = models.get(inputs.template, inputs.template)
+    inputs.template = models[inputs.template]
     inputs.base = None if inputs.base is None else models.get(inputs.base, inputs.base)
-    inputs.tuned = [models.get(model, model) for model in inputs.tuned]
-    kept: dict[CurvatureInput, CurvatureInput] = {}
-    for source in inputs.curvatures:
-        nbytes = 4 * sum(torch.Size(shape).numel() for shape in (source.shapes or {}).values())
-        if nbytes <= limit:
-            limit -= nbytes
-            kept[source] = _CurvatureInMemory(source)
-        else:
-            left_out.append(source.label)
-    inputs.prior = None if inputs.prior is None else kept.get(inputs.prior, inputs.prior)
-    inputs.curvature = [kept.get(source, source) for source in inputs.curvature]
-    inputs.penalty = [None if source is None else kept.get(source, source) for source in inputs.penalty]
-    return left_out
+    inputs.tuned = [models[model] for model in inputs.tuned]
+    kept = {source: _CurvatureInMemory(source) for source in inputs.curvatures}
+    inputs.prior = None if inputs.prior is None else kept[inputs.prior]
+    inputs.curvature = [kept[source] for source in inputs.curvature]
+    inputs.penalty = [None if source is None else kept[source] for source in inputs.penalty]
 
 
 def free_memory() -> int:

@@ -75,9 +75,6 @@ class Interference(_Additive):
     """Σ √(H_s H_t) |Δ_s Δ_t|"""
     opposed: float = 0.0
     """The same over entries that the two move in opposite directions."""
-    chance: float = 0.0
-    """The overlap to expect if each had moved as far, but which entries had nothing to do with the other's: the mean
-    over all orders of the entries, within blocks of tensors as they are read."""
 
     @property
     def share(self) -> float:
@@ -96,12 +93,10 @@ class Prediction:
     """(candidate, task, group) → cost."""
     interference: dict[tuple[str, str, str], Interference] = field(default_factory=dict)
     """(task, other task, group), each pair once."""
-    moved: dict[tuple[str, str], float] = field(default_factory=dict)
-    """(task, group) → Σ H_t Δ_t²: how far fine-tuning went, in the task's own curvature."""
 
     @property
     def groups(self) -> list[str]:
-        return sorted({group for _, group in self.moved}, key=natural)
+        return sorted({group for _, _, group in self.costs}, key=natural)
 
     def cost(self, candidate: str, task: str, group: str | None = None) -> Cost:
         """Over all groups, or of one."""
@@ -113,10 +108,6 @@ class Prediction:
 
     def mismatch(self, candidate: str, task: str, group: str | None = None) -> float:
         return math.sqrt(self.cost(candidate, task, group).mismatch)
-
-    def worst(self, candidate: str) -> float:
-        """The largest predicted excess loss of a task."""
-        return max(self.excess(candidate, task) for task in self.tasks)
 
     def between(self, one: str, other: str) -> Interference:
         pairs = {(one, other), (other, one)}
@@ -179,7 +170,6 @@ def predict(
                 part = waiting.pop(following)
                 _add(result.costs, part.costs)
                 _add(result.interference, part.interference)
-                _add(result.moved, part.moved)
                 following += 1
 
     visit_blocks(plan, candidates, visit, threads=threads, advance=advance, measured=measured)
@@ -201,22 +191,15 @@ def _block_costs(block: Block, tasks: list[str], candidates: list[str], group: s
             change = applied(h, distance)
             first = -float((slope.double() * distance).sum()) if slope is not None else 0.0
             found.costs[candidate, task, group] = Cost(0.5 * _dot(change, distance), _dot(change, change), first)
-    scaled = []
-    for task, h, model in zip(tasks, block.curvature, block.tuned, strict=False):
-        strength = (model - block.base).mul_(diagonal_of(h).sqrt())
-        scaled.append(strength)
-        found.moved[task, group] = _dot(strength, strength)
-    sizes = [float(one.abs().sum(dtype=torch.float64)) for one in scaled]
+    scaled = [
+        (model - block.base).mul_(diagonal_of(h).sqrt()) for h, model in zip(block.curvature, block.tuned, strict=True)
+    ]
     for i, one in enumerate(scaled):
         for j in range(i):
             product = one * scaled[j]
             overlap = float(product.abs().sum(dtype=torch.float64))
-            signed = float(product.sum(dtype=torch.float64))
-            opposed = max(0.0, (overlap - signed) / 2)
-            chance = sizes[i] * sizes[j] / one.numel()
-            found.interference[tasks[j], tasks[i], group] = Interference(overlap, opposed, chance)
-    if BASE in tasks:
-        found.moved[BASE, group] = 0.0
+            opposed = max(0.0, (overlap - float(product.sum(dtype=torch.float64))) / 2)
+            found.interference[tasks[j], tasks[i], group] = Interference(overlap, opposed)
     return found
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +17,13 @@ from torch.quasirandom import SobolEngine
 
 from ..errors import InputError
 from ..progress import Progress
-from ..recipe import Recipe, Varying
+from ..recipe import Recipe
 from ..rules import METHODS
 from .evaluate import Evaluator
 from .ranking import Outcome, Preview, make_preview, set_scores_by_costs, worst_or_sum
 from .settings import (
     SEARCHED_WEIGHTS,
     Changes,
-    Dimension,
     Grid,
     Setting,
     Weights,
@@ -58,8 +56,7 @@ def search_grid(
     given = {key: one for one in parse_weights(weights, recipe, methods, SEARCHED_WEIGHTS) for key in one.keys}
     anywhere = replace(parse_range(SEARCHED_WEIGHTS), methods=tuple(filter(takes_weights, methods)))
     keys = [f"models.{i}.weight" for i in range(len(recipe.models))]
-    ranges = [replace(given.get(key, anywhere), keys=(key,)) for key in keys]
-    return Grid(recipe, methods, ranges, fixed=fixed or {})
+    return Grid(recipe, methods, [replace(given.get(key, anywhere), keys=(key,)) for key in keys], fixed=fixed or {})
 
 
 def search(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progress: Progress) -> Preview:
@@ -76,123 +73,92 @@ def search(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progre
         )
     searches = [_WeightSearch(method, grid, objective) for method in grid.methods]
     reference = own_setting(grid.recipe, grid.methods, grid.fixed)
-    expected = sum(one.expected for one in searches) + 1
+    expected = 1 + len(searches) * (SAMPLES + DIAGONAL + len(RADII) * (SAMPLES // 2 + GUESSES))
     progress.begin("searching", expected)
     first = [setting for one in searches for setting in one.first()]
     rows = evaluator.evaluate([reference, *(one for one in first if one != reference)], progress.advance)
     for number, radius in enumerate(RADII):
-        asked = [setting for one in searches for setting in one.further(rows, number, radius)]
+        asked = [setting for one in searches for setting in one.further(rows, radius, 2 * radius if number else 1.0)]
         if asked:
             rows += evaluator.evaluate(asked, progress.advance)
     progress.advance(max(0, expected - len(rows)))  # points that were evaluated before
     criterion = set_scores_by_costs(rows, evaluator.measured, objective)
     own = next((row for row in rows if row.setting == reference), rows[0])
-    outside = len(rows) > 1 and reference.weights and not _holds(grid.weights, reference.weights)
-    shown = [row for row in rows if row is not own] if outside else rows
-    more: dict[str, Any] = {"objective": objective, "allows_own": not outside}
+    inside = all(
+        not isinstance(weight, tuple) and one.low <= weight <= one.high
+        for one, weight in zip(grid.weights, reference.weights, strict=False)
+    )
+    shown = rows if inside or len(rows) == 1 else [row for row in rows if row is not own]
+    more = {"objective": objective, "allows_own": shown is rows}
     found = make_preview(grid.recipe, evaluator, shown, own, grid.axis, criterion, **more)
     if found.best() is None:
         raise InputError("no setting gives a finite loss; check the models and their curvature")
     return found
 
 
-def _holds(ranges: Sequence[Dimension], weights: Sequence[Varying]) -> bool:
-    """Whether weights are numbers inside the ranges."""
-    pairs = zip(ranges, weights, strict=True)
-    return all(not isinstance(weight, tuple) and one.nearest(weight) == weight for one, weight in pairs)
-
-
 class _WeightSearch:
-    """The search for the weights of one method."""
+    """The search for the weights of one method. Points are in units of the ranges: 0 is the low end, 1 the high end."""
 
     def __init__(self, method: str, grid: Grid, objective: str) -> None:
-        self.method, self.grid, self.objective, self._ranges = method, grid, objective, grid.weights
-        varying = [i for i, one in enumerate(self._ranges) if one.high > one.low]
-        self._free = varying if takes_weights(method) else []
-        self._lows = torch.tensor([one.low for one in self._ranges], dtype=torch.float64)
-        self._widths = torch.tensor([one.high for one in self._ranges], dtype=torch.float64) - self._lows
-        self._points = SobolEngine(max(1, len(self._free)), scramble=True, seed=0)
-        self._seen: set[Setting] = set()
-
-    @property
-    def expected(self) -> int:
-        further = len(RADII) * (SAMPLES // 2 + GUESSES)
-        return SAMPLES + DIAGONAL + further if self._free else 1
+        self.method, self._grid, self._objective = method, grid, objective
+        self._lows = torch.tensor([one.low for one in grid.weights], dtype=torch.float64)
+        self._widths = torch.tensor([one.high for one in grid.weights], dtype=torch.float64) - self._lows
+        self._points = SobolEngine(len(grid.weights), scramble=True, seed=0)
+        self._asked: set[Setting] = set()
 
     def first(self) -> list[Setting]:
-        """Points that fill the ranges, and points with the same weight for all tasks."""
-        if not self._free:
-            return self._settings(torch.zeros(1, 0, dtype=torch.float64))
-        steps = torch.linspace(0, 1, DIAGONAL, dtype=torch.float64)
-        diagonal = steps[:, None].expand(-1, len(self._free))
-        if len({(self._ranges[i].low, self._ranges[i].high) for i in self._free}) > 1:
-            low = max(self._ranges[i].low for i in self._free)
-            high = min(self._ranges[i].high for i in self._free)
-            same = low + steps[:, None] * (high - low)
-            diagonal = (same - self._lows[self._free]) / self._widths[self._free] if high > low else diagonal
+        """Points that fill the ranges, and points on their diagonal."""
+        diagonal = torch.linspace(0, 1, DIAGONAL, dtype=torch.float64)[:, None].expand(-1, len(self._lows))
         return self._settings(torch.cat([self._points.draw(SAMPLES, dtype=torch.float64), diagonal]))
 
-    def further(self, rows: Sequence[Outcome], number: int, radius: float) -> list[Setting]:
-        """Points around the best so far, and minima of fitted quadratics."""
-        own = [row for row in rows if row.setting.method == self.method and math.isfinite(self._score(row))]
-        own = [row for row in own if self._free and _holds(self._ranges, row.setting.weights)]
-        if not own:
+    def further(self, rows: Sequence[Outcome], radius: float, reach: float) -> list[Setting]:
+        """Points around the best so far, and minima of fitted quadratics within ``reach`` of it."""
+        own = [row for row in rows if row.setting in self._asked and math.isfinite(self._score(row))]
+        if not own or not takes_weights(self.method):
             return []
-        best = self._unit(min(own, key=self._score))
-        spread = self._points.draw(SAMPLES // 2, dtype=torch.float64)
-        around = (best + (2 * spread - 1) * radius).clamp(0, 1)
-        guesses = self._guesses(own, best, radius, 1.0 if number == 0 else 2 * radius)
-        return self._settings(torch.cat([guesses, around]))
+        weights = torch.tensor([row.setting.weights for row in own], dtype=torch.float64)
+        points = ((weights - self._lows) / self._widths.clamp(min=1e-12)).clamp(0, 1)
+        best = points[min(range(len(own)), key=lambda i: self._score(own[i]))]
+        costs = torch.tensor([list(row.costs.values()) for row in own], dtype=torch.float64)
+        return self._settings(torch.cat([self._minima(points, costs, best, radius, reach), self._around(best, radius)]))
 
-    def _guesses(self, rows: Sequence[Outcome], best: Tensor, near: float, reach: float) -> Tensor:
+    def _around(self, point: Tensor, radius: float, count: int = SAMPLES // 2) -> Tensor:
+        spread = 2 * self._points.draw(count, dtype=torch.float64) - 1
+        return (point + spread * radius).clamp(0, 1)
+
+    def _minima(self, points: Tensor, costs: Tensor, best: Tensor, near: float, reach: float) -> Tensor:
         """The minima of the worst, or the sum, of one quadratic for each task, fitted most closely near the best."""
-        points = torch.stack([self._unit(row) for row in rows])
         features = quadratic_features(points)
-        if len(rows) < features.shape[1] + 2:
-            return best.new_empty(0, len(self._free))
-        costs = torch.tensor([list(row.costs.values()) for row in rows], dtype=torch.float64)
+        if len(points) < features.shape[1] + 2:
+            return points[:0]
         closeness = 1 / (near**2 + (points - best).square().mean(1, keepdim=True))
         fitted = torch.linalg.lstsq(features * closeness, costs * closeness).solution
-
-        def score(points: Tensor) -> Tensor:
-            predicted = quadratic_features(points) @ fitted
-            found: Tensor = predicted.amax(1) if self.objective == "worst" else predicted.sum(1)
-            return found
-
-        center, width = best[None], reach
+        found = best[None]
         for _ in range(6):
-            spread = self._points.draw(2048, dtype=torch.float64)
-            points = torch.cat([center, (center[:1] + (2 * spread - 1) * width).clamp(0, 1)])
-            center = points[score(points).argsort()[:GUESSES]]
-            width /= 3
-        return center
-
-    def _score(self, row: Outcome) -> float:
-        return worst_or_sum(row.costs, self.objective)
-
-    def _unit(self, row: Outcome) -> Tensor:
-        """The free weights of a row, 0 at the low end of their range and 1 at the high end."""
-        weights = torch.tensor([row.setting.weights[i] for i in self._free], dtype=torch.float64)
-        return ((weights - self._lows[self._free]) / self._widths[self._free]).clamp(0, 1)
-
-    def _settings(self, units: Tensor) -> list[Setting]:
-        """The settings of points that were not evaluated before."""
-        found = []
-        for unit in units:
-            values = self._lows.clone()
-            values[self._free] += unit * self._widths[self._free]
-            pairs = zip(self._ranges, values.tolist(), strict=True)
-            weights = [one.nearest(_rounded(value, one.high - one.low)) for one, value in pairs]
-            setting = self.grid.setting(self.method, weights if takes_weights(self.method) else [])
-            if setting not in self._seen:
-                self._seen.add(setting)
-                found.append(setting)
+            points = torch.cat([found, self._around(found[0], reach, 2048)])
+            predicted = quadratic_features(points) @ fitted
+            scores = predicted.amax(1) if self._objective == "worst" else predicted.sum(1)
+            found = points[scores.argsort()[:GUESSES]]
+            reach /= 3
         return found
 
+    def _score(self, row: Outcome) -> float:
+        return worst_or_sum(row.costs, self._objective)
 
-def _rounded(weight: float, width: float) -> float:
-    """A weight with as many decimals as a person would write, in a range of some width."""
-    return round(weight, 3 if width >= 0.1 else 6) + 0.0
+    def _settings(self, points: Tensor) -> list[Setting]:
+        """The settings of points that were not asked for before."""
+        found = []
+        for values in (self._lows + points * self._widths).tolist():
+            # As many decimals as a person would write.
+            rounded = (
+                min(max(round(value, 3 if one.high - one.low >= 0.1 else 6) + 0.0, one.low), one.high)
+                for one, value in zip(self._grid.weights, values, strict=True)
+            )
+            setting = self._grid.setting(self.method, list(rounded) if takes_weights(self.method) else [])
+            if setting not in self._asked:
+                self._asked.add(setting)
+                found.append(setting)
+        return found
 
 
 def quadratic_features(points: Tensor) -> Tensor:

@@ -114,18 +114,10 @@ class Dimension:
     """The methods that depend on the keys."""
     parameter: str = "weights "
     """How error messages begin."""
-    listed: bool = False
-    """Only these values count, and none between them."""
 
     @property
     def varies(self) -> bool:
         return self.high > self.low or len(self.values) > 1
-
-    def nearest(self, number: float) -> float:
-        """The closest value of the range."""
-        if self.listed:
-            return float(min(self.values, key=lambda value: abs(value - number)))
-        return min(max(number, self.low), self.high)
 
 
 @dataclass(frozen=True)
@@ -375,7 +367,7 @@ def parse_range(text: str, parameter: str = "weights ", largest: float = 1000) -
 
     if ":" not in text:
         values = tuple(dict.fromkeys(float(number(part)) for part in text.split(",")))
-        return Dimension((), values, min(values), max(values), (), parameter, listed=True)
+        return Dimension((), values, min(values), max(values), (), parameter)
     parts = [number(part) for part in text.split(":")]
     if len(parts) == 2:
         low, high = sorted(float(part) for part in parts)

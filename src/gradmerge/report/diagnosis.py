@@ -81,15 +81,8 @@ def _layer_section(found: Diagnosis) -> Section:
 
 
 def _conflicts_table(found: Diagnosis) -> Table:
-    prediction = found.prediction
-    moved = {task: sum(prediction.moved[task, group] for group in prediction.groups) for task in tuned_tasks(found)}
-    rows: list[list[Value]] = []
-    for one, other in task_pairs(found):
-        shared, most = prediction.between(one, other), (moved[one] * moved[other]) ** 0.5
-        rows.append([one, other, _percent(shared.overlap, most), 100 * shared.share])
-    columns = ["task", "and", "overlap, %", "opposed, % of the overlap"]
-    note = "The overlap is 100 % if both moved the same weights in the same proportions."
-    return Table("Pairs of tasks", "conflicts", columns, rows, note)
+    rows: list[list[Value]] = [[*pair, 100 * found.prediction.between(*pair).share] for pair in task_pairs(found)]
+    return Table("Pairs of tasks", "conflicts", ["task", "and", "opposed, % of the overlap"], rows)
 
 
 def measured_table(found: Diagnosis) -> Table:

@@ -308,7 +308,8 @@ class Explorer:
                 return []
             other, before = best.setting, best.rows[task]
         else:
-            before = self.evaluator.alone_rows.get(str(other), {}).get(task, {})
+            alone = self.evaluator.outcomes_alone.get(str(other))
+            before = {} if alone is None else alone.rows.get(task, {})
         if not before:
             return []
         with self._computing():
