@@ -76,3 +76,13 @@ def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
 def test_no_page_uses_what_github_does_not_show(page: Path) -> None:
     shown = re.sub(r"<!--.*?-->", "", text_of(page), flags=re.DOTALL)
     assert re.findall(r"^(?:!!!|\?\?\?|:::|===) .*$", shown, re.MULTILINE) == []
+
+
+def test_the_messages_of_the_troubleshooting_page_exist() -> None:
+    source = "\n".join(path.read_text("utf-8") for path in sorted((ROOT / "src").rglob("*.py")))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # a string over several lines
+    source = re.sub(r"\{[^{}]*\}", "…", source)
+    rows = re.findall(r"^\| ([^`|]+) \| [^|]+ \|$", text_of(DOCS / "troubleshooting.md"), re.MULTILINE)
+    messages = [row for row in rows if row not in ("message", "---")]
+    assert len(messages) > 12
+    assert [m for m in messages if not all(part.strip() in source for part in m.split("…"))] == []
