@@ -1,4 +1,7 @@
-"""The pages run: every console and Python block, from top to bottom, on the small models of examples/make_models.py."""
+"""The pages run: every console and Python block, from top to bottom, on the small models of examples/make_models.py.
+
+Each command is a process that is forked from this one, which has imported all that is slow to import.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,18 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import transformers
 from docs.pages import DOCS
 
-from ..forked import forked
+import gradmerge
+from gradmerge.cli import script
+
 from .small_models import write_hub_models
 
 ROOT = DOCS.parent
@@ -57,31 +65,73 @@ def same(line: str) -> re.Pattern[str]:
     return re.compile("".join(part + word for part, word in zip(parts, [*words, ""], strict=True)))
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    done = forked(code=(ROOT / MAKE_MODELS).read_text("utf-8"), cwd=folder)
-    assert done.returncode == 0, done.stderr
-    write_hub_models(folder)
-    (folder / "examples").symlink_to(ROOT / "examples")
-    (folder / "your-mergekit-recipe.yml").write_text(
-        "merge_method: linear\nparameters: {weight: 1}\nmodels: [{model: yelp}, {model: sst2}]\n"
-    )
-    return folder
+class Ended(NamedTuple):
+    status: int
+    said: str
+    """What it wrote to standard output and error."""
 
 
-def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def forked(program: Callable[[], object], folder: Path) -> Ended:
+    """Call a function in a process of its own, in a folder."""
+    output = folder.parent / "output.txt"
+    pid = os.fork()
+    if pid == 0:
+        status = 0
+        try:
+            os.chdir(folder)
+            file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+            program()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return Ended(status, output.read_text("utf-8"))
+
+
+def run_code(code: str, folder: Path) -> Ended:
+    return forked(lambda: exec(compile(code, "block.py", "exec"), {"__name__": "__main__"}), folder)
+
+
+def run_command(command: str, folder: Path) -> Ended:
     if command.startswith("gradmerge ") and not re.search(r"[|<>&;$]", command):
-        arguments = subprocess.run(
-            ["bash", "-c", f'printf "%s\\0" {command}'], capture_output=True, text=True, check=True, cwd=folder
-        ).stdout.split("\0")[1:-1]
-        return forked(*arguments, cwd=folder)
+        words = f'printf "%s\\0" {command}'
+        arguments = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=True, cwd=folder).stdout
+
+        def run() -> None:
+            sys.argv = arguments.split("\0")[:-1]
+            script()
+
+        return forked(run, folder)
     if found := re.fullmatch(r"python (\S+\.py)", command):
-        return forked(code=(folder / found[1]).read_text("utf-8"), cwd=folder)
+        return run_code((folder / found[1]).read_text("utf-8"), folder)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.run(
+    done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True
     )
+    return Ended(done.returncode, done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for slow in (transformers.BertForSequenceClassification, transformers.AutoTokenizer, gradmerge.preview):
+        assert slow  # imported before processes are forked
+    folder = tmp_path_factory.mktemp("models") / "here"
+    folder.mkdir()
+    done = run_code((ROOT / MAKE_MODELS).read_text("utf-8"), folder)
+    assert done.status == 0, done.said
+    write_hub_models(folder)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    recipe = "merge_method: linear\nparameters: {weight: 1}\nmodels: [{model: yelp}, {model: sst2}]\n"
+    (folder / "your-mergekit-recipe.yml").write_text(recipe)
+    return folder
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -92,13 +142,12 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom(page: Path, models: Path, t
         if title:
             (folder / title).write_text(text, "utf-8")
         elif language == "python":
-            done = forked(code=text, cwd=folder)
-            assert done.returncode == 0, f"{text}\n{done.stderr}"
+            done = run_code(text, folder)
+            assert done.status == 0, f"{text}\n{done.said}"
         for command, output in commands_of(text) if language == "console" else ():
             if MAKE_MODELS in command:
                 continue  # the fixture ran it
-            done = run(command, folder)
-            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-            said = done.stdout + done.stderr
+            done = run_command(command, folder)
+            assert done.status == 0, f"{command}\n{done.said}"
             for line in output:
-                assert same(line).search(said), f"{command}\nno line like: {line}\n{said}"
+                assert same(line).search(done.said), f"{command}\nno line like: {line}\n{done.said}"
