@@ -84,7 +84,7 @@ def measure_merges(args: argparse.Namespace, names: list[str]) -> list[dict[str,
                     "loss": metrics["loss_per_example"],
                     "accuracy": metrics["accuracy"],
                 }
-            row["predicted_worst"] = prediction.worst(candidate.name)
+            row["predicted_worst"] = max(prediction.excess(candidate.name, task) for task in prediction.tasks)
             row["predicted_sum"] = sum(prediction.excess(candidate.name, t) for t in prediction.tasks)
             rows.append(row)
             print(candidate.name, {n: round(row[n]["accuracy"], 4) for n in tasks}, flush=True)

@@ -140,13 +140,6 @@ def test_the_ratio_of_models_and_data_on_disk_is_that_by_hand(place: Path, reduc
     assert found.prediction.cost("gradient-matching", "one").first_order == 0
 
 
-def test_the_report_can_show_predictions_below_zero(place: Path, tmp_path: Path) -> None:
-    """A penalty far too strong says that merges are better than each model: nothing to divide by."""
-    found = gm.diagnose(recipe_of(place, {"identity": 20.0}, damping=10.0), tmp_path / "report", progress=False)
-    assert any(found.prediction.excess(candidate, "one") < 0 for candidate in found.candidates)
-    assert (tmp_path / "report" / "predicted-loss.csv").is_file()
-
-
 @pytest.mark.parametrize("given", [False, True], ids=["H_0", "penalty"])
 def test_with_kronecker_curvature_it_is_that_of_matrices_that_are_written_out(tmp_path: Path, given: bool) -> None:
     """The ratio, and the first-order term of a prediction; the head is tied, and has no gradient of its own."""

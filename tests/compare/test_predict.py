@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from gradmerge.engine.plan import Plan
 from gradmerge.engine.randomness import keep_mask
 from gradmerge.recipe import make_recipe
 
-from ..making import SHAPES, near, random_curvature, random_state, three_models, write_model
+from ..making import SHAPES, near, random_state, three_models, write_model
 from ..rules import slow
 from .making import State, memory_plan
 
@@ -113,23 +112,6 @@ def models() -> tuple[list[State], list[State]]:
     return states, curvature
 
 
-def on_disk(tmp_path: Path, dtype: torch.dtype, reduction: str) -> tuple[dict[str, Any], list[State], list[State]]:
-    folders, states = three_models(tmp_path, dtype)
-    found: list[State] = []
-    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
-        curvature = random_curvature(seed, state, examples=10 * (seed + 1))
-        curvature.save(folder / "curvature")
-        found.append({n: v.double() for n, v in getattr(curvature, reduction)().items()})
-    recipe = {
-        "method": "gradient-matching",
-        "base": str(folders[0]),
-        "models": [{"model": str(f), "weight": w} for f, w in zip(folders[1:], WEIGHTS, strict=True)],
-        "damping": DAMPING,
-        "reduction": reduction,
-    }
-    return recipe, [*states], found
-
-
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.name)
 def test_costs_are_those_of_a_slow_loop(models: tuple[list[State], list[State]], candidate: Candidate) -> None:
     states, curvature = models
@@ -141,17 +123,6 @@ def test_costs_are_those_of_a_slow_loop(models: tuple[list[State], list[State]],
             excess, mismatch = slow_cost(merged, at, h, names)
             assert found.excess(candidate.name, task, group) == pytest.approx(excess, rel=1e-9)
             assert found.mismatch(candidate.name, task, group) == pytest.approx(mismatch, rel=1e-9)
-
-
-def test_a_merged_model_costs_what_the_rule_that_made_it_costs(tmp_path: Path) -> None:
-    recipe, _, _ = on_disk(tmp_path, torch.float64, "sum")
-    gm.merge(recipe, tmp_path / "out", accept_untrusted=True)
-    plan = open_for_prediction(make_recipe(recipe))
-    with gm.open_checkpoint(str(tmp_path / "out")) as made:
-        found = predict(plan, TASKS, [Candidate("rule", "gradient-matching"), Candidate("file", model=made)])
-    plan.inputs.close()
-    for task in found.tasks:
-        assert found.cost("rule", task) == found.cost("file", task)
 
 
 def test_interference_is_its_definition_entry_by_entry(
@@ -174,38 +145,6 @@ def test_interference_is_its_definition_entry_by_entry(
     every = found.between("b", "a")
     assert every == found.between("a", "b")
     assert every.share == pytest.approx(sum(v.opposed for v in found.interference.values()) / every.overlap)
-
-
-def test_the_number_of_threads_and_the_size_of_blocks_do_not_matter(
-    models: tuple[list[State], list[State]],
-) -> None:
-    plan = plan_of(*models)
-    one = predict(plan, TASKS, CANDIDATES)
-    plan.block = 37
-    for threads in (1, 4):
-        other = predict(plan, TASKS, CANDIDATES, threads=threads)
-        assert one.costs.keys() == other.costs.keys()
-        for key, cost in one.costs.items():
-            assert other.costs[key].excess == pytest.approx(cost.excess, rel=1e-9)
-            assert other.costs[key].mismatch == pytest.approx(cost.mismatch, rel=1e-9)
-        for pair, shared in one.interference.items():
-            assert other.interference[pair].overlap == pytest.approx(shared.overlap, rel=1e-9)
-            assert other.interference[pair].opposed == pytest.approx(shared.opposed, rel=1e-9)
-
-
-@pytest.mark.parametrize("method", ["tsv", "della"])
-def test_rules_that_see_rows_or_whole_tensors_are_predicted_on_all_of_them(
-    models: tuple[list[State], list[State]], method: str
-) -> None:
-    """Blocks are cut as the candidates need them, not as the plan has them: every one of them counts."""
-    found = []
-    for block in (1 << 18, 24):
-        plan = memory_plan(*models, WEIGHTS, DAMPING)
-        plan.block = block
-        found.append(predict(plan, TASKS, [Candidate(method, method)]))
-    assert found[0].groups == found[1].groups == sorted(GROUPS)
-    for task in (*TASKS, BASE):
-        assert found[1].excess(method, task) == pytest.approx(found[0].excess(method, task), rel=1e-9)
 
 
 def test_tiny_curvature_does_not_vanish_from_the_mismatch() -> None:

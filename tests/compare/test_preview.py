@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 from gradmerge.compare import evaluate, predict
 from gradmerge.compare.settings import Setting, recipe_with
-from gradmerge.recipe import make_recipe
 
-from ..making import read_model, write_recipe
 from .making import ThreeModels
 
 
@@ -39,9 +32,6 @@ def test_a_predicted_sweep_is_a_loop_over_the_formula(tmp_path: Path, reduction:
     assert found.shown_score(found.reference) == 1
     best = min(found.rows, key=lambda row: row.score or 0)
     assert found.best() is best and best.rank == 1
-    smallest = gm.preview(place.recipe, weights="0:1:0.25", objective="sum").best()
-    every = [place.predicted(place.merged("gradient-matching", (w, w))) for w in (0, 0.25, 0.5, 0.75, 1)]
-    assert smallest is not None and smallest.setting.weights[0] == 0.25 * int(np.argmin([sum(v) for v in every]))
 
 
 def test_predictions_do_not_depend_on_threads_or_on_how_many_are_looked_at_together(
@@ -129,28 +119,3 @@ def test_predictions_of_a_swept_damping_are_a_loop_over_the_formula(place: Three
             tensor -= damping - 0.01
         want = place.predicted(merged)
         assert [row.values[task] for task in found.tasks] == pytest.approx(want, rel=1e-6, abs=1e-12)
-
-
-def test_reports_and_recipes_of_a_sweep_name_what_was_changed(place: ThreeModels, tmp_path: Path) -> None:
-    file = write_recipe(place.path / "shown.yml", place.recipe)
-    out = tmp_path / "report"
-    words = ["preview", str(file), "--methods", "gradient-matching,ties", "--sweep", "damping=0.01,2"]
-    done = CliRunner().invoke(
-        app, [*words, "--set", "density=0.5", "--save-best", str(tmp_path / "best"), "-o", str(out)]
-    )
-    assert done.exit_code == 0, done.output
-    facts = json.loads((out / "preview.json").read_text())
-    assert [row.get("changes") for row in facts["settings"]] == [
-        {"damping": 0.01},
-        {"damping": 2},
-        {"options.density": 0.5},
-    ]
-    best = make_recipe(facts["winner"] and gm.load_recipe(out / "recipe.yml").model_dump(mode="json"))
-    changed = facts["winner"]["changes"]
-    assert best.damping == changed["damping"]
-    gm.merge(out / "recipe.yml", tmp_path / "again")
-    want, got = read_model(tmp_path / "again"), read_model(tmp_path / "best")
-    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
-    refused = CliRunner().invoke(app, [*words, "--suggest", "-o", str(tmp_path / "no")])
-    assert refused.exit_code == 2
-    assert not (tmp_path / "no").exists()

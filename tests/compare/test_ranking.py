@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,8 +20,6 @@ from gradmerge.compare.ranking import (
     score_error,
     set_scores,
     share_difference,
-    simplicity,
-    unbeaten,
 )
 from gradmerge.compare.settings import Axis, Setting
 from gradmerge.recipe import make_recipe
@@ -55,7 +52,7 @@ def preview(
     rows: list[Outcome], own: Outcome | None = None, method: str = "gradient-matching", allows_own: bool = True
 ) -> Preview:
     recipe = make_recipe({"method": method, "base": "base", "models": ["a", "b"]})
-    criterion = set_scores(rows if own is None else [*rows, own], True, "worst")
+    criterion = set_scores(rows if own is None else [*rows, own], True)
     return Preview(
         recipe, ["a", "b"], ["a", "b"], True, criterion, rows, own or rows[0], Axis("weight"), allows_own=allows_own
     )
@@ -69,7 +66,7 @@ def test_a_score_over_tasks_has_the_error_of_independent_tasks_each_on_the_same_
         )
         for sizes in [[("a", 30), ("b", 50)]] * 2
     )
-    criterion = set_scores([one, other], True, "worst")
+    criterion = set_scores([one, other], True)
     found = score_difference(one, other, criterion)
     assert found is not None and found.value == pytest.approx(one.score - other.score)
     variance, own = 0.0, 0.0
@@ -84,8 +81,7 @@ def test_a_score_over_tasks_has_the_error_of_independent_tasks_each_on_the_same_
     assert score_error(one, criterion) == pytest.approx(math.sqrt(own) / 2)
 
 
-@pytest.mark.parametrize("worst", [True, False])
-def test_shares_have_the_error_of_the_bootstrap(worst: bool) -> None:
+def test_shares_have_the_error_of_the_bootstrap() -> None:
     """Where two tasks are almost equally bad, which of them is worse is a matter of the rows drawn."""
     generator = torch.Generator().manual_seed(1)
     noise = {task: torch.randn(80, generator=generator, dtype=torch.float64) for task in "abc"}
@@ -95,9 +91,9 @@ def test_shares_have_the_error_of_the_bootstrap(worst: bool) -> None:
 
     def score(shares: dict[str, Tensor], places: dict[str, Tensor]) -> float:
         means = [float(shares[task][places[task]].mean()) for task in shares]
-        return max(means) if worst else sum(means)
+        return max(means)
 
-    found = share_difference(one, other, worst)
+    found = share_difference(one, other)
     every = {task: torch.arange(80) for task in one}
     assert found.value == pytest.approx(score(one, every) - score(other, every))
     drawn = []
@@ -105,9 +101,9 @@ def test_shares_have_the_error_of_the_bootstrap(worst: bool) -> None:
         places = {task: torch.randint(80, (80,), generator=generator) for task in one}
         drawn.append(score(one, places) - score(other, places))
     assert found.error == pytest.approx(float(torch.tensor(drawn).std()), rel=0.08)
-    assert share_difference(other, one, worst).error == pytest.approx(found.error, rel=0.08)
+    assert share_difference(other, one).error == pytest.approx(found.error, rel=0.08)
     alone = {task: rows[:1] for task, rows in one.items()}
-    assert math.isnan(share_difference(alone, alone, worst).error) and share_difference(alone, alone, worst).tied
+    assert math.isnan(share_difference(alone, alone).error) and share_difference(alone, alone).tied
 
 
 def test_of_tied_settings_the_recipes_own_is_taken_and_ranks_say_that_they_are_tied() -> None:
@@ -157,7 +153,7 @@ def predicted(own: float, *others: float) -> Preview:
         for setting, value in zip(settings, (own, *others), strict=True)
     )
     recipe = make_recipe({"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
-    criterion = set_scores([first, *rows], False, "worst")
+    criterion = set_scores([first, *rows], False)
     return Preview(recipe, ["a", "b"], ["a", "b"], False, criterion, rows, first, Axis("damping", "damping"))
 
 
@@ -166,20 +162,6 @@ def test_of_predictions_the_recipes_own_is_taken_within_a_hundredth_of_the_small
     assert found.best() is found.reference and found.leading() is found.rows[0]
     other = predicted(1.0, 0.9, 1.3)
     assert other.best() is other.rows[0]
-
-
-def test_simple_is_few_changes_then_few_needs_then_few_weights() -> None:
-    order = [
-        Setting("average", ()),
-        Setting("task-arithmetic", (0.3, 0.3)),
-        Setting("task-arithmetic", (0.3, 0.5)),
-        Setting("task-arithmetic", ((0.1, 0.2, 0.3), 0.5)),
-        Setting("fisher-averaging", (0.3, 0.3)),
-        Setting("gradient-matching", (0.3, 0.3)),
-        Setting("task-arithmetic", (0.3, 0.3), changes=(("damping", 1e-3),)),
-    ]
-    mixed = [*order[1::2], *order[::2]]
-    assert sorted(mixed, key=simplicity) == order
 
 
 def test_a_missing_score_is_tied_with_nothing_and_removal_has_no_best() -> None:
@@ -199,26 +181,14 @@ def test_metrics_of_one_kind_are_averaged_and_of_others_the_lost_shares_of_the_l
         accurate("ties", (0.5, 0.5), a=range(60), b=range(108)),
         accurate("ties", (1.0, 1.0), a=range(96), b=range(60)),
     ]
-    criterion = set_scores(rows, True, "worst")
+    criterion = set_scores(rows, True)
     assert criterion.higher and [row.score for row in rows] == [pytest.approx(0.7), pytest.approx(0.65)]
     losses = {"loss_per_token": torch.linspace(1, 2, 50, dtype=torch.float64)}
     mixed = [outcome(row.setting, {"a": row.rows["a"], "b": losses}) for row in rows]
     for row, lost in zip(mixed, (0.2, 0.4), strict=True):
         row.costs, row.shares = {"a": lost, "b": 0.1}, {task: torch.full((9,), lost) for task in "ab"}
-    criterion = set_scores(mixed, True, "worst")
+    criterion = set_scores(mixed, True)
     assert criterion.shares and not criterion.higher and [row.score for row in mixed] == [0.2, 0.4]
-
-
-def test_the_front_is_what_no_other_point_beats() -> None:
-    generator = np.random.default_rng(0)
-    points = [(float(a), float(b)) for a, b in generator.integers(0, 12, (40, 2))]
-
-    def beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
-        pairs = list(zip(one, other, strict=True))
-        return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
-
-    wanted = {p for p in points if not any(beats(q, p) for q in points)}
-    assert set(unbeaten([(p, p) for p in points])) == wanted
 
 
 @pytest.fixture(scope="module")

@@ -75,33 +75,31 @@ class Regression:
             columns.append(excess.mean(1))
         return torch.stack(columns, 1)
 
-    def brute_force(self, method: str, objective: str, steps: int = 301) -> tuple[Tensor, float]:
+    def brute_force(self, method: str, steps: int = 301) -> tuple[Tensor, float]:
         side = torch.linspace(0, 1.5, steps, dtype=torch.float64)
         points = torch.cartesian_prod(side, side)
         losses = self.losses(self.merged(method, points))
-        scores = losses.amax(1) if objective == "worst" else losses.sum(1)
+        scores = losses.amax(1)
         return points[scores.argmin()], float(scores.min())
 
 
 @pytest.mark.parametrize("method", ["task-arithmetic", "gradient-matching"])
-@pytest.mark.parametrize("objective", ["worst", "sum"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_weights_are_those_of_brute_force_where_the_curvature_is_the_whole_truth(
-    tmp_path: Path, method: str, objective: str, seed: int
+    tmp_path: Path, method: str, seed: int
 ) -> None:
     problem = Regression(tmp_path, seed=seed)
-    found = suggested({**problem.recipe, "method": method}, objective=objective)
-    where, smallest = problem.brute_force(method, objective)
+    found = suggested({**problem.recipe, "method": method})
+    where, smallest = problem.brute_force(method)
     weights = torch.tensor(list(weights_of(found).values()), dtype=torch.float64)
     losses = problem.losses(problem.merged(method, weights[None]))[0]
-    reached = float(losses.max() if objective == "worst" else losses.sum())
+    reached = float(losses.max())
     assert reached <= smallest * 1.01, (weights, where)
     best = found.best()
     assert best is not None and best.score == pytest.approx(reached, rel=1e-4), "curvature is stored in float32"
     assert list(best.values.values()) == pytest.approx(losses.tolist(), rel=1e-4, abs=1e-9)
     assert found.tasks == ["a.safetensors", "b.safetensors", "base"]
-    if objective == "worst":
-        assert (weights - where).abs().max() < 0.03
+    assert (weights - where).abs().max() < 0.03
 
 
 def test_every_round_is_one_pass_over_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +139,7 @@ def test_on_data_the_share_that_is_lost_is_made_small(texts: Path, monkeypatch: 
     assert best is found.reference, "ten rows do not tell the recipe's own weights from the best"
 
 
-@pytest.mark.parametrize("options", [{"objective": "best"}, {"methods": "removal"}, {"weights": "x=0:1"}])
+@pytest.mark.parametrize("options", [{"methods": "removal"}, {"weights": "x=0:1"}])
 def test_a_wrong_search_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(gm.InputError):
         suggested(Regression(tmp_path).recipe, **options)

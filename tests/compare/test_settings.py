@@ -19,7 +19,6 @@ from gradmerge.compare.settings import (
     Grid,
     Setting,
     as_changes,
-    check_methods,
     make_setting,
     parse_range,
     parse_sweeps,
@@ -27,7 +26,7 @@ from gradmerge.compare.settings import (
     recipe_with,
     with_changes,
 )
-from gradmerge.recipe import Case, make_recipe
+from gradmerge.recipe import Case
 
 from ..making import read_model, write_recipe
 from .making import ThreeModels, two_tasks
@@ -84,23 +83,6 @@ def test_a_wrong_grid_is_refused(weights: Any) -> None:
         Grid(two_tasks(), ["task-arithmetic"], parse_weights(weights, two_tasks(), ["task-arithmetic"])).settings()
 
 
-def test_another_method_drops_what_only_the_recipes_own_understands() -> None:
-    raw = {
-        "method": "ties",
-        "base": "x/base",
-        "models": ["x/a", {"model": "x/b", "weight": 0.5}],
-        "options": {"density": 0.3},
-        "exclude": ["head.*"],
-    }
-    recipe = make_recipe(raw)
-    assert recipe_with(recipe, Setting("ties", (0.2, 0.4))).options == {"density": 0.3}
-    changed = recipe_with(recipe, Setting("average"))
-    assert (changed.options, changed.weights, changed.exclude) == ({}, [1.0, 1.0], ["head.*"])
-    for methods in ("slerp", "regmean", "task-arithmetic,tie"):
-        with pytest.raises(gm.InputError):
-            check_methods(methods, recipe)
-
-
 @pytest.mark.parametrize(
     ("text", "values"),
     [
@@ -133,12 +115,10 @@ def test_whole_numbers_stay_whole_and_a_mapping_is_the_same() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "dampng=1",
         "options.densty=0.5",
         "method=a,b",
         "weight=0,1",
         "models.0.model=a",
-        "density",
         "density=[",
         "damping=0,1",
         "density=0:1:0",
@@ -206,13 +186,9 @@ CHANGES = {
     ],
     "removal": ["cap=none", "base_saw_removed=true", "damping=auto", "cap=0.1"],
     "ties": ["density=0.5", "models.0.options.density=0.7", "vote=mergekit", "rescale=norm", "scope=tensor"],
-    "breadcrumbs": ["density=[0.2, 0.9]", "gamma=0.05"],
-    "dare": ["seed=3", "density=0.25"],
     "della": ["epsilon=0.05", "seed=2"],
     "fisher-averaging": ["include_base=true", "damping=3"],
     "weighted-average": ["base.weight=0.3", "normalize=false"],
-    "karcher": ["steps=1"],
-    "sparse-finetuning": ["density=0.4"],
 }
 
 

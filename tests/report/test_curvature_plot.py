@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.cli.app import app
-from gradmerge.curvature.curvature import KroneckerFactors
 from gradmerge.curvature.format import open_curvature
 from gradmerge.report.curvature import count_decades, curvature_page
 
@@ -53,18 +52,6 @@ def test_counts_are_those_of_the_means_over_examples(tmp_path: Path) -> None:
     assert cells["0"] == pytest.approx(100 * 2 / 9) and cells["1e0"] == pytest.approx(100 * 2 / 9)
     assert cells["1e-1"] == pytest.approx(100 * 2 / 9) and sum(cells.values()) == pytest.approx(100)
     assert section.tables[0].rows[0][1:] == [9, pytest.approx((float(values.sum()) + 0.7) / 9), pytest.approx(200 / 9)]
-
-
-def test_of_kronecker_factors_the_diagonal_is_plotted(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    rows, columns = torch.randn(7, 3), torch.randn(7, 5)
-    layer = KroneckerFactors(rows.T @ rows, columns.T @ columns, 7)
-    gm.Curvature({"a.0.weight": layer}, 2).save(tmp_path / "k")
-    with open_curvature(str(tmp_path / "k")) as file:
-        counts, totals = count_decades(file)
-    diagonal = layer.outputs.diagonal()[:, None] * layer.inputs.diagonal()[None] / 7 / 2
-    assert list(totals.values()) == [pytest.approx(float(diagonal.sum()), rel=1e-5)]
-    assert [int(one.sum()) for one in counts.values()] == [diagonal.numel()]
 
 
 def test_all_zeros_can_be_plotted(tmp_path: Path) -> None:

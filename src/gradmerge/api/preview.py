@@ -42,7 +42,6 @@ def preview(
     changes: Overrides | None = None,
     data: Mapping[str, str] | None = None,
     generation: Generation | None = None,
-    objective: str = "worst",
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
@@ -68,13 +67,12 @@ def preview(
         sweep: Other keys of the recipe with a range or a list of values: `{"density": "0.1:0.9:0.2"}`,
             `{"damping": [1e-6, 1e-3]}`, or `["density=0.1:0.9:0.2"]`. Weights are then the recipe's, unless given.
         suggest: Search the best weights, one for each task, instead of evaluating a grid. With data, the search
-            minimizes the lost share of what fine-tuning gained: (loss − loss of the task's model) / (loss of the base −
-            loss of the task's model).
+            minimizes the share that the worst task loses of what fine-tuning gained: (loss − loss of the task's
+            model) / (loss of the base − loss of the task's model).
         changes: Keys of the recipe to set first, as `--set` does: `{"damping": 1e-3}`, or `["damping=1e-3"]`. An
             option is set for every method that knows it.
         data: Task (the name of its model's folder, or `base`) → data.
         generation: With data, every merge also writes answers, and their scores rank the settings.
-        objective: For predictions and searches: minimize the loss of the worst task ("worst") or of all ("sum").
         threads, allow_pickle, allow_config, dequantize, allow_code, force: As of :func:`gradmerge.merge`.
         progress: Show a bar, or report progress to this object, in merges.
         command: The command that the report says to repeat.
@@ -91,7 +89,7 @@ def preview(
     from ..compare.evaluate import DataEvaluator
     from ..compare.predict import Predictor
     from ..compare.ranking import compare
-    from ..compare.search import check_objective, search, search_grid
+    from ..compare.search import search, search_grid
     from ..compare.settings import (
         DEFAULT_WEIGHTS,
         Grid,
@@ -108,7 +106,6 @@ def preview(
     recipe = recipe_of_models(recipe, "preview", allow_code)
     recipe, fixed = with_changes(recipe, changes, method_names(methods))
     chosen = check_methods(methods, recipe)
-    check_objective(objective)
     if suggest and (sweep or generation is not None):
         raise InputError("suggest: searches weights by losses on data; use it without sweep and generation")
     if suggest:
@@ -134,7 +131,7 @@ def preview(
             grid = Grid(ready, grid.methods, grid.weights, grid.sweeps, grid.fixed)
             with contextlib.closing(evaluator):
                 run = search if suggest else compare
-                found = run(grid, evaluator, objective=objective, progress=bar)
+                found = run(grid, evaluator, progress=bar)
         write_preview(folder, found, data or {}, command, options["columns"], save_best)
     return found
 

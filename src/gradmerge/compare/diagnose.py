@@ -126,7 +126,7 @@ class Diagnosis(Displayed):
     def rank_measured(self) -> None:
         """Set ``measured`` from the outcomes of the merges."""
         merges = [self.outcomes[name] for name in (*self.candidates, self.without_penalty) if name]
-        tasks, criterion = [*self.examples], set_scores(merges, True, "worst")
+        tasks, criterion = [*self.examples], set_scores(merges, True)
         self.measured = Preview(
             self.recipe, tasks, [], True, criterion, merges, merges[0], Axis(""), examples=self.examples
         )

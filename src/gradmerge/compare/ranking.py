@@ -105,9 +105,7 @@ class Criterion:
     higher: bool
     """Higher is better."""
     shares: bool = False
-    """The score is a share of what fine-tuning gained, of which 1 % is 0.01."""
-    worst: bool = False
-    """The score is that of the worst task; else an average or a sum over tasks."""
+    """The score is the share of what fine-tuning gained that the worst task loses; 1 % is 0.01."""
 
 
 @dataclass(repr=False)
@@ -131,8 +129,8 @@ class Preview(Displayed):
     examples: dict[str, int] = field(default_factory=dict)
     """Task → number of rows of its data."""
     notes: list[str] = field(default_factory=list)
-    objective: str = ""
-    """What a search for weights made small, "worst" or "sum"; empty if no weights were searched."""
+    searched: bool = False
+    """Whether weights were searched."""
     allows_own: bool = True
     """Whether the recipe's own merge may be taken; not if it is outside the ranges of a search."""
     commands: dict[str, str] = field(default_factory=dict)
@@ -284,7 +282,7 @@ class Preview(Displayed):
         return found
 
 
-def compare(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progress: Progress) -> Preview:
+def compare(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
     """Evaluate all settings of a grid, and the recipe's own merge, and rank them; see :func:`set_scores`."""
     settings = grid.settings()
     own = own_setting(grid.recipe, [setting.method for setting in settings], grid.fixed)
@@ -294,7 +292,7 @@ def compare(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progr
     rows = evaluator.evaluate(asked, progress.advance)
     found = next((row for row in rows if row.setting == reference), rows[0])
     shown = [row for row in rows if row is not found] if len(asked) > len(settings) else rows
-    criterion = set_scores(rows, evaluator.measured, objective)
+    criterion = set_scores(rows, evaluator.measured)
     return make_preview(grid.recipe, evaluator, shown or [found], found, grid.axis, criterion)
 
 
@@ -320,7 +318,7 @@ def make_preview(
     return Preview(recipe, tasks, models, evaluator.measured, criterion, rows, reference, axis, **known, **more)
 
 
-def set_scores(rows: Sequence[Outcome], measured: bool, objective: str) -> Criterion:
+def set_scores(rows: Sequence[Outcome], measured: bool) -> Criterion:
     """Set the score of every outcome, and return what it is.
 
     Measured: the average of the tasks' first metrics. Predicted, or where tasks have different metrics: see
@@ -328,7 +326,7 @@ def set_scores(rows: Sequence[Outcome], measured: bool, objective: str) -> Crite
     """
     names = {headline(metrics) for row in rows for metrics in row.metrics.values() if metrics}
     if not measured or len(names) > 1:
-        return set_scores_by_costs(rows, measured, objective)
+        return set_scores_by_costs(rows, measured)
     name = next(iter(names), "loss_per_example")
     for row in rows:
         known = [value for value in row.values.values() if value is not None]
@@ -337,23 +335,19 @@ def set_scores(rows: Sequence[Outcome], measured: bool, objective: str) -> Crite
     return Criterion(f"average {name}" if several else name, higher_is_better(name))
 
 
-def set_scores_by_costs(rows: Sequence[Outcome], measured: bool, objective: str) -> Criterion:
-    """Set the scores to the cost of the worst task (``objective`` "worst") or the sum of costs ("sum")."""
-    worst = objective == "worst"
+def set_scores_by_costs(rows: Sequence[Outcome], measured: bool) -> Criterion:
+    """Set the scores to the cost of the worst task, and return what they are."""
     for row in rows:
-        total = worst_or_sum(row.costs, objective)
-        row.score = total if math.isfinite(total) else None
+        cost = largest_cost(row)
+        row.score = cost if math.isfinite(cost) else None
     if measured:
-        of = "worst task" if worst else "summed"
-        return Criterion(f"share lost of what fine-tuning gained, {of}", False, shares=True, worst=worst)
-    return Criterion("predicted loss of the worst task" if worst else "sum of predicted losses", False, worst=worst)
+        return Criterion("share lost of what fine-tuning gained, worst task", False, shares=True)
+    return Criterion("predicted loss of the worst task", False)
 
 
-def worst_or_sum(costs: Mapping[str, float], objective: str) -> float:
-    values = list(costs.values())
-    if not all(math.isfinite(value) for value in values):
-        return math.inf
-    return max(values) if objective == "worst" else sum(values)
+def largest_cost(row: Outcome) -> float:
+    """The cost of the worst task; infinite if one is not known."""
+    return max((cost if math.isfinite(cost) else math.inf for cost in row.costs.values()), default=math.inf)
 
 
 def steady(value: float) -> float:
@@ -398,18 +392,15 @@ def score_difference(row: Outcome, other: Outcome, criterion: Criterion) -> Diff
     if not criterion.shares:
         differences = list(task_differences(row, other).values())
         return averaged(differences) if differences and len(differences) == len(row.values) else None
-    return share_difference(row.shares, other.shares, criterion.worst)
+    return share_difference(row.shares, other.shares)
 
 
-def share_difference(shares: Mapping[str, Tensor], others: Mapping[str, Tensor], worst: bool) -> Difference:
-    """How much larger the mean of the worst task, or the sum over tasks, is for one set of rows than for another.
+def share_difference(shares: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Difference:
+    """How much larger the mean of the worst task is for one set of rows than for another.
 
     Which task is worst may depend on the rows. So the error is the spread of means drawn from the normal distribution
     of the two means of each task, which are correlated because they use the same rows.
     """
-    if not worst:
-        each = [difference(rows, others[task]) for task, rows in shares.items()]
-        return Difference(sum(one.value for one in each), math.hypot(*(one.error for one in each)))
     generator = torch.Generator().manual_seed(0)
     means, drawn = [], []
     for task, rows in shares.items():
@@ -442,9 +433,7 @@ def score_error(row: Outcome, criterion: Criterion) -> float | None:
     if not criterion.shares:
         errors = [found["standard_errors"].get(headline(found)) or math.nan for found in row.metrics.values()]
         return math.hypot(*errors) / len(errors)
-    if criterion.worst:
-        return standard_error(row.shares[max(row.costs, key=lambda task: row.costs[task])])
-    return math.hypot(*map(standard_error, row.shares.values()))
+    return standard_error(row.shares[max(row.costs, key=lambda task: row.costs[task])])
 
 
 def are_tied(row: Outcome, other: Outcome, criterion: Criterion) -> bool:

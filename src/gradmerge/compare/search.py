@@ -1,4 +1,4 @@
-"""Search one weight for each task: the smallest loss of the worst task, or the smallest sum over tasks.
+"""Search one weight for each task, for the smallest loss of the worst task.
 
 The first round evaluates points that fill the ranges, and points with the same weight for all tasks. Each further round
 evaluates points around the best one, and the minima of quadratics fitted to all results. All points of a round are
@@ -20,7 +20,7 @@ from ..progress import Progress
 from ..recipe import Recipe
 from ..rules import METHODS
 from .evaluate import Evaluator
-from .ranking import Outcome, Preview, make_preview, set_scores_by_costs, worst_or_sum
+from .ranking import Outcome, Preview, largest_cost, make_preview, set_scores_by_costs
 from .settings import (
     SEARCHED_WEIGHTS,
     Changes,
@@ -33,7 +33,6 @@ from .settings import (
     takes_weights,
 )
 
-OBJECTIVES = ("worst", "sum")
 #: Points of the first round.
 SAMPLES = 64
 #: How far each round goes from the best point, as a share of the ranges.
@@ -42,11 +41,6 @@ RADII = (0.2, 0.05, 0.0125)
 DIAGONAL = 16
 #: Minima of fitted quadratics that each further round evaluates.
 GUESSES = 4
-
-
-def check_objective(objective: str) -> None:
-    if objective not in OBJECTIVES:
-        raise InputError(f"objective: {objective} is not one of {', '.join(OBJECTIVES)}")
 
 
 def search_grid(
@@ -59,9 +53,8 @@ def search_grid(
     return Grid(recipe, methods, [replace(given.get(key, anywhere), keys=(key,)) for key in keys], fixed=fixed or {})
 
 
-def search(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progress: Progress) -> Preview:
+def search(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
     """Search weights for every method of a grid, and rank all settings that were evaluated."""
-    check_objective(objective)
     if removing := [method for method in grid.methods if METHODS[method].removes]:
         raise InputError(
             f"{removing[0]}: its tasks are meant to become worse, so no weights are best for them; preview a range of "
@@ -71,7 +64,7 @@ def search(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progre
         raise InputError(
             "the recipe has no base; without it, the share of fine-tuning's gain that is lost is not known"
         )
-    searches = [_WeightSearch(method, grid, objective) for method in grid.methods]
+    searches = [_WeightSearch(method, grid) for method in grid.methods]
     reference = own_setting(grid.recipe, grid.methods, grid.fixed)
     expected = 1 + len(searches) * (SAMPLES + DIAGONAL + len(RADII) * (SAMPLES // 2 + GUESSES))
     progress.begin("searching", expected)
@@ -82,14 +75,14 @@ def search(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progre
         if asked:
             rows += evaluator.evaluate(asked, progress.advance)
     progress.advance(max(0, expected - len(rows)))  # points that were evaluated before
-    criterion = set_scores_by_costs(rows, evaluator.measured, objective)
+    criterion = set_scores_by_costs(rows, evaluator.measured)
     own = next((row for row in rows if row.setting == reference), rows[0])
     inside = all(
         not isinstance(weight, tuple) and one.low <= weight <= one.high
         for one, weight in zip(grid.weights, reference.weights, strict=False)
     )
     shown = rows if inside or len(rows) == 1 else [row for row in rows if row is not own]
-    more = {"objective": objective, "allows_own": shown is rows}
+    more = {"searched": True, "allows_own": shown is rows}
     found = make_preview(grid.recipe, evaluator, shown, own, grid.axis, criterion, **more)
     if found.best() is None:
         raise InputError("no setting gives a finite loss; check the models and their curvature")
@@ -99,8 +92,8 @@ def search(grid: Grid, evaluator: Evaluator, *, objective: str = "worst", progre
 class _WeightSearch:
     """The search for the weights of one method. Points are in units of the ranges: 0 is the low end, 1 the high end."""
 
-    def __init__(self, method: str, grid: Grid, objective: str) -> None:
-        self.method, self._grid, self._objective = method, grid, objective
+    def __init__(self, method: str, grid: Grid) -> None:
+        self.method, self._grid = method, grid
         self._lows = torch.tensor([one.low for one in grid.weights], dtype=torch.float64)
         self._widths = torch.tensor([one.high for one in grid.weights], dtype=torch.float64) - self._lows
         self._points = SobolEngine(len(grid.weights), scramble=True, seed=0)
@@ -113,12 +106,12 @@ class _WeightSearch:
 
     def further(self, rows: Sequence[Outcome], radius: float, reach: float) -> list[Setting]:
         """Points around the best so far, and minima of fitted quadratics within ``reach`` of it."""
-        own = [row for row in rows if row.setting in self._asked and math.isfinite(self._score(row))]
+        own = [row for row in rows if row.setting in self._asked and math.isfinite(largest_cost(row))]
         if not own or not takes_weights(self.method):
             return []
         weights = torch.tensor([row.setting.weights for row in own], dtype=torch.float64)
         points = ((weights - self._lows) / self._widths.clamp(min=1e-12)).clamp(0, 1)
-        best = points[min(range(len(own)), key=lambda i: self._score(own[i]))]
+        best = points[min(range(len(own)), key=lambda i: largest_cost(own[i]))]
         costs = torch.tensor([list(row.costs.values()) for row in own], dtype=torch.float64)
         return self._settings(torch.cat([self._minima(points, costs, best, radius, reach), self._around(best, radius)]))
 
@@ -127,7 +120,7 @@ class _WeightSearch:
         return (point + spread * radius).clamp(0, 1)
 
     def _minima(self, points: Tensor, costs: Tensor, best: Tensor, near: float, reach: float) -> Tensor:
-        """The minima of the worst, or the sum, of one quadratic for each task, fitted most closely near the best."""
+        """The minima of the worst of one quadratic for each task, fitted most closely near the best."""
         features = quadratic_features(points)
         if len(points) < features.shape[1] + 2:
             return points[:0]
@@ -136,14 +129,10 @@ class _WeightSearch:
         found = best[None]
         for _ in range(6):
             points = torch.cat([found, self._around(found[0], reach, 2048)])
-            predicted = quadratic_features(points) @ fitted
-            scores = predicted.amax(1) if self._objective == "worst" else predicted.sum(1)
+            scores = (quadratic_features(points) @ fitted).amax(1)
             found = points[scores.argsort()[:GUESSES]]
             reach /= 3
         return found
-
-    def _score(self, row: Outcome) -> float:
-        return worst_or_sum(row.costs, self._objective)
 
     def _settings(self, points: Tensor) -> list[Setting]:
         """The settings of points that were not asked for before."""

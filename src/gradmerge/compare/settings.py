@@ -175,18 +175,17 @@ class Grid:
 
     @property
     def axis(self) -> Axis:
-        """The first swept key with numbers; a weight, if any weight varies."""
-        numeric = (d.keys[0] for d in self.sweeps if sum(isinstance(value, int | float) for value in d.values) > 1)
-        if not any(one.varies for one in self.weights) and (key := next(numeric, "")):
-            return Axis(key.removeprefix("options."), key)
+        """The first swept key with numbers, if no weight varies; else a weight."""
+        varying = [one for one in self.weights if one.varies]
+        swept = [one.keys[0] for one in self.sweeps if sum(isinstance(v, int | float) for v in one.values) > 1]
+        if swept and not varying:
+            return Axis(swept[0].removeprefix("options."), swept[0])
         names = task_names(self.recipe)
-        models = [[int(_WEIGHT.fullmatch(key)[1]) for key in one.keys] for one in self.weights]  # type: ignore[index]
-        single = [own[0] for own, one in zip(models, self.weights, strict=True) if len(own) == 1 and one.varies]
-        shared = [i for own in models if len(own) > 1 for i in own]
-        if len(single) == 1 and not shared:
-            return Axis(f"weight of {names[single[0]]}" if len(names) > 1 else "weight", "", tuple(single))
-        label = "weight, the same for all tasks" if len(names) > 1 else "weight"
-        return Axis(label, "", tuple(single + shared) if shared else tuple(range(len(names))))
+        models = tuple(range(len(names)))
+        if len(varying) == 1:
+            models = tuple(i for i in models if f"models.{i}.weight" in varying[0].keys)
+        label = f"weight of {names[models[0]]}" if len(models) == 1 else "weight, the same for all tasks"
+        return Axis(label if len(names) > 1 else "weight", "", models)
 
 
 def make_setting(recipe: Recipe, method: str, overrides: Mapping[str, Any]) -> Setting:

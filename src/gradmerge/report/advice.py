@@ -44,7 +44,7 @@ def preview_verdict(found: Preview) -> list[str]:
     words = _measured_best(found, best, leading) if found.measured else _predicted_best(found, best, leading)
     if found.criterion.shares:
         words.append("A share of 0 is as good as each task's own model, and 1 is as bad as the base.")
-    if found.objective and best.setting.weights:
+    if found.searched and best.setting.weights:
         words.append(f"Suggested weights: {_by_task(found.weights(best))}.")
     words += [] if found.measured else [TRUST]
     if "merge" in found.commands:

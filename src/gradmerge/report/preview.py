@@ -161,8 +161,7 @@ def _columns(found: Preview) -> list[str]:
     setting = ["method", "weights", *(["changed"] if _changed(found) else [])]
     score = [_unit(found, found.criterion.name), "rank"]
     if not found.measured:
-        whole = "worst task" if found.criterion.worst else "sum"
-        return [*setting, *score, *(f"{task}, × reference's {whole}" for task in found.tasks)]
+        return [*setting, *score, *(f"{task}, × reference's worst task" for task in found.tasks)]
     shares = [f"{task}, share lost" for task in found.tasks if found.criterion.shares]
     return [*setting, *score, *shares, *(f"{task}, {plain_words(found.metric(task))}" for task in found.tasks)]
 

@@ -13,8 +13,6 @@ from ..text import one_line, plus_minus
 
 Value = str | float | int | None
 MISSING = "–"
-#: Outside of these, numbers have an exponent.
-_SMALL, _LARGE = 1e-4, 1e7
 
 
 def finite(value: float | None) -> TypeGuard[float]:
@@ -22,37 +20,15 @@ def finite(value: float | None) -> TypeGuard[float]:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Four significant digits without trailing zeros, thousands with commas; whole numbers in full."""
+    """Four significant digits, thousands with commas; whole numbers in full."""
     if value is None:
         return MISSING
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}".replace("-", "−")
-    value = float(value)  # without a standard error
-    if value and not _SMALL <= abs(value) < _LARGE:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        return f"{_stripped(mantissa)}e{int(exponent)}".replace("-", "−")
-    return _signed(_stripped(f"{value:,.{_decimals(value, digits)}f}"))
-
-
-def _decimals(value: float, digits: int = 4) -> int:
-    """The decimals that give a number ``digits`` significant digits."""
-    if not value:
-        return 0
-    # Rounded first: 9.9996 becomes 10.00.
-    return max(0, digits - 1 - int(f"{value:.{digits - 1}e}".split("e")[1]))
-
-
-def _stripped(text: str) -> str:
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def _signed(text: str) -> str:
-    """With a minus sign instead of a hyphen, and no sign before a zero."""
-    return text.replace("-", "−") if text.strip("-0.,") else text.lstrip("-")
+    shown = f"{value:,}" if isinstance(value, int) else f"{float(value) + 0.0:,.{digits}g}"
+    return shown.replace("-", "−")
 
 
 def plain_words(metric: str) -> str:
@@ -128,20 +104,14 @@ def columns_of(table: Table) -> list[Column]:
 
 
 def _column(title: str, values: Sequence[Value]) -> Column:
-    """Numbers of one column have the same decimals, up to four digits."""
-    numbers = [value for value in values if value is not None and not isinstance(value, str)]
-    numeric = bool(numbers) and not any(isinstance(value, str) for value in values)
-    texts = map(number, numbers)
-    most = max((len(text.partition(".")[2]) for text in texts if "e" not in text), default=0)
+    known = [value for value in values if value is not None]
+    numeric = bool(known) and not any(isinstance(value, str) for value in known)
 
     def cell(value: Value) -> Cell:
         if value is None:
             return Cell(MISSING, "none num" if numeric else "none")
         if isinstance(value, str):
             return Cell(value, "" if " " in value else "name")
-        text, plain = number(value), float(value)
-        if finite(plain) and not isinstance(value, int) and "e" not in text:
-            text = _signed(f"{plain:,.{min(most, _decimals(plain))}f}")
-        return Cell(plus_minus(text, value), "num", repr(plain))
+        return Cell(plus_minus(number(value), value), "num", repr(float(value)))
 
     return Column(title, numeric, list(map(cell, values)))

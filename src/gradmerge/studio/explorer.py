@@ -253,7 +253,7 @@ class Explorer:
         if self._compared is None or len(self._compared.rows) < len(rows):
             own = next((row for row in rows if row.setting == self.own), rows[0])
             axis = Axis("weight", models=tuple(range(len(self.models))))
-            criterion = set_scores(rows, True, "worst")
+            criterion = set_scores(rows, True)
             self._compared = make_preview(self.recipe, self.evaluator, rows, own, axis, criterion)
         return self._compared
 
@@ -265,7 +265,7 @@ class Explorer:
     def tied(self, one: Outcome, other: Outcome) -> bool:
         """Whether the rows do not distinguish two settings."""
         a, b = replace(one), replace(other)
-        return are_tied(a, b, set_scores([a, b], True, "worst"))
+        return are_tied(a, b, set_scores([a, b], True))
 
     def front(self) -> list[Outcome]:
         """The settings that no other beats on every task; on tasks to forget, worse is better."""
