@@ -58,12 +58,11 @@ def optimizers(params: list[nn.Parameter], device: torch.device) -> dict[str, Ca
         "AdamW, fused": lambda: torch.optim.AdamW(params, fused=True),
         "PriorAdamW, curvature": ours(),
         "PriorAdamW, curvature, in Adam's metric": ours(coupling="adam"),
-        "PriorAdamW, curvature, kept in bfloat16": ours(keep_dtype=torch.bfloat16),
         "PriorAdamW, identity": ours(prior="identity"),
         "PriorAdamW, strength 0": ours(prior="identity", strength=0.0),
     }
     if device.type == "cuda":
-        found["PriorAdamW, curvature, kept in bfloat16 on the CPU"] = ours(keep_dtype=torch.bfloat16, keep_on="cpu")
+        found["PriorAdamW, curvature, kept on the CPU"] = ours(keep_on="cpu")
     return found
 
 

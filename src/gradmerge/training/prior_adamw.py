@@ -66,15 +66,13 @@ class PriorAdamW(torch.optim.AdamW):
         missing: If prior or anchor lack a parameter: ``"error"``, or ``"zero"`` for no penalty on it, as for a new
             head.
         keep_on: Device that stores anchor and H_0. ``"cpu"`` saves GPU memory; each step then copies them to the GPU.
-            Default: the parameter's device.
-        keep_dtype: Type that stores them, such as ``torch.bfloat16``. By default the anchor has the parameter's type
-            and H_0 is float32 (float64 for float64 parameters). Arithmetic is float32 either way.
+            Default: the parameter's device. The anchor has the parameter's type, H_0 is float32 (float64 for float64).
         model: The model, if ``params`` are its parameters. Needed if names differ between memory and files, as for ViT
             in transformers.
 
     Attributes:
-        param_groups: As in torch, with ``strength``, ``coupling``, ``keep_on``, ``keep_dtype`` and ``prior`` (a number
-            with damping, or ``"curvature"``) of each group.
+        param_groups: As in torch, with ``strength``, ``coupling``, ``keep_on`` and ``prior`` (a number with damping,
+            or ``"curvature"``) of each group.
         state: As in torch, with ``"anchors"`` and ``"priors"``: a list per group. Loading a state dict is enough to
             resume. You can also load a state dict of torch's AdamW; then anchors and priors do not change.
 
@@ -104,7 +102,6 @@ class PriorAdamW(torch.optim.AdamW):
         coupling: Coupling = "decoupled",
         missing: Missing = "error",
         keep_on: str | torch.device | None = None,
-        keep_dtype: torch.dtype | None = None,
         model: nn.Module | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -117,11 +114,6 @@ class PriorAdamW(torch.optim.AdamW):
         ):
             check_known(f"{name}={value!r}", value, get_args(known))
         _check_number("damping", damping)
-        if keep_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
-            raise InputError(
-                f"keep_dtype={keep_dtype}: must be torch.bfloat16, torch.float32 or torch.float64 (others lack the "
-                "range of curvature)"
-            )
         if isinstance(params, nn.Module):
             model = unwrap(params)
             params = trainable(model)
@@ -136,7 +128,6 @@ class PriorAdamW(torch.optim.AdamW):
             "coupling": coupling,
             "prior": _prior_kind(prior, float(damping)),
             "keep_on": None if keep_on is None else str(keep_on),
-            "keep_dtype": keep_dtype,
         }
         super().__init__(
             params,
@@ -254,7 +245,7 @@ class PriorAdamW(torch.optim.AdamW):
         before, kept = self.param_groups, {key: self.state[key] for key in (ANCHORS, PRIORS)}  # type: ignore[index]
         super().load_state_dict(state_dict)
         for group, old in zip(self.param_groups, before, strict=True):
-            for key in ("strength", "coupling", "prior", "keep_on", "keep_dtype"):
+            for key in ("strength", "coupling", "prior", "keep_on"):
                 group.setdefault(key, old[key])
         state: Any = self.state
         for key, current in kept.items():
@@ -278,18 +269,6 @@ class _Sources(NamedTuple):
     reduction: Reduction
     damping: float
     optional: bool
-
-
-class _Piece(NamedTuple):
-    """A parameter, or a part of one, with the same part of its anchor, prior and squared-gradient average."""
-
-    values: Tensor
-    anchor: Tensor
-    prior: Tensor | None
-    squares: Tensor | None
-    """For Adam's metric."""
-    correction: float
-    """1 / √(1 − β₂^step), for Adam's metric."""
 
 
 def _make_gradients_contiguous(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -316,36 +295,42 @@ def _pull(optimizer: PriorAdamW, args: Any, kwargs: Any) -> None:
             raise InputError("PriorAdamW: a group that starts with strength 0 has no anchor. Create a new optimizer.")
         batch: list[_Piece] = []
         elements = 0
-        for piece in _pieces(optimizer, group, anchors, priors):
-            if batch and elements + piece.values.numel() > _chunk_size(piece.values):
-                _pull_batch(batch, rate, group["prior"], group["eps"])
+        for piece in _pieces(optimizer, group, anchors, priors, rate):
+            if batch and elements + piece[0].numel() > _chunk_size(piece[0]):
+                _pull_batch(batch, group, rate)
                 batch, elements = [], 0
             batch.append(piece)
-            elements += piece.values.numel()
+            elements += piece[0].numel()
         if batch:
-            _pull_batch(batch, rate, group["prior"], group["eps"])
+            _pull_batch(batch, group, rate)
 
 
-def _pieces(optimizer: PriorAdamW, group: Mapping[str, Any], anchors: Any, priors: Any) -> Iterator[_Piece]:
+_Piece = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
+"""A part of a parameter, of its anchor, its prior and Adam's v, and the factor of √v in D/c."""
+
+
+def _pieces(
+    optimizer: PriorAdamW, group: Mapping[str, Any], anchors: Any, priors: Any, rate: float
+) -> Iterator[_Piece]:
     """Split the parameters that have a gradient and a penalty."""
     for p, anchor, prior in zip(group["params"], anchors, priors, strict=True):
         if p.grad is None or (prior is None and group["prior"] == CURVATURE):
             continue
-        squares, correction = None, 1.0
+        squares, factor = None, 1 / rate
         if group["coupling"] == "adam":
             state, counts = optimizer.state[p], optimizer._step_counts
             squares = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
             counts[p] = counts[p] + 1 if p in counts else int(state["step"].item())
-            correction = 1 / math.sqrt(1 - group["betas"][1] ** counts[p])
-        tensors: tuple[Any, ...] = (p.detach(), anchor, prior, squares)
+            factor /= math.sqrt(1 - group["betas"][1] ** counts[p])
+        tensors = (p.detach(), anchor, prior, squares)
         size = _chunk_size(p)
         if p.numel() <= size or not all(t is None or t.is_contiguous() for t in tensors):
-            yield _Piece(p.detach(), anchor, prior, squares, correction)
+            yield *tensors, factor
             continue
         count = math.ceil(p.numel() / size)
-        parts = ([None] * count if t is None else t.view(-1).split(size) for t in tensors)
-        for part in zip(*parts, strict=True):
-            yield _Piece._make((*part, correction))
+        parts: Any = [[None] * count if t is None else t.view(-1).split(size) for t in tensors]
+        for values, anchor_part, prior_part, squares_part in zip(*parts, strict=True):
+            yield values, anchor_part, prior_part, squares_part, factor
 
 
 def _chunk_size(p: Tensor) -> int:
@@ -356,41 +341,40 @@ def _chunk_size(p: Tensor) -> int:
     return CPU_CHUNK if threads <= 2 else 2 * CPU_CHUNK * threads
 
 
-def _pull_batch(batch: Sequence[_Piece], rate: float, prior: float | str, eps: float) -> None:
+def _pull_batch(batch: Sequence[_Piece], group: Mapping[str, Any], rate: float) -> None:
     """Move pieces towards their anchors: θ ← θ + t ⊙ (a − θ) with t = H / (H + D/c) and the rate c = lr·strength.
 
     D is 1, or √v̂ + ε in Adam's metric. Arithmetic is float32 (float64 for float64 parameters); the result is rounded
     once.
     """
-    targets = [piece.values for piece in batch]
+    targets, anchors, priors, squares, factors = map(list, zip(*batch, strict=True))
     device = targets[0].device
     dtype = torch.float64 if targets[0].dtype == torch.float64 else torch.float32
-    values = [v.to(dtype) for v in targets]
-    anchors = [_to(piece.anchor, device, dtype) for piece in batch]
+
+    def convert(tensors: Sequence[Any]) -> list[Tensor]:
+        # Move first: a copy between devices that also converts is synchronous.
+        return [t.to(device, non_blocking=device.type != "cpu").to(dtype) for t in tensors]
+
+    values, prior = [t.to(dtype) for t in targets], group["prior"]
     scaled: Any = 1 / rate  # D/c
-    if batch[0].squares is not None:
-        scaled = torch._foreach_sqrt([piece.squares.to(dtype) for piece in batch if piece.squares is not None])
-        torch._foreach_mul_(scaled, [piece.correction / rate for piece in batch])
-        torch._foreach_add_(scaled, eps / rate)
     steps: Any
-    if not isinstance(prior, float):
-        priors = [_to(piece.prior, device, dtype) for piece in batch if piece.prior is not None]
-        steps = torch._foreach_div(priors, torch._foreach_add(priors, scaled))
-    elif isinstance(scaled, float):
+    if squares[0] is not None:
+        scaled = torch._foreach_sqrt([t.to(dtype) for t in squares])
+        torch._foreach_mul_(scaled, factors)
+        torch._foreach_add_(scaled, group["eps"] / rate)
+    if prior == CURVATURE:
+        curvatures = convert(priors)
+        steps = torch._foreach_div(curvatures, torch._foreach_add(curvatures, scaled))
+    elif squares[0] is None:
         steps = prior / (prior + scaled)
     else:
         steps = scaled
         torch._foreach_add_(steps, prior)
         torch._foreach_reciprocal_(steps)
         torch._foreach_mul_(steps, prior)
-    torch._foreach_lerp_(values, anchors, steps)
+    torch._foreach_lerp_(values, convert(anchors), steps)
     if values[0] is not targets[0]:
         torch._foreach_copy_(targets, values)
-
-
-def _to(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    # Move first: a copy between devices that also converts is synchronous.
-    return value.to(device, non_blocking=device.type != "cpu").to(dtype)
 
 
 def _adam_metric(group: Mapping[str, Any], moments: Mapping[str, Any]) -> Tensor:
@@ -409,9 +393,9 @@ def _stored(value: Tensor, key: str, group: Mapping[str, Any], i: int) -> Tensor
             f"PriorAdamW: the {key} of {_name(group, i)} has shape {tuple(value.shape)}, the parameter "
             f"{tuple(parameter.shape)}"
         )
-    usual = parameter.dtype if key == "anchor" or parameter.dtype == torch.float64 else torch.float32
+    dtype = parameter.dtype if key == "anchor" or parameter.dtype == torch.float64 else torch.float32
     device = parameter.device if group["keep_on"] is None else torch.device(group["keep_on"])
-    stored = torch.empty_like(parameter, dtype=group["keep_dtype"] or usual, device=device, requires_grad=False)
+    stored = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
     if (value.dtype, value.device, value.stride()) == (stored.dtype, stored.device, stored.stride()):
         stored = value
     else:

@@ -55,7 +55,6 @@ class PriorTrainer(Trainer):
         damping: Added to H_0.
         missing: If prior or anchor lack a parameter: `error`, or `zero`, as in `PriorAdamW`.
         keep_on: Device of anchor and H_0, as in `PriorAdamW`.
-        keep_dtype: Their type.
         curvature: Also write the trained model's curvature: a `CurvatureCallback`, or its ``source`` (`adam`
             or `pass`).
 
@@ -80,7 +79,6 @@ class PriorTrainer(Trainer):
         damping: float = 0.0,
         missing: Missing = "error",
         keep_on: str | torch.device | None = None,
-        keep_dtype: torch.dtype | None = None,
         curvature: CurvatureCallback | str | None = None,
         **trainer_kwargs: Any,
     ) -> None:
@@ -93,7 +91,6 @@ class PriorTrainer(Trainer):
             "damping": damping,
             "missing": missing,
             "keep_on": keep_on,
-            "keep_dtype": keep_dtype,
         }
         callback = CurvatureCallback(curvature) if isinstance(curvature, str) else curvature
         # What the training loss is a mean of: examples of this process, terms of their losses, and their scale.
