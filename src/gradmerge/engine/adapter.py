@@ -2,7 +2,7 @@
 
 Where the rule is a weighted sum and all models are adapters of the base, their factors are concatenated, and no weight
 of the base is read. Every other tensor goes through the rule, and its difference from the base is factorized. Factors
-stay in memory until the end. Tensors that are saved whole are then merged once more, into the adapter's file.
+stay in memory until the end. Tensors that are saved whole are then merged once more.
 """
 
 from __future__ import annotations
@@ -11,52 +11,35 @@ import functools
 import json
 import math
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from ..checkpoints.checkpoint import STORED_TYPES, TORCH_TYPES, Buffers, Checkpoint, is_same
+from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint, is_same
 from ..checkpoints.lora import AdapterCheckpoint
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
-from ..io.reader import TensorInfo, bytes_of
-from ..io.writer import ShardWriter
+from ..io.reader import TensorInfo
 from ..recipe import Recipe
-from .executor import merge_blocks
-from .jobs import Block, BlockJob, Job, LayerJob, MergedBlock, MergeOptions, all_finite, rule_arguments
+from .executor import Advance, Executor
+from .jobs import Block, BlockJob, Job, LayerJob, MergeOptions, all_finite, rule_arguments
 from .peft_config import AdapterReport, Change, ModuleTree, lay_out
 from .plan import Plan
 from .rounding import rounded
 from .statistics import Statistics
-from .thread_pool import run_parallel
+from .thread_pool import run_parallel, with_buffers
 
 #: A difference from the base below this share of an entry is a rounding error.
 ROUNDING = 2.0**-22
-#: Elements that are copied at once.
-CHUNK = 1 << 22
 #: The inputs that a rule may read for its weights to be recognized.
 LINEAR_INPUTS = {"base", "tuned", "weights", "base_weight"}
-
-
 #: Entries of a matrix that are converted to float64 at once.
 PANEL = 1 << 20
 #: Singular values below this share of the largest are rounding errors.
 NEGLIGIBLE = 1e-7
-
-
-@dataclass
-class Difference:
-    """The difference of one tensor from the base, while its blocks are merged."""
-
-    values: Tensor
-    """Without elements if the tensor is saved whole."""
-    missing: int
-    """Elements that have not been merged yet."""
-    changed: bool = False
-    """Whether an entry differs by more than a rounding error."""
-    norms: list[float] = field(default_factory=list)
 
 
 class AdapterOutput:
@@ -64,6 +47,8 @@ class AdapterOutput:
 
     A killed merge leaves nothing to resume.
     """
+
+    finished: frozenset[int] = frozenset()
 
     def __init__(self, recipe: Recipe, plan: Plan, folder: AtomicDir, threads: int, options: MergeOptions) -> None:
         self.base = adapter_base(recipe, plan)
@@ -77,34 +62,13 @@ class AdapterOutput:
         self._stored = plan.merged_tensors
         plan.jobs = [in_float64(job) for job in plan.jobs]
         self._changes: dict[str, Change] = {}
-        self._differences: dict[str, Difference] = {}
-        self._lock = threading.Lock()
         self.report: AdapterReport | None = None
-        if self._rank is None:
-            self._require_exact()
-
-    def _require_exact(self) -> None:
-        """Raise before any work if factors cannot hold the whole change and the recipe allows no loss."""
-        why = ""
-        if not self._adapters:
-            why = "not all models are LoRA adapters of the base"
-        elif not all(linear_weights(self._plan, job) for job in self._plan.merged_jobs):
-            why = f"{self._plan.rule.name} is no weighted sum of what the adapters change"
-        else:
-            for name in self._stored:
-                if any(name in adapter.factors and not adapter.has_only_factors(name) for adapter in self._adapters):
-                    why = f"the change of {name} is more than the factors of a module, as with DoRA and fused experts"
-        if why:
-            raise InputError(
-                f"output.rank: {why}, so that an adapter can only approximate the merge. Set its rank (such as 64); "
-                "the loss is reported."
-            )
 
     def __enter__(self) -> AdapterOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close nothing: all files are closed already."""
+        """Close nothing: no file is open."""
 
     def open(self) -> list[Block]:
         """Concatenate the factors of adapters where that is exact, and return the blocks that must be merged."""
@@ -117,6 +81,11 @@ class AdapterOutput:
                 left.add(job.name)
 
         run_parallel(self._plan.merged_jobs, lambda: work, self._threads)
+        if self._rank is None and (inexact := [name for name in self._stored if name in left and self._lora_may(name)]):
+            raise InputError(
+                f"output.rank: the change of {inexact[0]} is no weighted sum of LoRA adapters of the base, so that an "
+                "adapter can only approximate it. Set its rank (such as 64); the loss is reported."
+            )
         return [block for block in self._plan.blocks() if block.job.name in left]
 
     def _combine_factors(self, job: Job) -> bool:
@@ -124,58 +93,71 @@ class AdapterOutput:
         weights = linear_weights(self._plan, job) if self._adapters else None
         if weights is None:
             return False
-        changing = [
-            (weight, adapter)
-            for weight, adapter in zip(weights, self._adapters, strict=True)
-            if any(map(adapter.changes, job.tensors))
-        ]
+        pairs = zip(weights, self._adapters, strict=True)
+        changing = [(weight, adapter) for weight, adapter in pairs if any(map(adapter.changes, job.tensors))]
         if not all(adapter.has_only_factors(job.name) for _, adapter in changing):
             return False
-        pairs = [(weight, *adapter.read_factors(job.name)) for weight, adapter in changing if weight]
-        if pairs:
-            b = torch.cat([weight * b for weight, b, _ in pairs], 1)
-            a = torch.cat([a for *_, a in pairs])
+        factors = [(weight, *adapter.read_factors(job.name)) for weight, adapter in changing if weight]
+        if factors:
+            b = torch.cat([weight * b for weight, b, _ in factors], 1)
+            a = torch.cat([a for *_, a in factors])
             self._keep_factors(job.name, truncate(b, a, self._rank, self._dtype))
         return True
 
-    def put(self, merged: MergedBlock) -> None:
-        """Add a block to its tensors; the thread with the last block of a tensor factorizes it."""
-        for name, values in merged.tensors.items():
-            self._add(name, merged.start, values.double())
+    def _lora_may(self, name: str) -> bool:
+        """Return whether LoRA can represent the change of a tensor, and no adapter saves it whole."""
+        replaced = any(adapter.changes(name) and name not in adapter.factors for adapter in self._adapters)
+        return not replaced and self._tree.can_factor(name)
 
-    def _add(self, name: str, start: int, values: Tensor) -> None:
-        """Add merged values of a tensor from element ``start``."""
-        stop = start + len(values)
-        base = self.base.read(name, start, stop, Buffers()).double()
-        change = values - base
-        differs, norm = bool((change.abs() > ROUNDING * base.abs()).any()), float(change.square().sum())
-        with self._lock:
-            if name not in self._differences:
-                numel = self._stored[name].numel
-                self._differences[name] = Difference(torch.zeros(numel if self._can_factor(name) else 0), numel)
-            difference = self._differences[name]
-        if len(difference.values) and bool(change.any()):  # memory of zeros is not used until something is written
-            difference.values[start:stop] = change
-        with self._lock:
-            difference.changed |= differs
-            difference.norms.append(norm)
-            difference.missing -= len(values)
-            if difference.missing:
-                return
-            del self._differences[name]
-        if not difference.changed:
-            return
-        if len(difference.values):
-            matrix = difference.values.reshape(self._stored[name].shape[0], -1)
+    def merge(
+        self,
+        executor: Executor,
+        statistics: Statistics,
+        blocks: list[Block],
+        options: MergeOptions,
+        advance: Advance,
+    ) -> None:
+        """Merge the tensors of these blocks, and factorize their differences from the base."""
+        lock = threading.Lock()
+
+        def work(buffers: Buffers, job: Job) -> None:
+            self._factorize(job, statistics, buffers)
+            with lock:
+                advance(self._plan.bytes_read(job))
+
+        jobs = {block.job.name: block.job for block in blocks}
+        run_parallel(jobs.values(), with_buffers(work), self._threads)
+
+    def _factorize(self, job: Job, statistics: Statistics, buffers: Buffers) -> None:
+        """Set the changes of a job's tensors."""
+        changes = {name: torch.zeros(info.numel if self._lora_may(name) else 0) for name, info in job.tensors.items()}
+        norms: dict[str, list[float]] = {name: [] for name in changes}
+        changed = set[str]()
+        for name, start, values in self._values([job], statistics, buffers):
+            base = self.base.read(name, start, start + len(values), Buffers()).double()
+            change = values.double() - base
+            norms[name].append(float(change.square().sum()))
+            if bool((change.abs() > ROUNDING * base.abs()).any()):
+                changed.add(name)
+            if len(changes[name]) and bool(change.any()):  # memory of zeros is not used until something is written
+                changes[name][start : start + len(values)] = change
+        for name in changed:
+            if not len(changes[name]):
+                self._changes[name] = Change(math.fsum(norms[name]))
+                continue
+            matrix = changes[name].reshape(self._stored[name].shape[0], -1)
             matrix = matrix.T if self._tree.find(name).transposed else matrix
             assert self._rank is not None
             self._keep_factors(name, factorize(matrix, self._rank, self._dtype))
-        else:
-            self._changes[name] = Change(math.fsum(difference.norms))
 
-    def _can_factor(self, name: str) -> bool:
-        replaced = any(adapter.changes(name) and name not in adapter.factors for adapter in self._adapters)
-        return not replaced and self._tree.can_factor(name)
+    def _values(
+        self, jobs: Iterable[Job], statistics: Statistics, buffers: Buffers
+    ) -> Iterator[tuple[str, int, Tensor]]:
+        """Merge tensors, and yield name, first entry and values of every block."""
+        for block in self._plan.blocks(jobs=jobs):
+            merged = block.job.merge(self._plan, block, statistics, buffers, self._options)
+            for name, values in merged.tensors.items():
+                yield name, merged.start, values
 
     def _keep_factors(self, name: str, factors: LowRank) -> None:
         a, b, shape = factors.a, factors.b, self._stored[name].shape
@@ -195,7 +177,19 @@ class AdapterOutput:
         """Write the adapter, and return the bytes of its file."""
         changes = {name: self._changes[name] for name in self._stored if name in self._changes}
         layout = lay_out(self._tree, changes, self._adapters)
-        sizes = self._write(layout.entries, statistics)
+        whole = {name: self._whole(name) for name, part in layout.entries.values() if part == "whole"}
+        jobs = [job for job in self._plan.merged_jobs if whole.keys() & changes.keys() & job.tensors.keys()]
+        for name, start, values in self._values(jobs, statistics, Buffers()):
+            if name in whole:
+                whole[name].view(-1)[start : start + len(values)] = rounded(values, whole[name].dtype)
+        for name, tensor in whole.items():
+            self._check_finite(name, tensor)
+        tensors = {
+            key: whole[name].clone() if part == "whole" else changes[name].factors[part]
+            for key, (name, part) in sorted(layout.entries.items())
+        }
+        path = self._folder.folder / "adapter_model.safetensors"
+        save_file(tensors, path, {"format": "pt"})
         config = json.dumps(layout.config, indent=2) + "\n"
         (self._folder.folder / "adapter_config.json").write_text(config, "utf-8")
         norm = sum(change.norm for change in changes.values())
@@ -206,41 +200,13 @@ class AdapterOutput:
             sum(changes[name].lost for name in layout.factors) / norm,
             [name for name in layout.whole if name in changes],
         )
-        return sizes
+        return {path.name: path.stat().st_size}
 
-    def _write(self, entries: Mapping[str, tuple[str, str]], statistics: Statistics) -> dict[str, int]:
-        """Write adapter_model.safetensors, and return its size by name."""
-        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        whole: dict[str, list[str]] = {}
-        """Tensor that the merge changes → the keys under which it is saved."""
-        for key, (name, part) in sorted(entries.items()):
-            info = self.base.tensors[name]
-            if part in ("A", "B"):
-                factor = self._changes[name].factors[part]
-                info = TensorInfo(STORED_TYPES[factor.dtype], tuple(factor.shape))
-            elif part == "whole" and name in self._changes:
-                info = self._stored[name]
-                whole.setdefault(name, []).append(key)
-            tensors[key] = info.dtype, info.shape
-        # PEFT looks for a single file, however large.
-        with ShardWriter(self._folder.folder, "adapter_model", tensors, 1 << 62, {"format": "pt"}) as writer:
-
-            def put(merged: MergedBlock) -> None:
-                for name, values in merged.tensors.items():
-                    stored = rounded(values, TORCH_TYPES[self._stored[name].dtype])
-                    self._check_finite(name, stored)
-                    for key in whole.get(name, ()):
-                        writer.write(key, merged.start, bytes_of(stored.contiguous()))
-
-            for key, (name, part) in entries.items():
-                if part in ("A", "B"):
-                    writer.write(key, 0, bytes_of(self._changes[name].factors[part]))
-                elif part == "base" or name not in whole:
-                    _copy(self.base, name, writer, key)
-            blocks = [block for block in self._plan.blocks() if whole.keys() & block.job.tensors.keys()]
-            merge_blocks(self._plan, statistics, put, blocks=blocks, threads=self._threads, options=self._options)
-            writer.finish()
-            return writer.sizes
+    def _whole(self, name: str) -> Tensor:
+        """Return a tensor of the base, in the type of the result if the merge changes it."""
+        info = self.base.tensors[name]
+        dtype = TORCH_TYPES[self._stored[name].dtype if name in self._changes else info.dtype]
+        return rounded(self.base.read(name, 0, info.numel, Buffers()), dtype).reshape(info.shape)
 
 
 def adapter_base(recipe: Recipe, plan: Plan) -> Checkpoint:
@@ -305,14 +271,6 @@ def _random_rows(rows: int) -> Tensor:
     return torch.randn(rows, 64, generator=generator, dtype=torch.float64) * 10 ** torch.linspace(-2, 2, 64).double()
 
 
-def _copy(source: Checkpoint, name: str, writer: ShardWriter, key: str) -> None:
-    """Copy a tensor to the adapter's file, a chunk at a time."""
-    info, buffers = source.tensors[name], Buffers()
-    for start in range(0, info.numel, CHUNK):
-        block = source.read(name, start, min(start + CHUNK, info.numel), buffers)
-        writer.write(key, start, bytes_of(rounded(block, TORCH_TYPES[info.dtype])))
-
-
 @dataclass(frozen=True)
 class LowRank:
     """B and A, with the squared Frobenius norms of the matrix and of its difference from BA."""
@@ -331,20 +289,20 @@ def factorize(matrix: Tensor, rank: int, dtype: torch.dtype) -> LowRank:
     """
     tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
     gram = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64)
-    for _, panel in _panels(tall):
-        gram.addmm_(panel.T, panel)
-    norm = float(gram.trace())
+    panels = max(1, PANEL // max(1, tall.shape[1]))
+    for panel in tall.split(panels):
+        gram.addmm_(panel.T.double(), panel.double())
     values, vectors = torch.linalg.eigh(gram)
-    roots, vectors = _largest(values.clamp_(min=0).sqrt_(), vectors, rank)
+    roots, vectors = values.clamp_(min=0).sqrt_().flip(0)[:rank], vectors.flip(1)[:, :rank]
+    kept = int((roots > NEGLIGIBLE * roots[0]).sum()) if len(roots) else 0
+    roots, vectors = roots[:kept], vectors[:, :kept]
+    vectors = vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
     short = rounded((vectors * roots.sqrt()).T.contiguous(), dtype)
-    directions = vectors / roots.sqrt()
-    long = torch.empty(tall.shape[0], len(roots), dtype=dtype)
-    lost, short64 = 0.0, short.double()
-    for row, panel in _panels(tall):
-        part = long[row : row + len(panel)] = rounded(panel @ directions, dtype)
-        lost += float((panel - part.double() @ short64).square_().sum())
+    long = torch.cat([rounded(panel.double() @ (vectors / roots.sqrt()), dtype) for panel in tall.split(panels)])
+    pairs = zip(tall.split(panels), long.split(panels), strict=True)
+    lost = sum(float((panel.double() - part.double() @ short.double()).square_().sum()) for panel, part in pairs)
     b, a = (long, short) if tall is matrix else (short.T.contiguous(), long.T.contiguous())
-    return LowRank(b, a, norm, lost)
+    return LowRank(b, a, float(gram.trace()), lost)
 
 
 def truncate(b: Tensor, a: Tensor, rank: int | None, dtype: torch.dtype) -> LowRank:
@@ -357,19 +315,3 @@ def truncate(b: Tensor, a: Tensor, rank: int | None, dtype: torch.dtype) -> LowR
         lost = float(roots[rank:].square().sum())
         b, a = left @ (u[:, :rank] * roots[:rank].sqrt()), (roots[:rank].sqrt()[:, None] * v[:rank]) @ right.T
     return LowRank(rounded(b.contiguous(), dtype), rounded(a.contiguous(), dtype), norm, lost)
-
-
-def _largest(roots: Tensor, vectors: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The largest singular values with their vectors, in falling order; each vector's largest entry is positive."""
-    roots, vectors = roots.flip(0)[:rank], vectors.flip(1)[:, :rank]
-    kept = int((roots > NEGLIGIBLE * roots[0]).sum()) if len(roots) else 0
-    roots, vectors = roots[:kept], vectors[:, :kept]
-    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)) if kept else vectors[:1]
-    return roots, vectors * largest.sign()
-
-
-def _panels(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """A few rows at a time in float64, each with the number of its first."""
-    step = max(1, PANEL // max(1, matrix.shape[1]))
-    for row in range(0, matrix.shape[0], step):
-        yield row, matrix[row : row + step].double()

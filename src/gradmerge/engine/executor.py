@@ -16,7 +16,6 @@ from .plan import Plan
 from .thread_pool import run_parallel, with_buffers
 
 if TYPE_CHECKING:
-    from .adapter import AdapterOutput
     from .on_ray import RayCluster
     from .output import Output
     from .statistics import Statistics
@@ -51,7 +50,7 @@ class LocalExecutor:
         plan: Plan,
         statistics: Statistics,
         blocks: Sequence[Block],
-        output: Output | AdapterOutput,
+        output: Output,
         options: MergeOptions,
         advance: Advance = ignore,
     ) -> None:

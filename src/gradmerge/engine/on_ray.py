@@ -20,7 +20,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import GradmergeError, InputError, MachineError
 from ..io.atomic_dir import AtomicDir
@@ -35,9 +35,6 @@ from .output import Output, WeightFiles
 from .plan import Plan
 from .statistics import Statistics
 from .thread_pool import allow_many_files
-
-if TYPE_CHECKING:
-    from .adapter import AdapterOutput
 
 #: Entries of a share: at most, and so few that each worker has this many shares.
 MAX_ENTRIES, SHARES_PER_WORKER = 1 << 27, 16
@@ -220,12 +217,11 @@ class RayCluster:
         plan: Plan,
         statistics: Statistics,
         blocks: Sequence[Block],
-        output: Output | AdapterOutput,
+        output: Output,
         options: MergeOptions,
         advance: Advance = ignore,
     ) -> None:
         """Merge blocks and write them to the files of the output."""
-        assert isinstance(output, Output)  # adapters are written by the local engine alone
         output.files.close()  # so that every machine sees them
         files = {block.job.name: output.files.model.locate(block.job.name) for block in blocks}
         in_file_order = sorted(blocks, key=lambda block: (*files[block.job.name], block.start))

@@ -15,7 +15,8 @@ from ..io.atomic_dir import AtomicDir
 from ..io.reader import FLOATS, bytes_of
 from ..io.writer import ShardWriter
 from ..recipe import Recipe
-from .jobs import Block, Job, MergedBlock
+from .executor import Advance, Executor
+from .jobs import Block, Job, MergedBlock, MergeOptions
 from .journal import Journal
 from .plan import Plan
 from .statistics import Statistics
@@ -60,7 +61,9 @@ class Output:
         self._recipe, self._plan, self._folder = recipe, plan, folder
         self._upload = folder.upload
         self._journal = Journal(folder.folder, fingerprint)
-        self._finished = self._journal.load() if resume and folder.upload is None else None
+        resumed = self._journal.load() if resume and folder.upload is None else None
+        self.finished: set[int] = set() if resumed is None else resumed
+        """The blocks that an earlier run finished."""
         self.files = WeightFiles(plan, folder.folder, folder.out.name, recipe.output.shard_size)
         self._missing: Counter[tuple[ShardWriter, str]] = Counter()
         """File → the number of its blocks that are not in the journal."""
@@ -77,23 +80,34 @@ class Output:
 
     def open(self) -> list[Block]:
         """Open the files and the journal, and return the blocks that no earlier run finished."""
-        finished, model = self._finished, self.files.model
+        model = self.files.model
         needed = sum(writer.nbytes for writer in self.files.writers)
         if self._upload is not None:
             needed -= max(0, model.nbytes - 6 * max(model.sizes.values(), default=0))  # a few files at a time
-        if finished is None:
+        if not self.finished:
             self._folder.clear()
         self._folder.require_space(needed + sidecars(self._plan.inputs.template).nbytes + 1_000_000)
         for writer in self.files.writers:
             writer.folder.mkdir(exist_ok=True)
             if not writer.open():
-                finished = None
+                self.finished = set()
         # Set before the journal exists, so that Ctrl-C keeps the folder as soon as it can be resumed.
         self._folder.keep = True
-        self._journal.open(fresh=finished is None)
-        left = [block for block in self._plan.blocks() if block.number not in (finished or ())]
+        self._journal.open(fresh=not self.finished)
+        left = [block for block in self._plan.blocks() if block.number not in self.finished]
         self._missing = Counter(file for block in left for file in self.files.files_of(block.job))
         return left
+
+    def merge(
+        self,
+        executor: Executor,
+        statistics: Statistics,
+        blocks: list[Block],
+        options: MergeOptions,
+        advance: Advance,
+    ) -> None:
+        """Merge blocks, and write them."""
+        executor.merge(self._plan, statistics, blocks, self, options, advance)
 
     def put(self, merged: MergedBlock) -> None:
         """Write a block, then its line of the journal; may be called from several threads at once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,12 +153,9 @@ class ModuleTree:
         return [ModuleTensor(module, parameter) for module, _, parameter in others]
 
     def tensors_in(self, module: str) -> dict[str, ModuleTensor]:
-        """Return the tensors of the base in a module, or in the model ("")."""
-        return {
-            name: ModuleTensor(*path.rpartition(".")[::2])
-            for name, path in self._paths.items()
-            if not module or path.startswith(f"{module}.")
-        }
+        """Return the tensors of the base in a module."""
+        paths = {name: path for name, path in self._paths.items() if path.startswith(f"{module}.")}
+        return {name: ModuleTensor(*path.rpartition(".")[::2]) for name, path in paths.items()}
 
     def modules_to_save(self, names: Iterable[str], task: str | None) -> list[str]:
         """Return the modules that PEFT must save whole for some tensors, for those tied to them, and for the task.
@@ -170,12 +167,6 @@ class ModuleTree:
         modules = {path for end in ends for path, _ in self._model.named_modules() if path.endswith(end)}
         modules |= {path for end in modules for path, _ in self._model.named_modules() if path.endswith(end)}
         return sorted(m for m in modules if not any(m.startswith(f"{other}.") for other in modules))
-
-    def target_modules(self, factors: Mapping[str, ModuleTensor]) -> list[str]:
-        """Return names for modules with factors: the last part of the path if no other module has it, else the path."""
-        others = {name.removesuffix(".weight").rpartition(".")[2] for name in self.base.tensors if name not in factors}
-        modules = {tensor.module for tensor in factors.values()}
-        return sorted({m if m.rpartition(".")[2] in others else m.rpartition(".")[2] for m in modules})
 
 
 def _kind(module: nn.Module) -> str:
@@ -195,7 +186,7 @@ class WrittenAdapter:
 
     config: dict[str, Any]
     entries: dict[str, tuple[str, str]]
-    """Key in the adapter's file → tensor of the base, and what is stored of it: A, B, `whole` (merged) or `base`."""
+    """Key in the adapter's file → tensor of the base, and what is stored of it: A, B or `whole`."""
     factors: list[str]
     whole: list[str]
 
@@ -203,8 +194,8 @@ class WrittenAdapter:
 def lay_out(tree: ModuleTree, changes: Mapping[str, Change], adapters: Sequence[AdapterCheckpoint]) -> WrittenAdapter:
     """Return the adapter that holds some changes.
 
-    Tensors that LoRA cannot represent are saved with all of their module. Biases beside factors are saved under PEFT's
-    `bias: all`, which saves every bias of the model.
+    Tensors that LoRA cannot represent are saved with all of their module. Biases beside factors are saved alone, which
+    PEFT loads under `bias: all`.
     """
     task = _task(tree.base, [read_adapter_config(a.folder) for a in adapters if a.folder is not None])
     factors = {name: tree.find(name) for name, change in changes.items() if change.factors}
@@ -223,30 +214,12 @@ def lay_out(tree: ModuleTree, changes: Mapping[str, Change], adapters: Sequence[
         )
     tied = {other.key: (name, "whole") for name in saved for other in tree.tied(name)}
     entries = tied | {tensor.key: (name, "whole") for name, tensor in saved.items()}
-    if biases:
-        entries |= _all_biases(tree, {tensor.module for tensor in factors.values()}, modules)
+    entries |= {f"{PREFIX}{whole[name].module}.base_layer.bias": (name, "whole") for name in biases}
     for name, tensor in factors.items():
         entries |= {tensor.factor_key(letter): (name, letter) for letter in "AB"}
     config = _config(tree, changes, factors, task) | {"modules_to_save": modules or None}
     config |= {"bias": "all" if biases else "none"} | ({"ensure_weight_tying": True} if tied else {})
     return WrittenAdapter(config, entries, list(factors), [*saved, *biases])
-
-
-def _all_biases(tree: ModuleTree, factored: set[str], modules: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the entries of every bias under PEFT's keys: in modules that are saved whole, before and after."""
-    entries = {}
-    for name, tensor in tree.tensors_in("").items():
-        if tensor.parameter != "bias":
-            continue
-        module = next((m for m in modules if f"{tensor.module}.".startswith(f"{m}.")), None)
-        if module is not None:
-            rest = tensor.key.removeprefix(f"{PREFIX}{module}.")
-            entries[f"{PREFIX}{module}.modules_to_save.{rest}"] = (name, "whole")
-            entries[f"{PREFIX}{module}.original_module.{rest}"] = (name, "base")
-        else:
-            inner = "base_layer.bias" if tensor.module in factored else "bias"
-            entries[f"{PREFIX}{tensor.module}.{inner}"] = (name, "whole")
-    return entries
 
 
 def _task(base: Checkpoint, configs: Sequence[Mapping[str, Any]]) -> str | None:
@@ -277,7 +250,7 @@ def _config(
         "lora_alpha": rank,
         "rank_pattern": pattern,
         "alpha_pattern": pattern,
-        "target_modules": tree.target_modules(factors),
+        "target_modules": sorted({tensor.module for tensor in factors.values()}),
         "fan_in_fan_out": any(tensor.kind == "conv1d" for tensor in factors.values()),
         "lora_dropout": 0.0,
         "use_rslora": False,
@@ -305,20 +278,20 @@ class AdapterReport:
         shares = {"lost_share": self.lost_share, "lost": self.lost}
         return {"format": "adapter", "rank": self.rank, **shares, "saved_whole": self.saved_whole}
 
-    def notes(self) -> Iterator[Note]:
-        if self.lost_share > ROUNDING:
-            worst = max(self.lost, key=lambda name: self.lost[name])
-            yield Note(
-                f"rank {self.rank} holds {100 * (1 - self.lost_share):.4g} % of what the merge changes (as squared "
-                f"Frobenius norm); {100 * self.lost_share:.3g} % is lost, of {worst} {100 * self.lost[worst]:.3g} %"
-            )
-        if self.saved_whole:
-            yield Note(f"saved whole, as LoRA cannot represent them: {some(self.saved_whole, 3)}")
-
-    def card_text(self) -> str:
+    @property
+    def text(self) -> str:
+        """What the rank loses, for the card and as a note."""
         if self.lost_share <= ROUNDING:
             return "A LoRA adapter that holds all that the merge changes of its base."
+        worst = max(self.lost, key=lambda name: self.lost[name])
         return (
-            f"A LoRA adapter of rank {self.rank}. It lacks {100 * self.lost_share:.3g} % of what the merge changes of "
-            "its base (squared Frobenius norm). gradmerge.json has the share of every tensor."
+            f"A LoRA adapter of rank {self.rank}, which lacks {100 * self.lost_share:.3g} % of what the merge changes "
+            f"(squared Frobenius norm), of {worst} {100 * self.lost[worst]:.3g} %. gradmerge.json has the share of "
+            "every tensor."
         )
+
+    def notes(self) -> list[Note]:
+        texts = [self.text] if self.lost_share > ROUNDING else []
+        if self.saved_whole:
+            texts.append(f"saved whole, as LoRA cannot represent them: {some(self.saved_whole, 3)}")
+        return list(map(Note, texts))

@@ -67,10 +67,10 @@ class Plan:
     def copied_tensors(self) -> int:
         return len(self.jobs) - len(self.merged_jobs)
 
-    def blocks(self, size: int | None = None) -> Iterator[Block]:
-        """Yield all blocks of about ``size`` entries, in the order of the template's files."""
+    def blocks(self, size: int | None = None, jobs: Iterable[Job] | None = None) -> Iterator[Block]:
+        """Yield all blocks (of some jobs) of about ``size`` entries, in the order of the template's files."""
         number, size = 0, size or self.block_size
-        for job in self.jobs:
+        for job in self.jobs if jobs is None else jobs:
             step = job.step(size)
             for start in range(0, max(job.info.numel, 1), step):
                 yield Block(number, job, start, min(start + step, job.info.numel))

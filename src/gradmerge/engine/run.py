@@ -124,7 +124,7 @@ def merge_to_folder(
             blocks = sum(1 for _ in plan.blocks())
             done = plan.total_read * (blocks - len(left)) // max(1, blocks)
             progress.begin("merging", plan.total_read, done)
-            executor.merge(plan, statistics, left, output, options, progress.advance)
+            output.merge(executor, statistics, left, options, progress.advance)
             sizes = output.finish(statistics)
         result.bytes_read = plan.statistics_read + plan.total_read - done
         check_unchanged(files, state, folder)
@@ -141,7 +141,7 @@ def merge_to_folder(
             fingerprint=fingerprint,
             sizes=sizes,
             seconds=result.seconds,
-            resumed=blocks - len(left),
+            resumed=len(output.finished),
             report=report,
         )
         (folder.folder / NAME).unlink(missing_ok=True)

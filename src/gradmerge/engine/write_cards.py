@@ -76,7 +76,7 @@ def write_cards(
     write_card(
         folder.folder,
         folder.out.name,
-        f"{text}\n\n{report.card_text()}" if report else text,
+        f"{text}\n\n{report.text}" if report else text,
         read_all_metadata(inputs.checkpoints),
         relation="merge",
         tags=["merge"],
