@@ -24,7 +24,7 @@ from gradmerge.cards.usage import pipeline_tag, usage
 from gradmerge.recipe import make_recipe
 from gradmerge.text import printable
 
-from ..making import near, random_curvature, random_state, read_model, write_model
+from ..making import near, random_state, read_model, write_model
 from ..tasks.making import (
     sentences,
     tiny_bert_checkpoint,
@@ -56,15 +56,14 @@ def test_a_hostile_name_is_text_wherever_it_stands(name: str) -> None:
     text = render_card(
         ModelCardData(tags=["gradmerge"]),
         as_text(name),
-        merge_text(recipe, {"penalty": [{"model": name, "penalty": "H_0"}]}),
+        merge_text(recipe),
         recipe=as_block("yaml", recipe_text(recipe)),
     )
     assert printable(text) == text
     card: Any = ModelCard(text)
     assert card.data.to_dict() == {"tags": ["gradmerge"]}
     blocks = re.findall(r"^(`{3,})yaml\n(.*?)\n\1$", card.text, re.M | re.S)
-    assert yaml.safe_load(blocks[0][1])["penalty"][0]["model"] == name
-    assert yaml.safe_load(blocks[1][1])["models"][0]["model"] == name
+    assert yaml.safe_load(blocks[0][1])["models"][0]["model"] == name
     assert all(fence not in block for fence, block in blocks)
     title, intro, *_ = [line for line in card.text.splitlines() if line]
     assert title.startswith("# ") and not re.search(r"(?<!\\)[<\[`!]", title)
@@ -128,20 +127,6 @@ def test_a_license_that_all_models_state_is_kept_and_otherwise_left_out_with_a_n
 def test_a_broken_card_of_a_model_is_ignored(front: str, tmp_path: Path) -> None:
     write_models(tmp_path, a=front)
     assert average(tmp_path, "a")[0].keys() == {"library_name", "tags"}
-
-
-def test_the_card_lists_the_curvature_of_each_model(tmp_path: Path) -> None:
-    models = write_models(tmp_path, base="", a="", b="")
-    for seed, name in enumerate(("base", "a")):
-        random_curvature(seed, read_model(models[name]), examples=1234).save(models[name] / "curvature")
-    random_curvature(5, read_model(models["b"])).save(tmp_path / "of-b")
-    recipe = {"method": "gradient-matching", "base": "base", "models": ["a", {"model": "b", "curvature": "of-b"}]}
-    gm.merge(make_recipe(recipe, folder=tmp_path), tmp_path / "out", progress=False)
-    [block] = re.findall(
-        "Values that the merge used:\n\n```yaml\n(.*?)```", (tmp_path / "out/README.md").read_text(), re.S
-    )
-    curvature = [(Path(x["source"]).parts, x["examples"]) for x in yaml.safe_load(block)["curvature"]]
-    assert curvature == [(("base", "curvature"), 1234), (("a", "curvature"), 1234), (("of-b",), 100)]
 
 
 def run_usage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -25,8 +25,6 @@ def test_a_recipe_of_mergekits_can_be_changed_on_the_command_line_and_planned(tm
     assert (plan["method"], plan["options"]["density"], plan["options"]["rescale"]) == ("ties", 0.9, "norm")
 
 
-def test_a_dry_run_of_several_recipes_merges_none(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    plan = json.loads(run("merge", RECIPES / "multi.yml", "-o", out, "--dry-run", "--json"))
-    assert [source["source"] for source in plan["inputs"]] == ["../models/base", "mean", "turned"]
+def test_several_recipes_have_no_plan_before_they_are_merged(tmp_path: Path) -> None:
+    run("merge", RECIPES / "multi.yml", "-o", tmp_path / "out", "--dry-run", status=2)
     assert list(tmp_path.iterdir()) == []

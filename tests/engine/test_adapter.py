@@ -183,14 +183,6 @@ def test_factors_that_add_up_to_more_than_the_rank_are_cut_to_the_nearest(tmp_pa
         assert exact is bool(torch.allclose(got[name], want[name], atol=2e-6)), name
 
 
-def test_dora_is_folded_into_the_adapter(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "llama-untied")
-    models = adapters_of(base, "llama-untied", {"r": 2, "target_modules": LLAMA, "use_dora": True})
-    recipe = weighted("task-arithmetic", base, models, 1.0)
-    want, got, _ = merge_both(recipe, tmp_path, "llama-untied", rank=16)
-    assert_close(got, want, 2e-6)
-
-
 def test_a_base_stored_without_the_prefix_of_its_class_gives_names_that_peft_knows(tmp_path: Path) -> None:
     """As GPT-2 on the Hub: `h.0…`, where the model has `transformer.h.0…`."""
     base = make_base(tmp_path / "base", "gpt2")

@@ -29,25 +29,3 @@ def test_a_plan_reads_what_its_method_needs_and_notes_what_it_does_not_use(recip
     assert plan.inputs.curvature == [] and "base" not in plan.needs
     assert [note.kind for note in plan.notes] == [Kind.UNUSED]
     plan.inputs.close()
-
-
-def test_a_plan_to_look_at_reads_what_is_asked_for_whatever_the_method_is(recipe: gm.Recipe) -> None:
-    plan = open_plan(recipe, reads=frozenset({"base", "curvature", "penalty"}))
-    assert plan.needs == {"base", "curvature", "penalty"}
-    assert len(plan.inputs.curvature) == 2 and plan.inputs.prior is None and plan.inputs.penalty == []
-    assert plan.notes == []
-    plan.inputs.close()
-
-
-def test_a_negative_weight_of_gradient_matching_is_noted_also_for_those_who_only_look(recipe: gm.Recipe) -> None:
-    negative = [model.model_copy(update={"weight": -0.5}) for model in recipe.models]
-    for method, noted in (("gradient-matching", 1), ("weighted-average", 0)):
-        looked_at = recipe.model_copy(update={"method": method, "models": negative})
-        plan = open_plan(looked_at, reads=frozenset({"base", "curvature"}))
-        assert len(plan.notes) == noted
-        plan.inputs.close()
-
-
-def test_missing_curvature_is_refused(recipe: gm.Recipe) -> None:
-    with pytest.raises(gm.InputError, match=r"base\.curvature"):
-        open_plan(recipe, reads=frozenset({"base", "prior"}))

@@ -17,7 +17,6 @@ from gradmerge.notes import Kind, Note
 from gradmerge.recipe import make_recipe
 
 from ..making import near, random_state, write_model
-from .test_penalties import record
 
 SHAPES = {"layers.0.w": (40, 50), "layers.1.w": (3000,), "layers.1.bias": (7,)}
 WEIGHTS = [1.0, 0.8, 1.1]
@@ -97,18 +96,6 @@ def test_a_merge_that_is_mostly_task_arithmetic_has_a_warning(made, tmp_path: Pa
     assert notes_of(case) == []
     case["base"]["penalty"] = str(Path(case["base"]["model"]) / "curvature")
     assert len(notes_of(case)) == 1
-
-
-def test_no_warning_for_one_model_small_weights_recorded_penalties_or_other_methods(made) -> None:
-    case, _, sums = made
-    strong_base(case, sums)
-    assert notes_of(case)
-    assert notes_of(case | {"models": case["models"][:1]}) == []
-    assert notes_of(case | {"models": [model | {"weight": 0.3} for model in case["models"]]}) == []
-    assert notes_of(case | {"method": "task-arithmetic"}) == []
-    for model in case["models"]:
-        record(model["model"], {"identity": 3.0})
-    assert notes_of(case) == []
 
 
 def test_a_large_model_is_sampled(made, monkeypatch) -> None:

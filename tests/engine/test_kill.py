@@ -207,21 +207,6 @@ def test_a_merge_killed_at_random_moments_never_leaves_half_a_result_and_always_
     assert phases["measuring"] and phases["merging"] and sum(phases.values()) == moments, phases
 
 
-def test_a_merge_killed_again_and_again_ends_with_the_same_bytes(
-    driver: Driver, models: tuple[dict[str, Any], Path], whole: tuple[dict[str, bytes], float], tmp_path: Path
-) -> None:
-    recipe, _ = models
-    want, _ = whole
-    out = tmp_path / "again" / "out"
-    for units in (30, 75, 120, 165):
-        assert driver.merge(recipe, out, resume=True, units=units)["killed"]
-        assert phase_of(out) == "merging"
-        lines = (partial(out) / NAME).read_bytes().count(b"\n")
-        assert lines >= units, "a resumed merge lost what an earlier one had done"
-    driver.finish(recipe, out, resume=True)
-    assert weight_bytes(out) == want
-
-
 def test_a_merge_killed_before_any_change_that_it_makes_on_disk_resumes(
     driver: Driver, small: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
@@ -310,22 +295,6 @@ def test_a_merge_whose_input_has_changed_is_not_resumed_and_its_work_is_kept(dri
     assert weight_bytes(out) == weight_bytes(tmp_path / "fresh" / "out")
 
 
-def test_a_merge_of_another_recipe_is_not_resumed_and_its_work_is_kept(driver: Driver, unfinished: Unfinished) -> None:
-    recipe, out, want = unfinished
-    result = driver.merge(recipe | {"options": {"density": 0.4}}, out, resume=True)
-    assert result["status"] == 2
-    driver.finish(recipe, out, resume=True)
-    assert weight_bytes(out) == want
-
-
-def test_a_resumed_merge_does_not_do_again_what_was_done(driver: Driver, unfinished: Unfinished) -> None:
-    recipe, out, want = unfinished
-    units = (partial(out) / NAME).read_bytes().count(b"\n") - 1
-    driver.finish(recipe, out, resume=True)
-    assert json.loads((out / "gradmerge.json").read_text())["resumed_blocks"] == units > 0
-    assert weight_bytes(out) == want
-
-
 @pytest.mark.parametrize(
     "damage", ["a shard is gone", "a shard is cut", "the journal's last line is torn", "the journal is garbage"]
 )
@@ -343,18 +312,6 @@ def test_a_merge_whose_unfinished_work_was_damaged_ends_with_the_right_bytes(
         journal.write_bytes(journal.read_bytes() + b"[12,34")
     else:
         journal.write_bytes(journal.read_bytes() + b'5\n"x"\n{"statistics": 3}\n')
-    driver.finish(recipe, out, resume=True)
-    assert weight_bytes(out) == want
-
-
-def test_what_a_merge_of_another_recipe_left_without_a_journal_does_not_get_into_the_result(
-    driver: Driver, unfinished: Unfinished
-) -> None:
-    recipe, out, want = unfinished
-    (partial(out) / NAME).unlink()
-    (partial(out) / "curvature").mkdir()
-    (partial(out) / "curvature" / "curvature.safetensors").write_bytes(b"of another merge")
-    (partial(out) / "model-00001-of-00009.safetensors").write_bytes(b"of another merge")
     driver.finish(recipe, out, resume=True)
     assert weight_bytes(out) == want
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.compare.candidates import Candidate
-from gradmerge.compare.evaluate import merge_in_memory
 from gradmerge.compare.predict import open_for_prediction, predict
 from gradmerge.curvature.curvature import Curvature, KroneckerFactors
 from gradmerge.recipe import make_recipe
@@ -221,15 +220,6 @@ def without(name: str, **layers: KroneckerFactors) -> Curvature:
     return Curvature({**kept, **source.diagonal}, 10, "sampled", "t")
 
 
-def test_a_filter_that_parts_a_weight_from_its_bias_is_refused(tmp_path: Path, folders: Any) -> None:
-    recipe = recipe_of(folders, [kronecker(3), kronecker(5), kronecker(6)], tmp_path, "gradient-matching")
-    recipe["models"][0]["weight"] = [{"filter": "linear", "value": 0.5}, {"value": 1.0}]
-    gm.merge(recipe, tmp_path / "both")
-    recipe["models"][0]["weight"] = [{"filter": "bias", "value": 0.5}, {"value": 1.0}]
-    with pytest.raises(gm.InputError, match=r"linear\.weight"):
-        gm.merge(recipe, tmp_path / "out")
-
-
 def other_model() -> Curvature:
     a, g, tokens, _ = kronecker(5).layers["linear.weight"]
     return without("linear.weight", **{"linear.weight": KroneckerFactors(a[:-2, :-2].contiguous(), g, tokens)})
@@ -284,16 +274,3 @@ def test_predicted_costs_are_those_of_written_out_matrices(tmp_path: Path, state
                 excess, mismatch = excess + 0.5 * float(pull @ off), mismatch + float(pull @ pull)
             assert found.excess(method, task) == pytest.approx(excess, rel=1e-8)
             assert found.mismatch(method, task) == pytest.approx(mismatch**0.5, rel=1e-8)
-
-
-def test_a_merge_in_memory_is_that_on_disk(tmp_path: Path, folders: Any) -> None:
-    """Also where a rule for single entries runs in the same pass."""
-    recipe = recipe_of(folders, [kronecker(3), kronecker(5), kronecker(6)], tmp_path, "gradient-matching")
-    candidates = [Candidate(name, name) for name in ("gradient-matching", "removal", "ties")]
-    plan = open_for_prediction(make_recipe(recipe))
-    with contextlib.closing(plan.inputs):
-        found = merge_in_memory(plan, candidates, threads=2)
-    for method, state in (("gradient-matching", found[0]), ("removal", found[1])):
-        gm.merge(recipe | {"method": method}, tmp_path / method, accept_untrusted=True)
-        merged = read_model(tmp_path / method)
-        assert all(torch.equal(merged[name], state[name]) for name in merged), method

@@ -358,19 +358,6 @@ def test_a_copied_tensor_that_is_not_finite_is_reported(tmp_path: Path) -> None:
     assert torch.isnan(read_model(tmp_path / "out")["classifier.weight"][0, 0])
 
 
-def test_fisher_averaging_needs_no_base(tmp_path: Path) -> None:
-    folders, states, sources = make(tmp_path)
-    for number in (1, 2):
-        sources[number]["embed.weight"][0] = 0
-        sources[number].save(tmp_path / f"curvature-{number}", force=True)
-    models = recipe_of("fisher-averaging", folders)["models"]
-    gm.merge({"method": "fisher-averaging", "models": models, "damping": 0.0}, tmp_path / "out")
-    mean = unflat(slow.weighted_average(flat(states[0]), flats(states[1:]), W))
-    want = unflat(slow.fisher_averaging(flat(mean), flats(states[1:]), W, sums(sources[1:]), 0.0))
-    want["embed.weight"][0] = mean["embed.weight"][0]
-    assert_close(read_model(tmp_path / "out"), want, 5e-6)
-
-
 HEADS = {"model.embed_tokens.weight": (6, 4), "lm_head.weight": (6, 4), "model.norm.weight": (4,)}
 
 

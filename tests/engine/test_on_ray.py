@@ -35,7 +35,6 @@ from gradmerge.rules import METHODS
 from gradmerge.urls import output_path
 
 from ..making import SHAPES, near, random_curvature, random_state, weight_bytes, write_model
-from ..recipe.test_external_rules import EXAMPLE
 from . import test_kronecker, test_merge
 
 OPTIONS: dict[str, dict[str, Any]] = {"slerp": {"t": 0.3}, "nearswap": {"t": 0.1}}
@@ -108,11 +107,6 @@ def test_every_method_gives_the_bytes_of_a_local_merge(
     number = list(METHODS).index(method)
     output = {"shard_size": [10**9, 2000, 500][number % 3], "curvature": method == "gradient-matching"}
     assert_same(cluster, recipe_of(method, models, output=output), tmp_path, 1 + number // 3 % 2)
-
-
-def test_workers_load_the_file_of_a_rule(cluster: RayCluster, models: Path, tmp_path: Path) -> None:
-    (tmp_path / "median.py").write_text(EXAMPLE, "utf-8")
-    assert_same(cluster, recipe_of("./median.py", models, options={"scale": 0.9}), tmp_path, folder=tmp_path)
 
 
 def kronecker(folder: Path) -> dict[str, Any]:
@@ -304,9 +298,3 @@ def test_invalid_combinations_are_refused(models: Path, tmp_path: Path, monkeypa
         with pytest.raises(InputError):
             gm.merge(recipe, tmp_path / "out", progress=False, **how)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_adapter_cannot_be_written_on_ray(models: Path, tmp_path: Path) -> None:
-    recipe = recipe_of("average", models, output={"format": "adapter"})
-    with pytest.raises(InputError, match="adapter"):
-        gm.merge(recipe, tmp_path / "out", engine="ray", progress=False)

@@ -205,23 +205,6 @@ def test_a_recipe_at_a_url_names_models_relative_to_it(s3: Any, tmp_path: Path) 
     assert sorted(recorded_models(tmp_path / "out").values()) == ["s3://bucket/a", "s3://bucket/b"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["inspect", "s3://nowhere/none"],
-        ["merge", "-o", "x", "s3://bucket/none.yml"],
-        ["merge", "-m", "average", "--model", "s3://bucket/a", "-o", "https://host/x"],
-        ["evaluate", "s3://bucket/a", "-d", "s3://bucket/x.jsonl"],
-    ],
-)
-def test_a_url_that_cannot_be_used_is_refused(
-    words: list[str], s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(*words).exit_code == 2
-    assert not any(path.name in ("x", "s3:") for path in tmp_path.iterdir())
-
-
 def test_no_output_contains_the_secrets_of_urls(s3: Any, tmp_path: Path) -> None:
     password, signature = "geheim-word", "geheim-signature"
     recipe_file, outputs = tmp_path / "recipe.yml", []
@@ -309,34 +292,6 @@ def test_a_hub_model_is_read_by_ranges_and_each_byte_once(
     commits = {one["hub_id"]: one["commit"] for one in inputs if "hub_id" in one}
     assert commits == dict.fromkeys(("org/base", "org/a@main", "org/b"), "0" * 40)
     assert front_matter["base_model"] == ["org/base", "org/a", "org/b"]
-
-
-def test_the_cache_of_the_hub_is_used_without_the_network(hub: Hub, s3: Any, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        home = tmp_path / "hub" / f"models--org--{name}"
-        shutil.copytree(s3.here / name, home / "snapshots" / ("0" * 40))
-        (home / "refs").mkdir()
-        (home / "refs" / ("v2" if name == "a" else "main")).write_text("0" * 40)
-    hub.log.clear()
-    asked = {"method": "average", "models": ["org/a@v2", "org/b"]}
-    gm.merge(asked, tmp_path / "out")
-    assert [line for line in hub.log if "/org/" in line] == []
-    inputs = json.loads((tmp_path / "out/gradmerge.json").read_text())["inputs"]
-    assert [(one["hub_id"], one["commit"]) for one in inputs] == [("org/a@v2", "0" * 40), ("org/b", "0" * 40)]
-    (tmp_path / "hub/models--org--b/snapshots" / ("0" * 40) / "model-00002-of-00003.safetensors").unlink()
-    gm.merge(asked, tmp_path / "again")  # reads the missing shard from the Hub
-    assert any("/org/b/resolve/" in line for line in hub.log) and not any("/org/a/" in line for line in hub.log)
-    assert weight_bytes(tmp_path / "again")["model.safetensors"] == weight_bytes(tmp_path / "out")["model.safetensors"]
-
-
-def test_missing_models_and_a_hub_without_ranges_are_refused(hub: Hub) -> None:
-    for reference in ("org/none", "hf://org/none"):
-        with pytest.raises(gm.InputError, match=reference):
-            open_checkpoint(reference)
-    hub.ignores_ranges = True
-    hub.repos["org/base"]["main"]["model.safetensors"] += b" " * 70_000
-    with pytest.raises(gm.InputError, match="org/base"):
-        open_checkpoint("org/base")
 
 
 def test_a_url_in_the_config_of_an_adapter_is_not_followed(s3: Any, tmp_path: Path) -> None:

@@ -80,15 +80,3 @@ def test_a_density_over_the_layers_takes_thresholds_of_single_tensors(tmp_path: 
         torch.testing.assert_close(result[name], alone[name], rtol=0, atol=0)
     with pytest.raises(gm.InputError, match="scope"):
         merged(models, "ties", [1.0], options={"density": [0.25, 0.95]})
-
-
-def test_filters_that_fit_nothing_and_tensors_outside_the_layers_are_noted(tmp_path: Path) -> None:
-    models = [write_model(tmp_path / str(i), state) for i, state in enumerate(states(1))]
-    cases = [{"filter": "nowhere", "value": [0.0, 1.0]}, {"value": 2.0}]
-    recipe = {
-        "method": "task-arithmetic",
-        "base": str(models[0]),
-        "models": [{"model": str(models[1]), "weight": cases}],
-    }
-    done = gm.merge(recipe, tmp_path / "out", progress=False)
-    assert len(done.notes) == 2

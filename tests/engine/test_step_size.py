@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import gradmerge as gm
 from gradmerge.api.merge import planned
 from gradmerge.engine.checks import amplifications, check_step_size
 from gradmerge.engine.executor import LocalExecutor
-from gradmerge.engine.statistics import compute_mean_curvature
 from gradmerge.notes import Note
 
 from ..making import SHAPES, near, random_curvature, random_state, read_model, three_models, write_model
@@ -88,20 +85,6 @@ def test_negation_beyond_the_trusted_length_has_a_warning(tame: Case) -> None:
 BIG = {"layers.0.w": (1 << 21,), "layers.0.bias": (64,), "layers.1.w": (3, 1 << 19), "layers.1.tiny": (5,)}
 
 
-def test_entries_that_the_removed_data_care_about_count_by_their_curvature(tmp_path: Path) -> None:
-    """One entry in a thousand goes five times as far as fine-tuning: nothing in length, but all that matters."""
-    base, tuned = {"w": torch.zeros(1000)}, {"w": torch.ones(1000)}
-    for folder, state in (("base", base), ("a", tuned)):
-        write_model(tmp_path / folder, state)
-    gm.Curvature({"w": torch.ones(1000)}, 1).save(tmp_path / "base" / "curvature")
-    removed = torch.zeros(1000)
-    removed[7] = 4.0
-    gm.Curvature({"w": removed}, 1).save(tmp_path / "a" / "curvature")
-    recipe = {"method": "removal", "base": str(tmp_path / "base"), "models": [str(tmp_path / "a")], "damping": 0.0}
-    recipe["options"] = {"cap": "none"}
-    assert len(notes_of(recipe)) == 1
-
-
 def test_one_entry_of_millions_is_enough_to_refuse(tmp_path: Path) -> None:
     """Its step is half a million times that of fine-tuning: every entry is judged."""
     base = random_state(0, BIG)
@@ -133,22 +116,3 @@ def test_a_removal_at_exactly_the_cap_is_trusted_and_a_stronger_one_is_not(tame:
     tame["models"][0]["weight"] = 1.5
     (note,) = notes_of(tame)
     assert note.data["amplification"] == pytest.approx(3, rel=1e-3)
-
-
-def test_the_damping_that_is_left_open_is_the_mean_of_the_removed_datas_curvature(tame: Case, tmp_path: Path) -> None:
-    del tame["damping"]
-    tame |= {"reduction": {"mean_times": 7}, "exclude": ["embed.*"]}
-    curvature = [gm.Curvature.load(model["model"]) for model in tame["models"]]
-    kept = [name for name in SHAPES if not name.startswith("embed")]
-    total = sum(7 / one.examples * one[name].double().sum().item() for one in curvature for name in kept)
-    mean = total / sum(math.prod(SHAPES[name]) for name in kept)
-    found = set()
-    for threads in (1, 3):
-        with planned(tame) as plan:
-            compute_mean_curvature(plan, LocalExecutor(threads))
-            found.add(plan.inputs.damping_of(plan.rule))
-    assert len(found) == 1 and found.pop() == pytest.approx(mean, rel=1e-12)
-    tame["options"] = {}
-    gm.merge(tame, tmp_path / "out")
-    record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())
-    assert record["damping"] == pytest.approx(mean, rel=1e-12) and record["recipe"]["damping"] == "auto"

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import gradmerge as gm
-from gradmerge.curvature.curvature import Curvature, KroneckerFactors
 from gradmerge.engine.run import MergeResult
 from gradmerge.errors import InputError
 from gradmerge.recipe import make_recipe
@@ -106,48 +105,6 @@ def test_the_tokenizer_of_one_model_is_copied_and_rows_follow_it(source: str, tm
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / source / name).read_bytes()
     assert result.notes
-
-
-def test_a_tokenizer_from_another_folder_needs_rows_for_all_tokens(models: Models, tmp_path: Path) -> None:
-    save_model(tmp_path / "base", models.states["base"], eos_token_id=0)
-    ids = save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>"])
-    models.merge(tokenizer="elsewhere")
-    assert models.check(ROWED[:2]) == ids
-    assert read_config(tmp_path / "out")["eos_token_id"] == ids["</s>"]
-    save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>", "<nobody's>"])
-    with pytest.raises(InputError):
-        models.merge(tokenizer="elsewhere")
-
-
-def test_without_a_base_a_missing_row_is_the_mean_over_models_that_have_it(models: Models, tmp_path: Path) -> None:
-    recipe = models.recipe(method="weighted-average", tokenizer="union")
-    recipe["models"].append({"model": str(tmp_path / "base"), "weight": 0.4})
-    del recipe["base"]
-    gm.merge(make_recipe(recipe), tmp_path / "out")
-    out, ids = read_model(tmp_path / "out"), vocabulary(tmp_path / "out")
-    for name in ROWED[:2]:
-        rows = [by_token(models.states[m], models.ids[m], name) for m in ("one", "two", "base")]
-        full = completed(rows, list(ids), base=None)
-        weights = (*WEIGHTS, 0.4)
-        want = {t: sum(w * f[t] for w, f in zip(weights, full, strict=True)) / sum(weights) for t in ids}
-        assert_rows(out[name], want, ids)
-
-
-def test_tied_heads_stay_tied(tmp_path: Path) -> None:
-    models = Models(tmp_path, tied=True)
-    models.merge(tokenizer="union")
-    models.check(ROWED[:1])
-    assert "lm_head.weight" not in read_model(tmp_path / "out")
-
-
-def test_a_token_can_have_the_row_of_a_token_id(models: Models, tmp_path: Path) -> None:
-    """tests/golden compares the other sources of tokens, and padding, with mergekit."""
-    rules = {"<new>": {"model": "base", "token_id": 7}}
-    models.merge(tokenizer={"source": "union", "tokens": rules})
-    out, ids = read_model(tmp_path / "out"), vocabulary(tmp_path / "out")
-    for name in ROWED[:2]:
-        assert torch.equal(out[name][ids["<new>"]], models.states["base"][name][7])
-    assert encode(tmp_path / "out", "a<new>b")[1] == "<new>"
 
 
 def test_curvature_is_reordered_and_0_for_missing_tokens(models: Models, tmp_path: Path) -> None:
@@ -253,17 +210,6 @@ def test_invalid_tokenizer_settings_are_refused(tokenizer: Any, tmp_path: Path) 
     with pytest.raises(InputError):
         Models(tmp_path).merge(tokenizer=tokenizer)
     assert not (tmp_path / "out").exists()
-
-
-def test_kronecker_factors_of_a_head_cannot_be_reordered(models: Models, tmp_path: Path) -> None:
-    for name, weights in models.states.items():
-        rows = len(weights["lm_head.weight"])
-        diagonal = {n: torch.ones(v.shape) for n, v in weights.items() if n != "lm_head.weight"}
-        factors = KroneckerFactors(torch.eye(8), torch.eye(rows), 5)
-        found = Curvature({"lm_head.weight": factors, **diagonal}, 10, "empirical", "test")
-        found.save(tmp_path / name / "curvature")
-    with pytest.raises(InputError):
-        models.merge(method="gradient-matching", tokenizer="union")
 
 
 CHAT, OTHER = "{{ messages[0]['content'] }}", "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -6,7 +6,6 @@ Heavy modules are imported in the functions: the command line reads the signatur
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..arguments import check_known, checked
 from ..errors import InputError
-from ..notes import Note
 from ..progress import Progress, shown
 from ..urls import output_path
 
@@ -138,13 +136,16 @@ def recipe_of_models(recipe: RecipeLike, command: str, allow_code: bool = False)
 
 @contextlib.contextmanager
 def planned(recipe: RecipeLike, **reading: Any) -> Iterator[Plan]:
-    """The plan of a recipe, with its inputs open. Named recipes that are not merged yet are represented by a model.
+    """The plan of a recipe, with its inputs open.
 
     ``reading`` are the keywords of :func:`gradmerge.engine.build_plan.open_plan`.
     """
     from ..engine.build_plan import open_plan
 
-    plan = open_plan(_with_placeholders(as_recipe(recipe)), **reading)
+    recipe = as_recipe(recipe)
+    if recipe.merges and not recipe.merged_folders:
+        raise InputError(f"{next(iter(recipe.merges))}: a recipe that uses it has no plan before it is merged")
+    plan = open_plan(recipe, **reading)
     with contextlib.closing(plan.inputs):
         yield plan
 
@@ -190,25 +191,6 @@ def _with_named_merges(
         yield recipe.with_merged_folders(merged_folders, notes)
 
 
-def _with_placeholders(recipe: Recipe) -> Recipe:
-    """A recipe that can be planned before its named recipes are merged: each is replaced by its first model."""
-    from ..io.reader import local_path
-
-    if not recipe.merges or recipe.merged_folders:
-        return recipe
-    placeholders: dict[str, Path] = {}
-    notes = list(recipe.notes)
-    for name, named in recipe.merges.items():
-        if named.slices or named.tokenizer is not None:
-            raise InputError(
-                f"{name}: changes the shapes of tensors, so recipes that use it are planned after its merge"
-            )
-        first = named.references[0]
-        placeholders[name] = placeholders.get(first) or local_path(first, named.folder)
-        notes.append(Note(f"{name}: is merged first; in this plan {first} takes its place"))
-    return recipe.with_merged_folders(placeholders, notes)
-
-
 def _cluster(
     recipe: Recipe,
     engine: str,
@@ -250,11 +232,9 @@ def check_device(device: str) -> None:
     try:
         kind, index = torch.device(device).type, torch.device(device).index or 0
     except RuntimeError:
-        raise InputError(f"device {device!r}: is not a device such as cpu, cuda or cuda:1") from None
-    if kind == "cuda" and index >= torch.cuda.device_count():
-        raise InputError(f"device {device!r}: PyTorch finds no such CUDA device on this machine; use cpu")
-    if kind not in ("cpu", "cuda"):
-        raise InputError(f"device {device!r}: merges run on cpu or cuda")
+        kind, index = "", 0
+    if kind != "cpu" and (kind != "cuda" or index >= torch.cuda.device_count()):
+        raise InputError(f"device {device!r}: merges run on cpu, or on a CUDA device such as cuda:1 that PyTorch finds")
 
 
 def number_of_threads(threads: int | None) -> int:
@@ -262,5 +242,6 @@ def number_of_threads(threads: int | None) -> int:
     if threads is not None:
         check_count("threads", threads)
         return threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 4)
+    from ..engine.thread_pool import available_cores
+
+    return min(available_cores(), 4)

@@ -60,8 +60,6 @@ def write_card(
     data = ModelCardData(
         base_model=ids,
         base_model_relation=("adapter" if base else relation) if ids else None,
-        language=_unique(model.language for model in models),
-        datasets=_unique(model.datasets for model in models),
         library_name=library,
         pipeline_tag=next((model.pipeline_tag for model in models if model.pipeline_tag), task),
         tags=["gradmerge", *tags, *(["lora"] if base else [])],
@@ -115,18 +113,15 @@ def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
     return written
 
 
-def merge_text(recipe: Recipe, values: Mapping[str, Any]) -> str:
-    """Return what a merge's card says about the method and the models; ``values`` are those that the merge used."""
+def merge_text(recipe: Recipe) -> str:
+    """Return what a merge's card says about the method and the models."""
     shorten = _shortener(recipe)
     models = ", ".join(as_code(shorten(name)) for name in dict.fromkeys(x.adapter or x.model for x in recipe.sources))
     base = f" and the base {as_code(shorten(recipe.base.model))}" if recipe.base is not None else ""
-    text = f"""Made from {models}{base} with **{recipe.rule.name}** by gradmerge {__version__}.
+    return f"""Made from {models}{base} with **{recipe.rule.name}** by gradmerge {__version__}.
 
 {recipe.rule.summary}
 ({recipe.rule.reference})"""
-    if values:
-        text += f"\n\nValues that the merge used:\n\n{as_block('yaml', to_yaml(_without_paths(values, shorten)))}"
-    return text
 
 
 def recipe_text(recipe: Recipe) -> str:

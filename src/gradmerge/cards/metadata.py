@@ -1,4 +1,4 @@
-"""What models state about themselves: Hub id, base models, license, languages, datasets and task.
+"""What models state about themselves: Hub id, base models, license and task.
 
 The statements come from the models' own files: README.md, gradmerge.json and config.json. These files are untrusted,
 so only values of the expected form are used.
@@ -39,8 +39,6 @@ FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*$", re.M | re.
 EVAL_RESULTS = re.compile(r"^model-index:.*?(?=^\w|\Z)", re.M | re.S)
 SNAPSHOT = re.compile(r"models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)")
 WORD = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}")
-LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
-DATASET = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,6 @@ class ModelMetadata:
     """Its Hub id; if it has none, those of the models that it was made from."""
     license: tuple[tuple[str, str], ...] = ()
     """Key and value of `license`, and of `license_name` and `license_link` if the license is `other`."""
-    language: tuple[str, ...] = ()
-    datasets: tuple[str, ...] = ()
     pipeline_tag: str | None = None
 
 
@@ -66,8 +62,6 @@ def read_metadata(checkpoint: Checkpoint) -> ModelMetadata:
         name=hub_id or _last_part(checkpoint.label),
         ids=(hub_id,) if hub_id is not None else _base_models(checkpoint, front),
         license=_license(front),
-        language=_matching(front.get("language"), LANGUAGE),
-        datasets=_matching(front.get("datasets"), DATASET),
         pipeline_tag=next(iter(_matching(front.get("pipeline_tag"), WORD)), None),
     )
 
@@ -134,8 +128,7 @@ def _license(front: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 def _matching(value: Any, form: re.Pattern[str]) -> tuple[str, ...]:
     """The words of a value, a word or a list, that have the right form."""
-    words = ["no" if word is False else word for word in _as_list(value)]  # YAML 1.1 reads Norwegian as False
-    return tuple(word for word in words if isinstance(word, str) and form.fullmatch(word))
+    return tuple(word for word in _as_list(value) if isinstance(word, str) and form.fullmatch(word))
 
 
 def _as_list(value: Any) -> list[Any]:

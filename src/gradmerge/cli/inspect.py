@@ -16,8 +16,6 @@ from .output import indented, print_json, print_table, with_options
 from .stdio import echo
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ..checkpoints import Checkpoint
 
 EXAMPLE = "Examples: gradmerge inspect ./model   ·   gradmerge inspect ./base ./yelp ./sst2"
@@ -101,7 +99,6 @@ def _facts(checkpoint: Checkpoint, list_tensors: bool) -> dict[str, Any]:
             for path in checkpoint.files()
         ],
         "curvature": default_curvature(folder) is not None,
-        "layers": _layers(folder),
     }
     if isinstance(checkpoint, AdapterCheckpoint):
         facts |= {"base": checkpoint.base.label, "adapter_parameters": checkpoint.adapter.parameters}
@@ -113,29 +110,6 @@ def _facts(checkpoint: Checkpoint, list_tensors: bool) -> dict[str, Any]:
     return facts
 
 
-def _layers(folder: Path | None) -> list[str]:
-    """Return from which layers each layer was merged, according to the record of a model merged from slices."""
-    from ..cards.metadata import RECORD
-    from ..errors import InputError
-    from ..io.small_files import MAX_TOKENIZER, read_json
-
-    lines = []
-    try:
-        for row in read_json(folder / RECORD, MAX_TOKENIZER).get("layers", []) if folder is not None else []:
-            sources = [f"{part['model']} {_range(part['layers'])}" for part in row["from"]]
-            base = [f"on {row['base']['model']} {_range(row['base']['layers'])}"] if "base" in row else []
-            lines.append(f"{_range(row['layers'])}: {', '.join(sources + base)}")
-    except (InputError, TypeError, ValueError, KeyError, IndexError, AttributeError):  # no record, or an invalid one
-        return []
-    return lines
-
-
-def _range(layers: list[int]) -> str:
-    """Return the range [first, last + 1] as "first–last"."""
-    first, last = layers[0], layers[1] - 1
-    return f"{first}–{last}" if last > first else f"{first}"
-
-
 def _print_model(facts: dict[str, Any]) -> None:
     echo(one_line(f"{facts['model']} ({facts['architecture'] or facts['kind']})"))
     if "base" in facts:
@@ -144,8 +118,6 @@ def _print_model(facts: dict[str, Any]) -> None:
         )
     types = ", ".join(f"{dtype} {count(numel)}" for dtype, numel in facts["types"].items())
     echo(f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({types})")
-    for line in facts["layers"]:
-        echo(one_line(f"  layers {line}"))
     if facts["quantized"]:
         echo(f"  {one_line(facts['quantized'])}")
     details = [f"vocabulary {facts['vocabulary']}"] if facts["vocabulary"] else []

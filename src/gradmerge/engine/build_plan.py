@@ -199,7 +199,7 @@ def make_plan(
     plan.note([*comparison.notes, *parts.notes])
     plan.note(inputs.result_files.notes if inputs.result_files else ())
     plan.note(dict.fromkeys(note for checkpoint in inputs.checkpoints for note in checkpoint.notes))
-    plan.note(penalty_notes(recipe, inputs))
+    plan.note(penalty_notes(inputs))
     plan.note(inputs.settings.notes(list(plan.merged_tensors)))
     plan.note(_method_notes(recipe, for_comparison))
     if not for_comparison:

@@ -60,9 +60,6 @@ class LocalExecutor:
         )
 
 
-THIS_THREAD = LocalExecutor()
-
-
 def merge_blocks(
     plan: Plan,
     statistics: Statistics,

@@ -19,7 +19,7 @@ from ..curvature.format import INPUTS, OUTPUTS, CurvatureFile, open_curvature
 from ..errors import InputError
 from ..io.small_files import read_json, require_within
 from ..notes import Kind, Note
-from ..recipe import NONE, Identity, MeanTimes, Recipe, check_penalty, reduction_factor
+from ..recipe import NONE, Identity, MeanTimes, check_penalty, reduction_factor
 from ..rules import Rule
 from ..rules.kronecker_matching import KroneckerFactors
 from ..text import one_line
@@ -284,9 +284,7 @@ def recorded_penalty(model: Checkpoint) -> CurvatureInput | None:
         return CurvatureInput(label, constant=0.0)
     inside = model.folder / source
     if Path(source).is_absolute() or ".." in Path(source).parts or not inside.exists():
-        raise InputError(
-            f"{label}: names the penalty {one_line(source[:80])!r}, which is not a file or folder in the model's folder"
-        )
+        raise InputError(f"{label}: the penalty {one_line(source[:80])!r} is not in the model's folder")
     require_within(inside, model.folder)
     file = open_curvature(str(inside), relative_to=Path())
     file.label = f"{model.label}/{source}"
@@ -301,8 +299,8 @@ def follow_rename(file: CurvatureFile, model: Checkpoint) -> None:
             file.rename(layer.new_name)
 
 
-def penalty_notes(recipe: Recipe, inputs: Inputs) -> Iterator[Note]:
-    """Yield warnings if only some models have a recorded penalty, or if the penalties do not match the reduction."""
+def penalty_notes(inputs: Inputs) -> Iterator[Note]:
+    """Yield a warning if only some models have a recorded penalty."""
     pairs = list(zip(inputs.tuned, inputs.penalty, strict=False))
     lacking = [model.label for model, penalty in pairs if penalty is None]
     if lacking:
@@ -314,14 +312,4 @@ def penalty_notes(recipe: Recipe, inputs: Inputs) -> Iterator[Note]:
             "without a penalty.",
             Kind.PENALTIES,
             lacking=lacking,
-        )
-    from_models = recipe.base is not None and recipe.base.penalty is None
-    nonzero = any(penalty is not None and penalty.constant != 0 for penalty in inputs.penalty)
-    if from_models and nonzero and recipe.reduction == "mean":
-        yield Note(
-            "the recorded penalties belong to the sum of the losses over all examples and are used unchanged, but "
-            "`reduction: mean` divides the curvature by the number of examples. Set `reduction: sum` (or "
-            "{mean_times: N} with the number of examples in training), or base.penalty for mean losses.",
-            Kind.PENALTIES,
-            lacking=[],
         )

@@ -34,7 +34,7 @@ from .journal import boot_id, read_header
 from .output import Output, WeightFiles
 from .plan import Plan
 from .statistics import Statistics
-from .thread_pool import allow_many_files
+from .thread_pool import allow_many_files, available_cores
 
 #: Entries of a share: at most, and so few that each worker has this many shares.
 MAX_ENTRIES, SHARES_PER_WORKER = 1 << 27, 16
@@ -288,7 +288,7 @@ class RayCluster:
         address = self.address or os.environ.get("RAY_ADDRESS") or "local"
         settings: dict[str, Any] = {}
         if address == "local":
-            cores = max(os.cpu_count() or 1, (self.workers or 1) * (self.threads or 1))
+            cores = max(available_cores(), (self.workers or 1) * (self.threads or 1))
             settings = {"num_cpus": cores, "object_store_memory": OBJECT_STORE}
         main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGTERM) if main else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.layers import Layer, StackedCheckpoint, is_before_layers, layer_of, layer_stack
@@ -115,18 +114,3 @@ def settings_of_slices(recipe: Recipe, template: Checkpoint, tuned: Sequence[Che
         return (0 if is_before_layers(name, prefix) else len(ranges) - 1), 0.0
 
     return LayerSettings(ranges, locate)
-
-
-def layer_table(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return the sources of the result's layers for the record, one entry per slice; ranges are [first, stop]."""
-    rows: list[dict[str, Any]] = []
-    first = 0
-    base = recipe.base if "base" in recipe.rule.needs(recipe.resolved_options) else None
-    for part, length in zip(recipe.slices, slice_lengths(recipe), strict=True):
-        row: dict[str, Any] = {"layers": [first, first + length]}
-        row["from"] = [{"model": model.model, "layers": list(model.layers)} for model in part.models]
-        if base is not None:
-            row["base"] = {"model": base.model, "layers": list(part.base or part.models[0].layers)}
-        rows.append(row)
-        first += length
-    return rows

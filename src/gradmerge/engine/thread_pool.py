@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import resource
 import sys
 import threading
@@ -82,6 +83,11 @@ def _keep_freed_memory() -> None:
             mallopt = ctypes.CDLL(None).mallopt
             mallopt(_M_MMAP_THRESHOLD, 1 << 28)
             mallopt(_M_TRIM_THRESHOLD, 1 << 28)
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def allow_many_files() -> None:

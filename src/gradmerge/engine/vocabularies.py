@@ -11,7 +11,6 @@ import numpy as np
 
 from ..checkpoints.chat_template import (
     DEFAULT,
-    TEMPLATE_PATTERNS,
     Templates,
     alike,
     chat_templates,
@@ -29,10 +28,9 @@ from ..checkpoints.embedding_rows import (
     VocabularyRows,
     vocabulary_tensors,
 )
-from ..checkpoints.open import HUB_ID, fetch_from_hub
 from ..checkpoints.output_tokenizer import CONFIGS, ResultFiles, make_tokenizer
 from ..checkpoints.tied_weights import tied_to
-from ..checkpoints.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
+from ..checkpoints.vocabulary import Vocabulary, vocabulary_of
 from ..errors import InputError
 from ..io.reader import local_path
 from ..io.small_files import read_json
@@ -165,22 +163,10 @@ class _Alignment:
         self.donors = self._donors()
 
     def _find_source(self, name: str) -> Vocabulary:
-        """Return the vocabulary of the base, of a model of the recipe, or of another folder or Hub model."""
+        """Return the vocabulary of the base, or of a model of the recipe."""
         if name in (BASE, UNION):
             return self.vocabularies[self.models.template]
-        model = self.models.find(name)
-        if model is not None:
-            return self.vocabularies[model]
-        folder = self.models.path(name)
-        if folder is None and HUB_ID.fullmatch(name):
-            folder = fetch_from_hub(name, patterns=[*TOKENIZER_FILES.split(), *CONFIGS, *TEMPLATE_PATTERNS])
-        if folder is None or not folder.is_dir():
-            known = [BASE, UNION, *(text for text, _ in self.models.named)]
-            raise InputError(
-                f"tokenizer: {name!r} is not base, union, a model of the recipe or a folder with a tokenizer"
-                f"{nearest(name, known)}"
-            )
-        return vocabulary_of(Checkpoint(name, folder=folder))
+        return self.vocabularies[self.models.require(name, "tokenizer")]
 
     def _rows_of(self, model: Checkpoint) -> Index:
         """Return the model's row for each row of the result."""

@@ -15,7 +15,6 @@ from ..recipe import NONE, Recipe, plain
 from ..rules.kronecker_matching import LAYER_DAMPING
 from .inputs import CurvatureInput, Inputs, Source
 from .plan import Plan
-from .slices import layer_table
 
 if TYPE_CHECKING:
     from .peft_config import AdapterReport
@@ -45,7 +44,6 @@ def write_cards(
         report: For an adapter, its base and what it lacks of the merge.
     """
     inputs = plan.inputs
-    settings = damping_and_penalties(recipe, plan)
     options = {} if recipe.slices else {"options": {name: plain(value) for name, value in inputs.options.items()}}
     facts: dict[str, Any] = {
         "fingerprint": fingerprint,
@@ -53,14 +51,12 @@ def write_cards(
         "base": base_path(recipe, folder.out),
         "models": model_paths(recipe, folder.out),
         "resumed_blocks": resumed,
-        **settings,
+        **damping_and_penalties(recipe, plan),
     }
     if recipe.rule.file:
         facts["rule"] = {"file": recipe.rule.file, "sha256": recipe.rule.digest}
     if recipe.merges:
         facts["merges"] = {name: named.to_dict() for name, named in recipe.merges.items()}
-    if recipe.slices:
-        facts["layers"] = layer_table(recipe)
     counts = {"merged_tensors": len(plan.merged_tensors), "copied_tensors": plan.copied_tensors}
     write_record(
         folder.folder,
@@ -71,8 +67,7 @@ def write_cards(
         notes=plan.notes,
         output=counts | (report.record() if report else {}),
     )
-    text = merge_text(recipe, settings | _curvature_facts(inputs))
-    base = report.base if report else None
+    text, base = merge_text(recipe), report.base if report else None
     write_card(
         folder.folder,
         folder.out.name,
@@ -111,16 +106,6 @@ def _penalty_entry(recipe: Recipe, penalty: CurvatureInput | None) -> dict[str, 
     if penalty.constant is None:
         return {"penalty": penalty.label, "from": origin}
     return {"penalty": {"identity": penalty.constant} if penalty.constant else NONE, "from": origin}
-
-
-def _curvature_facts(inputs: Inputs) -> dict[str, Any]:
-    """What is known about the curvature files that were read."""
-    facts = [
-        {"source": item.label, "kind": item.kind, "likelihood": item.likelihood, "examples": item.examples}
-        for item in inputs.curvatures
-        if item.file is not None
-    ]
-    return {"curvature": facts} if facts else {}
 
 
 def _input_entries(inputs: Inputs) -> list[dict[str, Any]]:
