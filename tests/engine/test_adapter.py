@@ -16,7 +16,7 @@ import gradmerge as gm
 from gradmerge.errors import InputError
 from tests.checkpoints.families import EXPERTS, FAMILIES, load, moved, randomise, save
 from tests.checkpoints.test_lora import LLAMA, make_base, merged_by_peft, write_adapter
-from tests.making import assert_close, read_model, write_model
+from tests.making import assert_close, read_model
 
 SECOND = ["q_proj", "k_proj", "up_proj"]
 
@@ -181,19 +181,6 @@ def test_factors_that_add_up_to_more_than_the_rank_are_cut_to_the_nearest(tmp_pa
     for name in want:
         exact = name not in shares or shares[name] < 1e-9
         assert exact is bool(torch.allclose(got[name], want[name], atol=2e-6)), name
-
-
-def test_a_base_stored_without_the_prefix_of_its_class_gives_names_that_peft_knows(tmp_path: Path) -> None:
-    """As GPT-2 on the Hub: `h.0…`, where the model has `transformer.h.0…`."""
-    base = make_base(tmp_path / "base", "gpt2")
-    save(moved(load("gpt2", base), 3), tmp_path / "tuned")
-    config = json.loads((base / "config.json").read_text())
-    for name in ("base", "tuned"):
-        bare = {n.removeprefix("transformer."): v for n, v in read_model(tmp_path / name).items()}
-        write_model(tmp_path / f"bare-{name}", bare, 2, config)
-    gm.extract_lora(tmp_path / "bare-tuned", tmp_path / "out", base=tmp_path / "bare-base", rank=64)
-    want, got = read_model(tmp_path / "tuned"), by_peft(tmp_path, "gpt2")
-    assert_close({name: got[name] for name in want}, want, 2e-6)
 
 
 def test_a_narrow_type_of_the_base_does_not_round_the_difference(tmp_path: Path) -> None:

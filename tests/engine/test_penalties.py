@@ -81,25 +81,6 @@ def test_each_model_counts_with_the_penalty_that_is_recorded_with_it(case: Case,
     assert lacking == ([[case["models"][0]["model"]]] if kind == "one is missing" else [])
 
 
-def test_a_recorded_penalty_is_read_as_it_is_whatever_the_reduction(case: Case, tmp_path: Path) -> None:
-    """Also that of more than one example; and what it does not name is not held."""
-    a, b = (Path(model["model"]) for model in case["models"])
-    sums = random_curvature(20, read_model(a)).sum()
-    del sums["embed.weight"]
-    gm.Curvature(sums, 5).save(a / "penalty")
-    record(a, "penalty")
-    record(b, "none")
-    whole = gm.Curvature(sums | {"embed.weight": torch.zeros_like(read_model(a)["embed.weight"])}, 5)
-    gm.merge(case | {"reduction": "mean"}, tmp_path / "out")
-    assert gm.merge(case, tmp_path / "sum").notes == []
-    folders = [case["base"]["model"], str(a), str(b)]
-    states, curvature = [read_model(Path(f)) for f in folders], [gm.Curvature.load(f) for f in folders]
-    every = [flat({n: t.double() / c.examples for n, t in c.sum().items()}) for c in curvature]
-    given = (flat(states[0]), flats(states[1:]), [0.7, 1.2], every[0], every[1:], case["damping"])
-    want = slow.gradient_matching(*given, [flat(whole.sum()), [0.0] * len(every[0])])
-    assert_close(read_model(tmp_path / "out"), unflat(want), 1e-11)
-
-
 def test_the_record_says_which_penalty_was_used(case: Case, tmp_path: Path) -> None:
     a, b = (model["model"] for model in case["models"])
     random_curvature(20, read_model(Path(a))).save(Path(a) / "penalty")

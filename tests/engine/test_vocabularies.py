@@ -154,33 +154,6 @@ def test_the_result_loads_in_transformers_with_its_special_tokens(tmp_path: Path
         assert model.config.pad_token_id == (tokenizer.pad_token_id if source == "union" else None)
 
 
-def test_an_adapter_with_an_embedding_adds_its_tokens(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    base_ids = save_tokenizer(tmp_path / "base", "BPE", ENGLISH)
-    config = LlamaConfig(
-        vocab_size=len(base_ids), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path / "base")
-    start = model.get_input_embeddings().weight.detach().clone()
-    model.resize_token_embeddings(len(base_ids) + 2)
-    tuned = get_peft_model(
-        model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
-    )
-    tuned.save_pretrained(tmp_path / "lora")
-    ids = save_tokenizer(tmp_path / "lora", "BPE", ENGLISH, ["<a>", "<b>"])
-    recipe = {"method": "task-arithmetic", "base": str(tmp_path / "base"), "models": [str(tmp_path / "lora")]}
-    with pytest.raises(InputError):
-        gm.merge(make_recipe(recipe), tmp_path / "out")
-    gm.merge(make_recipe(recipe | {"tokenizer": "union"}), tmp_path / "out")
-    out = read_model(tmp_path / "out")[ROWED[0]]
-    merged = tuned.merge_and_unload().get_input_embeddings().weight.detach()
-    assert vocabulary(tmp_path / "out") == ids and out.shape == merged.shape
-    assert torch.allclose(out, merged, rtol=0, atol=1e-6) and torch.allclose(out[: len(start)], start, atol=1e-6)
-
-
 def test_stacked_layers_have_one_vocabulary(models: Models, tmp_path: Path) -> None:
     """Embeddings come from the model of the first layers, and heads from that of the last."""
     slices = [{"models": [{"model": str(tmp_path / name), "layers": [0, 1]}]} for name in ("base", "one", "two")]
