@@ -30,15 +30,14 @@ from ..tasks.making import (
     write_sentence_model,
 )
 
-LIST = [0.25, 1.0]
 #: A method, weights and changes each: of those that read nothing more, thresholds, random masks, curvature, products.
 SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gradient-matching", {"a": 0.3}, {}),
-    ("gradient-matching", {"a": LIST, "b": 0.7}, {"damping": 0.01}),
+    ("gradient-matching", {"a": 0.25, "b": 0.7}, {"damping": 0.01}),
     ("ties", {"a": 0.3, "b": 0.9}, {"options.density": 0.4, "options.scope": "tensor"}),
     ("karcher", {"a": 0.5}, {}),
     ("average", {}, {"options.include_base": True}),
-    ("task-arithmetic", {"a": LIST}, {"exclude": ["bert.embeddings.*"]}),
+    ("task-arithmetic", {"a": 0.25}, {"exclude": ["bert.embeddings.*"]}),
 ]
 
 
@@ -117,7 +116,6 @@ def test_nothing_is_read_from_disk_for_a_further_setting(explorer: Explorer, mon
     monkeypatch.setattr(os, "preadv", refuse)
     for method in ("ties", "gradient-matching", "fisher-averaging"):
         assert explorer.measure(explorer.setting(method, {"a": 0.4})).values
-    assert explorer.predict(explorer.setting(weights={"a": 0.6}))
 
 
 def test_what_does_not_fit_memory_is_streamed_and_gives_the_same(
@@ -129,16 +127,6 @@ def test_what_does_not_fit_memory_is_streamed_and_gives_the_same(
         setting = found.setting(weights={"a": 0.45})
         assert found.measure(setting).metrics == shared.measure(setting).metrics
     assert not any("read from disk" in note for note in shared.notes)
-
-
-def test_a_prediction_is_a_multiple_of_the_recipe_s_own(shared: Explorer, texts: Path) -> None:
-    assert shared.predict(shared.own) == {"a": 1.0, "b": 1.0, "base": 1.0}
-    setting = shared.setting("task-arithmetic", {"a": 0.5, "b": 0.5})
-    previewed = gm.preview(texts / "recipe.yml", weights="0.5,1", methods="gradient-matching,task-arithmetic")
-    rows = {(row.setting.method, row.setting.weights): row for row in previewed.rows}
-    one, own = rows["task-arithmetic", (0.5, 0.5)], rows["gradient-matching", (1.0, 1.0)]
-    wanted = {task: one.costs[task] / own.costs[task] for task in one.costs}
-    assert shared.predict(setting) == pytest.approx(wanted)
 
 
 def test_a_measurement_stops_when_it_is_told_to(explorer: Explorer) -> None:
@@ -185,17 +173,11 @@ def _transformers(folder: Path, kind: str) -> tuple[Any, Any]:
     )
 
 
-@pytest.mark.parametrize("against", ["base", "own"])
+@pytest.mark.parametrize("against", ["base", "tuned"])
 def test_flips_are_rows_that_one_model_gets_right_and_the_other_wrong(explorer: Explorer, against: str) -> None:
     setting = explorer.setting("task-arithmetic", {"a": 1.0, "b": 0.9})
-    explorer.measure(explorer.own)
     rows = list(range(explorer.examples["a"]))
-    best = explorer.best()
-    assert best is not None
-    if against in ("own", "best"):
-        before = [answer.merged for answer in explorer.answers("a", rows, explorer.own)]
-    else:
-        before = [getattr(answer, against) for answer in explorer.answers("a", rows, setting)]
+    before = [getattr(answer, against) for answer in explorer.answers("a", rows, setting)]
     after = [answer.merged for answer in explorer.answers("a", rows, setting)]
     flips = explorer.flips("a", setting, against)
     assert [flip.row for flip in flips] == [row for row in rows if before[row].right != after[row].right]
@@ -209,10 +191,6 @@ def test_figures_and_a_report_show_what_was_measured(explorer: Explorer, tmp_pat
         outcome = explorer.measure(explorer.setting(weights={"a": weight}))
     points = numbers_of(explorer.trade_offs(outcome))
     assert [point["y"] for point in points] == [row.values["base"] for row in explorer.history]
-    # Layers are in percent of what the recipe's own merge costs a task.
-    for task, share in (explorer.predict(outcome.setting) or {}).items():
-        cells = [cell for cell in numbers_of(explorer.layers(outcome)) if cell["column"] == task]
-        assert sum(cell["value"] for cell in cells) == pytest.approx(100 * share, abs=0.01 * len(cells))
     page = explorer.write_report(tmp_path / "report")
     assert "gradient-matching" in page.read_text("utf-8") and (tmp_path / "report" / "preview.csv").is_file()
     with pytest.raises(gm.InputError):
@@ -238,7 +216,6 @@ def test_a_removal_compares_what_is_forgotten_with_what_is_kept(texts: Path) -> 
 
 def test_controls_come_from_the_signature_of_the_method(shared: Explorer) -> None:
     choices = shared.choices
-    assert choices.layer_groups == ["first layers", "last layers"]
     for method in choices.methods:
         for control in choices.controls(method):
             values = list(control.choices or ()) if control.low is None else [control.low, control.high]
@@ -256,7 +233,6 @@ def test_controls_come_from_the_signature_of_the_method(shared: Explorer) -> Non
         ("tise",),
         ("regmean",),
         ("ties", {"c": 1.0}),
-        ("ties", {"a": [1, 2, 3, 4, 5]}),
         ("ties", {}, {"densty": 0.5}),
         ("ties", {}, {"options.density": 2}),
         ("weighted-average", {"a": 1, "b": -1}),
@@ -269,7 +245,6 @@ def test_a_setting_that_cannot_be_merged_is_refused(shared: Explorer, arguments:
 
 def test_without_base_or_curvature_methods_that_need_them_are_not_offered(texts: Path) -> None:
     with Explorer(texts / "plain.yml", data_of(texts)) as found:
-        assert found.predict(found.own) is None and not found.predicts
         assert not {"gradient-matching", "fisher-averaging", "removal", "regmean"} & {*found.choices.methods}
     write_recipe(texts / "baseless.yml", {"method": "weighted-average", "models": ["./a", "./b"]})
     with Explorer(texts / "baseless.yml", {name: data_of(texts)[name] for name in ("a", "b")}) as found:
@@ -327,8 +302,6 @@ def test_every_task_is_measured_and_answered(tmp_path: Path, make: Any) -> None:
             written = model.generate(ids, max_new_tokens=8, do_sample=False)[0]
             wanted = tokenizer.decode(written[ids.shape[1] if make is make_prompts else 1 :], skip_special_tokens=True)
             assert answer.merged.text.startswith(wanted.strip()) or answer.merged.text == wanted
-            changed = found.flips("a", setting, "tuned")
-            assert {flip.change for flip in changed} <= {"better", "worse"} and len(changed) == 6
         else:
             assert answer.merged.probability is not None
             right = [one.merged.right for one in found.answers("a", list(range(6)), setting)]

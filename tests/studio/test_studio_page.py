@@ -152,14 +152,6 @@ def test_what_was_tried_can_be_taken_up_again(page: Page, way: str) -> None:
     assert number.input_value() == "0.45"
 
 
-def test_weights_by_layer_are_measured(page: Page, tmp_path: Path) -> None:
-    with measured(page):
-        page.get_by_label("Weights by layer").check()
-    assert page.get_by_label("number input for yelp", exact=True).count() == 0
-    move(page, "yelp: first layers", 0.5)
-    assert copied(page, tmp_path).weights[0] == (0.5, 0.0)
-
-
 def test_a_sweep_draws_the_front(page: Page) -> None:
     page.get_by_role("tab", name="Trade-offs", exact=True).click()
     page.wait_for_function("document.querySelector('.gm-chart')?.shadowRoot?.querySelector('svg')")
@@ -246,7 +238,7 @@ def test_a_phone_needs_no_sideways_scrolling(tab: Page, address: str, scheme: st
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     opened(page, address, 390)
     page.wait_for_selector(".gm-answers td")
-    for name in ("What flipped", "Trade-offs", "Layers", "Calibrate", "Tried"):
+    for name in ("What flipped", "Trade-offs", "Calibrate", "Tried"):
         if page.get_by_role("tab", name=name, exact=True).is_visible():
             page.get_by_role("tab", name=name, exact=True).click()
             page.wait_for_timeout(200)

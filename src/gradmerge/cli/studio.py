@@ -50,11 +50,11 @@ def studio(
     Every move is merged in memory and evaluated on the data. Ctrl-C ends it. Needs Gradio
     (pip install 'gradmerge[studio]').
     """
-    from ..studio.server import check_extra, find_port
+    from ..studio.server import check_extra, check_port
 
     check_extra()
     jobs = _jobs(source, named(data or []))
-    port = find_port("127.0.0.1", port)
+    port = check_port(port)
 
     def ready(address: str) -> None:
         if printing.json:
@@ -66,7 +66,7 @@ def studio(
         options["batch_size"] = max(64, options.get("batch_size", 0))
     with heavy_imports():
         from ..studio import serve
-    serve(jobs, host="127.0.0.1", port=port, read_only=False, ready=ready, **options)
+    serve(jobs, port=port, ready=ready, **options)
 
 
 def _jobs(source: Path, data: dict[str, str]) -> dict[str, tuple[Path, dict[str, str]]]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..checkpoints.checkpoint import Buffers, Checkpoint, View
 from ..curvature.format import default_curvature
-from ..curvature.summary import group_of
 from ..engine.inputs import CurvatureInput, Inputs
 from ..engine.plan import Plan
 from ..errors import InputError
@@ -29,7 +28,6 @@ from ..tasks.models import model_with
 from ..text import size
 from .candidates import Candidate, KnownStatistics
 from .evaluate import DataEvaluator, merge_in_memory, state_of
-from .predict import Predictor
 from .ranking import Outcome
 from .settings import BASE, Setting, is_removal
 
@@ -75,15 +73,6 @@ class InteractiveEvaluator(DataEvaluator):
             yield
         finally:
             torch.set_num_threads(before)
-
-    def predictor(self) -> Predictor | None:
-        """A predictor of costs by layer on the same inputs; None without curvature of every model."""
-        if not self.plan.inputs.curvature or self.plan.inputs.base is None or self.recipe.method == "fa1":
-            return None
-        plan = Plan(**{one.name: getattr(self.plan, one.name) for one in fields(Plan)} | {"notes": []})
-        found = Predictor(self.recipe, [], threads=self.threads, plan=plan)
-        found.group_by = group_of
-        return found
 
     def measure(self, setting: Setting, stop: Stop, share: Callable[[float], None]) -> Outcome:
         """Merge a setting and evaluate it; the first call also evaluates the models alone.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .server import LOCAL, check_extra, find_port, private_files, run
+from .server import check_extra, private_files, run
 
 Jobs = Mapping[str, tuple[str | Path, Mapping[str, str]]]
 """Title → recipe and the data of its tasks."""
@@ -16,19 +16,15 @@ Jobs = Mapping[str, tuple[str | Path, Mapping[str, str]]]
 def serve(
     jobs: Jobs,
     *,
-    host: str = LOCAL,
     port: int | None = None,
-    read_only: bool = False,
     ready: Callable[[str], None] = print,
     **options: Any,
 ) -> None:
-    """Open recipes and serve their page until SIGTERM or Ctrl-C.
+    """Open recipes and serve their page to this machine, until SIGTERM or Ctrl-C.
 
     Args:
         jobs: Title → recipe and data (task → source); the page has a tab for each.
-        host: The address to serve at; by default only this machine can reach the page.
         port: The port; by default the first free one from 7860 on.
-        read_only: The page writes nothing to the disk.
         ready: Called with the address once the page is served.
         options: As of :func:`gradmerge.preview`: threads, limit, batch_size, …
 
@@ -36,7 +32,6 @@ def serve(
     http://127.0.0.1:7860
     """
     check_extra()
-    port = find_port(host, port)
     with contextlib.ExitStack() as stack:
         from .explorer import Explorer
 
@@ -50,4 +45,4 @@ def serve(
         sessions = {title: Session(explorer) for title, explorer in explorers.items()}
         for session in sessions.values():
             stack.callback(session.close)
-        run(build(sessions, read_only), host, port, ready, not read_only)
+        run(build(sessions), port, ready)

@@ -31,20 +31,20 @@ CALIBRATION = (
 )
 
 
-def build(sessions: Mapping[str, Session], read_only: bool) -> gr.Blocks:
+def build(sessions: Mapping[str, Session]) -> gr.Blocks:
     """The page, with a tab for each session."""
     page: gr.Blocks
     with gr.Blocks(title="gradmerge studio", analytics_enabled=False, fill_width=True) as page:
         if len(sessions) == 1:
             for title, session in sessions.items():
                 _html("gm-header", header(title, session))
-                _Workbench(page, session, read_only)
+                _Workbench(page, session)
         else:
             _html("gm-header", header("", None))
             with gr.Tabs(elem_classes="gm-jobs"):
                 for title, session in sessions.items():
                     with gr.Tab(title):
-                        _Workbench(page, session, read_only)
+                        _Workbench(page, session)
         page.load(_keep_stream_open, None, None, **_PARALLEL)
     return page
 
@@ -78,8 +78,8 @@ def _task_choice(tasks: Sequence[str]) -> gr.Radio:
 class _Workbench:
     """The components and events of one session."""
 
-    def __init__(self, page: gr.Blocks, session: Session, read_only: bool) -> None:
-        self._session, self._read_only = session, read_only
+    def __init__(self, page: gr.Blocks, session: Session) -> None:
+        self._session = session
         explorer = session.explorer
         self._removes = bool(explorer.removes)
         with gr.Row(elem_classes="gm-desk"):
@@ -92,7 +92,6 @@ class _Workbench:
             with gr.Column(scale=1, min_width=320, elem_classes="gm-main"):
                 self.error = _html("gm-errors")
                 self.board = _html("gm-board-box", html.state("measuring"))
-                self.predicted = _html("gm-predicted-box")
                 self.state = _html("gm-state-box")
                 self._add_tabs()
                 self.notes = _html("gm-notes-box", html.notes(explorer.notes))
@@ -102,13 +101,12 @@ class _Workbench:
     def _add_outputs(self) -> None:
         with gr.Column(elem_classes="gm-keep"):
             self.copy = gr.Button("Copy recipe", size="sm", elem_classes="gm-copy")
-            if not self._read_only:
-                with gr.Row(elem_classes="gm-pair"):
-                    self.folder = gr.Textbox("studio-merged", label="New folder for the merge", max_lines=1)
-                    self.save = gr.Button("Save merge", size="sm", variant="primary")
-                with gr.Row(elem_classes="gm-pair"):
-                    self.report_folder = gr.Textbox("studio-report", label="New folder for a report", max_lines=1)
-                    self.report = gr.Button("Write report", size="sm")
+            with gr.Row(elem_classes="gm-pair"):
+                self.folder = gr.Textbox("studio-merged", label="New folder for the merge", max_lines=1)
+                self.save = gr.Button("Save merge", size="sm", variant="primary")
+            with gr.Row(elem_classes="gm-pair"):
+                self.report_folder = gr.Textbox("studio-report", label="New folder for a report", max_lines=1)
+                self.report = gr.Button("Write report", size="sm")
             self.written = _html("gm-kept")
 
     def _add_tabs(self) -> None:
@@ -122,8 +120,7 @@ class _Workbench:
             with gr.Tab("What flipped") as self.tabs["flips"]:
                 with gr.Row(elem_classes="gm-picks"):
                     self.flip_task = _task_choice(explorer.tasks)
-                    others = [("against the base", "base"), ("its fine-tuned model", "tuned"), ("the recipe", "own")]
-                    others += [] if removes else [("the best so far", "best")]
+                    others = [("against the base", "base"), ("its fine-tuned model", "tuned")]
                     look: dict[str, Any] = {"show_label": False, "container": False, "min_width": 200, "scale": 0}
                     self.against = gr.Dropdown(others, value="base", **look)
                 self.flips = _html()
@@ -132,8 +129,6 @@ class _Workbench:
                 with gr.Row(elem_classes="gm-buttons"):
                     self.curve = gr.Button("Measure the curve" if removes else "Sweep one weight for all", size="sm")
                     self.every = gr.Button("Try every method", size="sm")
-            with gr.Tab("Layers", visible=explorer.predicts) as self.tabs["layers"]:
-                self.layers = _html()
             self.calibrate: gr.Button | None = None
             if not removes and set(explorer.tasks) & set(explorer.models):
                 with gr.Tab("Calibrate") as self.tabs["calibrate"]:
@@ -151,12 +146,8 @@ class _Workbench:
     def _connect(self, page: gr.Blocks) -> None:
         panel, inputs, explorer = self.panel, self.panel.inputs, self._session.explorer
         # These first change the controls; then the new values are measured.
-        flat = [slider for sliders in panel.layers for slider in sliders]
         changes = [
             panel.method.input(panel.change_method, panel.weight_inputs, panel.outputs, **_FAST),
-            panel.by_layers.input(
-                panel.show_layers, [panel.by_layers, *panel.weights], [*panel.weights, *flat], **_FAST
-            ),
             self.own.click(lambda: panel.show(explorer.own), None, panel.outputs, **_FAST),
             self.best.click(self._show_best, None, panel.outputs, **_FAST),
             self.chosen.click(self._show_tried, self.chosen_row, panel.outputs, js=CHOSEN_ROW, **_FAST),
@@ -167,13 +158,13 @@ class _Workbench:
         measure: dict[str, Any] = {
             "fn": self._measure,
             "inputs": [self.version, *inputs],
-            "outputs": [self.board, self.state, self.error, self.version, self.predicted, self.recipe, self.notes],
+            "outputs": [self.board, self.state, self.error, self.version, self.recipe, self.notes],
         }
         for event in changes:
             event.then(None, None, None, js=DIM_BOARD, **_QUIET)
             event.then(self._note, inputs, None, **_FAST)
             event.then(**measure, **_PARALLEL)
-        moving = [c for c in inputs if c not in (panel.method, panel.by_layers, *(box for box, _ in boxes))]
+        moving = [c for c in inputs if c not in (panel.method, *(box for box, _ in boxes))]
         moved = [component.input for component in moving]
         # Dimming is a separate event, so that a late result of one move does not dim the board of another.
         gr.on(moved, None, None, None, js=DIM_BOARD, **_QUIET, trigger_mode="multiple")
@@ -181,7 +172,7 @@ class _Workbench:
         gr.on([c.change for c in moving], self._note, inputs, None, **_FAST, trigger_mode="always_last")
         gr.on(moved, **measure, **_LATEST)
         page.load(**measure, **_LATEST)
-        views = [self.answers, self.flips, self.trade_offs, self.layers, self.tried, self.error]
+        views = [self.answers, self.flips, self.trade_offs, self.tried, self.error]
         choices = [self.active, self.task, self.flip_task, self.against]
         self.version.change(self._show_tab, choices, views, **_LATEST)
         for name, tab in self.tabs.items():
@@ -195,9 +186,8 @@ class _Workbench:
         if self.calibrate is not None:
             self.calibrate.click(self._calibrate, inputs, self.calibrated, **_PARALLEL)
         self.copy.click(None, self.recipe, None, js=COPY, **_QUIET)
-        if not self._read_only:
-            self.save.click(self._save, [self.folder, *inputs], self.written, **_PARALLEL)
-            self.report.click(self._report, self.report_folder, self.written, **_PARALLEL)
+        self.save.click(self._save, [self.folder, *inputs], self.written, **_PARALLEL)
+        self.report.click(self._report, self.report_folder, self.written, **_PARALLEL)
         page.unload(self._session.leave)
 
     def _show_best(self) -> list[Any]:
@@ -214,23 +204,21 @@ class _Workbench:
             self._session.visit(request).note(self.panel.read(values))
 
     def _measure(self, request: gr.Request, version: int, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Show the prediction, then the progress of the measurement, then the board."""
+        """Show the recipe, then the progress of the measurement, then the board."""
         session, explorer = self._session, self._session.explorer
         visit, same = session.visit(request), gr.skip()
         try:
             setting = self.panel.read(values)
-            steps = session.measured(visit, setting)
-            next(steps)  # it starts here, before the prediction
-            yield same, same, "", same, html.predictions(explorer.predict(setting)), explorer.recipe_text(setting), same
-            for board, state in steps:
+            yield same, same, "", same, explorer.recipe_text(setting), same
+            for board, state in session.measured(visit, setting):
                 if board is not None:
-                    yield board, "", "", version + 1, same, same, html.notes(explorer.notes)
+                    yield board, "", "", version + 1, same, html.notes(explorer.notes)
                 elif visit.shown is None:  # there is no board yet
-                    yield state, same, same, same, same, same, same
+                    yield state, same, same, same, same, same
                 else:
-                    yield same, state, same, same, same, same, same
+                    yield same, state, same, same, same, same
         except Exception as error:
-            yield same if visit.shown else "", "", html.message(error_text(error)), same, same, same, same
+            yield same if visit.shown else "", "", html.message(error_text(error)), same, same, same
 
     def _show_tab(self, request: gr.Request, active: str, task: str, flip_task: str, against: str) -> list[Any]:
         """Update the open tab for the merge on the board."""
@@ -239,7 +227,6 @@ class _Workbench:
             "answers": lambda: session.answers(visit, task),
             "flips": lambda: session.flips(visit, flip_task, against),
             "trade-offs": lambda: session.trade_offs(visit),
-            "layers": lambda: session.layers(visit),
             "tried": session.tried,
         }
         if active not in views or visit.shown is None:

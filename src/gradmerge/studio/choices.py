@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_origin
 
-from ..checkpoints.layers import layer_stacks
 from ..compare.candidates import Candidate, plan_of
 from ..compare.settings import Setting, is_removal, takes_weights, task_names
 from ..engine.plan import Plan
@@ -19,8 +18,6 @@ from ..text import nearest
 
 #: Methods that remove something from the base.
 REMOVING = ("removal", "task-arithmetic")
-#: The numbers of a weight that is a list over the layers.
-LAYER_GROUPS = ("first layers", "middle layers", "last layers")
 #: Strengths of the curve of a removal, as multiples of the recipe's.
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 _HIGHEST = {"epsilon": 1e-3, "r": 2.0, "alpha": 1.0, "t": 1e-2, "cap": 4.0, "scale": 2.0}
@@ -115,12 +112,6 @@ def weight_control(method: str, recipe: Recipe) -> Control | None:
     return Control("weight", "weight", min([low, *every]), max([high, *every]), 0.01, value, meaning)
 
 
-def layer_groups(names: Sequence[str]) -> list[str]:
-    """The names of the numbers of a weight that is a list over the layers; empty for a model without layers."""
-    layers = max(layer_stacks(names).values(), default=0)
-    return [] if layers < 2 else [LAYER_GROUPS[0], LAYER_GROUPS[-1]] if layers == 2 else list(LAYER_GROUPS)
-
-
 class Choices:
     """The settings of a recipe that can be chosen."""
 
@@ -128,7 +119,6 @@ class Choices:
         self._recipe = recipe
         self.methods = methods_of(recipe, plan)
         self.models = task_names(recipe)
-        self.layer_groups = layer_groups([job.name for job in plan.merged_jobs])
 
     def controls(self, method: str) -> list[Control]:
         self._check(method)
@@ -138,9 +128,7 @@ class Choices:
         self._check(method)
         return weight_control(method, self._recipe)
 
-    def setting(
-        self, method: str | None, weights: Mapping[str, float | Sequence[float]], changes: Mapping[str, Any]
-    ) -> Setting:
+    def setting(self, method: str | None, weights: Mapping[str, float], changes: Mapping[str, Any]) -> Setting:
         """A setting from names; keys that are not given are the recipe's."""
         method = method or self._recipe.method
         self._check(method)
@@ -149,7 +137,7 @@ class Choices:
                 hint = f"{nearest(name, self.models)}\n  Models are {', '.join(self.models)}."
                 raise InputError(f"weights: no model is called {name!r}{hint}")
         own = zip(self.models, self._weights_of(method), strict=True)
-        chosen = tuple(self._weight(name, weights[name]) if name in weights else weight for name, weight in own)
+        chosen = tuple(weights.get(name, weight) for name, weight in own)
         rules = [METHODS[method]]
         pairs = ((full_key(key, rules, f"changes: {key}"), _frozen(value)) for key, value in changes.items())
         found = Setting(method, chosen, tuple(sorted(pairs)))
@@ -172,16 +160,6 @@ class Choices:
         turned = is_removal(self._recipe) and METHODS[method].removes != self._recipe.rule.removes
         weights = self._recipe.weights
         return [_times(weight, -1.0) for weight in weights] if turned else weights
-
-    def _weight(self, name: str, value: float | Sequence[float]) -> Varying:
-        try:
-            values = tuple(map(float, value)) if isinstance(value, Sequence) else (float(value),)
-        except (TypeError, ValueError):
-            raise InputError(f"weights: {name} is {value!r}, but must be a number, or a list of them") from None
-        if len(values) not in (1, len(self.layer_groups)):
-            groups = f"the models have {len(self.layer_groups)} groups of layers ({', '.join(self.layer_groups)})"
-            raise InputError(f"weights: {name} has {len(values)} numbers, but {groups}")
-        return values if len(set(values)) > 1 else values[0]
 
 
 def _times(weight: Varying, factor: float) -> Varying:

@@ -53,14 +53,6 @@ class Panel:
         self.without_weights = gr.HTML(
             "This method takes no weights.", visible=not self._takes_weights(own.method), elem_classes="gm-hint"
         )
-        groups = self._choices.layer_groups
-        self.by_layers = gr.Checkbox(
-            False, label="Weights by layer", info=", ".join(groups), visible=self._has_layers(own.method)
-        )
-        self.layers: list[list[gr.Slider]] = [
-            [self._weight_slider(model, f"{model}: {group}", visible=False) for group in groups]
-            for model in (explorer.models if groups else ())
-        ]
         every: dict[tuple[str, bool], dict[str, Control]] = {}
         for method in methods:
             for control in self._choices.controls(method):
@@ -74,9 +66,7 @@ class Panel:
     @property
     def inputs(self) -> list[Any]:
         """All components in the order of the values that :meth:`read` takes."""
-        flat = [slider for sliders in self.layers for slider in sliders]
-        options = [component for option in self.options for component in option.components]
-        return [self.method, *self.weights, self.by_layers, *flat, *options]
+        return [self.method, *self.weights, *(one for option in self.options for one in option.components)]
 
     @property
     def outputs(self) -> list[Any]:
@@ -86,7 +76,7 @@ class Panel:
     @property
     def weight_inputs(self) -> list[Any]:
         """The components whose values :meth:`change_method` takes."""
-        return self.inputs[: 2 + len(self.weights) + sum(map(len, self.layers))]
+        return self.inputs[: 1 + len(self.weights)]
 
     def _has_more(self, method: str) -> bool:
         controls = self._choices.controls(method)
@@ -94,9 +84,6 @@ class Panel:
 
     def _takes_weights(self, method: str) -> bool:
         return self._choices.weight_control(method) is not None
-
-    def _has_layers(self, method: str) -> bool:
-        return self._takes_weights(method) and bool(self._choices.layer_groups)
 
     def _start(self, model: str) -> float:
         """The recipe's weight of a model; the mean of a weight that differs between layers."""
@@ -108,7 +95,7 @@ class Panel:
         control = self._choices.weight_control(self._explorer.own.method)
         return float(control.value) if control is not None else 1.0
 
-    def _weight_slider(self, model: str, label: str | None = None, visible: bool = True) -> gr.Slider:
+    def _weight_slider(self, model: str) -> gr.Slider:
         control = self._choices.weight_control(self._explorer.own.method)
         low, high = (control.low or 0.0, control.high or 0.0) if control is not None else (0.0, 1.5)
         return gr.Slider(
@@ -116,10 +103,10 @@ class Panel:
             high,
             self._start(model),
             step=0.01,
-            label=label or model,
-            visible=visible and control is not None,
+            label=model,
+            visible=control is not None,
             buttons=[],
-            elem_classes=["gm-weight", "gm-layer"] if label else ["gm-weight"],
+            elem_classes="gm-weight",
         )
 
     def _option(self, key: tuple[str, bool], controls: dict[str, Control]) -> OptionControl:
@@ -139,17 +126,10 @@ class Panel:
         explorer, given = self._explorer, iter(values)
         method = next(given)
         flat = {model: float(next(given)) for model in explorer.models}
-        by_layers = next(given)
-        layered = {
-            model: [round(float(next(given)), _DIGITS) for _ in sliders]
-            for model, sliders in zip(explorer.models, self.layers, strict=False)
-        }
         weights: dict[str, Any] = {}
         for model in explorer.models if self._takes_weights(method) else ():
             moved = flat[model] != self._start(model)
-            if by_layers and self.layers:
-                weights[model] = layered[model]
-            elif moved or _number(self._own_weights.get(model)) is not None or not self._own_weights:
+            if moved or _number(self._own_weights.get(model)) is not None or not self._own_weights:
                 weights[model] = round(flat[model], _DIGITS)
         changes: dict[str, Any] = {}
         for option in self.options:
@@ -162,46 +142,27 @@ class Panel:
         """Updates of ``outputs`` for a setting."""
         models = self._explorer.models
         chosen = dict(zip(models, setting.weights, strict=True)) if setting.weights else {}
-        layered = bool(self.layers) and any(isinstance(weight, tuple) for weight in chosen.values())
         numbers = [_number(chosen.get(model)) for model in models]
-        flat = [self._start(model) if n is None else n for model, n in zip(models, numbers, strict=True)]
-        by_layers: list[Any] = []
-        for model, start, sliders in zip(models, flat, self.layers, strict=False):
-            weight = chosen.get(model)
-            if isinstance(weight, tuple) and len(weight) == len(sliders):
-                by_layers += weight
-            else:
-                by_layers += [start] * len(sliders)
-        return self._updates(setting.method, [*flat, layered, *by_layers], dict(setting.changes))
+        weights = [self._start(model) if n is None else n for model, n in zip(models, numbers, strict=True)]
+        return self._updates(setting.method, weights, dict(setting.changes))
 
     def change_method(self, method: str, *weights: Any) -> list[Any]:
         """Updates of ``outputs`` for another method; weights stay if they are in its range."""
         return self._updates(method, weights, {})
 
     def _updates(self, method: str, weights: Sequence[Any], changes: dict[str, Any]) -> list[Any]:
-        control, count = self._choices.weight_control(method), len(self.weights)
-        layered = control is not None and bool(self.layers) and bool(weights[count])
+        control = self._choices.weight_control(method)
 
-        def slider(value: float, visible: bool) -> Any:
+        def slider(value: float) -> Any:
             if control is None or control.low is None or control.high is None:
                 return gr.update(visible=False)
             value = value if control.low <= value <= control.high else control.value
-            return gr.update(minimum=control.low, maximum=control.high, step=control.step, value=value, visible=visible)
+            return gr.update(minimum=control.low, maximum=control.high, step=control.step, value=value, visible=True)
 
-        updates = [gr.update(value=method), *(slider(value, not layered) for value in weights[:count])]
-        updates.append(gr.update(value=layered, visible=self._has_layers(method)))
-        updates += [slider(value, layered) for value in weights[count + 1 :]]
+        updates = [gr.update(value=method), *map(slider, weights)]
         for option in self.options:
             updates += _option_updates(option, method, changes)
         return [*updates, gr.update(visible=control is None), gr.update(visible=self._has_more(method))]
-
-    def show_layers(self, by_layers: bool, *weights: float) -> list[Any]:
-        """Updates of the weights and of those by layer, which start at the same numbers."""
-        updates = [gr.update(visible=not by_layers) for _ in self.weights]
-        for weight, sliders in zip(weights, self.layers, strict=False):
-            shown: dict[str, Any] = {"visible": by_layers} | ({"value": weight} if by_layers else {})
-            updates += [gr.update(**shown) for _ in sliders]
-        return updates
 
 
 def _word(control: Control) -> str | None:

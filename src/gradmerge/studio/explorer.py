@@ -19,27 +19,24 @@ from ..compare.interactive import InteractiveEvaluator, Stop, Superseded
 from ..compare.ranking import (
     Outcome,
     Preview,
-    Rows,
     are_tied,
     headline,
     higher_is_better,
-    loss_name,
     make_preview,
     set_scores,
     unbeaten,
 )
-from ..compare.settings import BASE, Axis, Setting, changes_inputs, check_methods, is_removal, recipe_with, task_names
+from ..compare.settings import BASE, Axis, Setting, check_methods, is_removal, recipe_with, task_names
 from ..engine.run import MergeResult
 from ..errors import InputError
 from ..progress import Progress
 from ..recipe import Recipe
 from ..refinement.rows import count_rows, select_rows
-from ..report.figures import heat_map
 from ..report.preview import trade_off_chart
 from ..tasks import LoadOptions, complete, measure
 from ..tasks.predictions import Prediction, display_rows, has_right_and_wrong, predict
 from ..tasks.standard_errors import SHARES, Difference, difference
-from ..text import natural, one_line
+from ..text import one_line
 from .choices import Choices
 
 if TYPE_CHECKING:
@@ -47,8 +44,6 @@ if TYPE_CHECKING:
 
 #: Copies of a model during a calibration: one that stays as it is, and two of `gm.calibrate`.
 CALIBRATION_COPIES = 3
-#: Rows without a right answer that are listed: those whose loss changed most.
-MOST_CHANGED = 20
 #: Models whose predictions are kept.
 KEPT_PREDICTIONS = 64
 
@@ -77,7 +72,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Flip:
-    """A row that one model gets right and another wrong; without right and wrong, one whose loss changed."""
+    """A row that one model gets right and another wrong."""
 
     row: int
     text: str | None
@@ -86,7 +81,7 @@ class Flip:
     before: Prediction
     after: Prediction
     change: str
-    """`right` or `wrong`; `better` or `worse` where there is only a loss."""
+    """`right` or `wrong`."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ class CalibrationComparison:
 
 
 class Explorer:
-    """Measures, predicts, shows and saves settings of a recipe. Threads may share it: one computes at a time.
+    """Measures, shows and saves settings of a recipe. Threads may share it: one computes at a time.
 
     Args:
         recipe: A recipe file or a mapping with its keys.
@@ -140,12 +135,10 @@ class Explorer:
             "allow_config": allow_config,
             "dequantize": dequantize,
         }
-        self._predicting = threading.Lock()
         with contextlib.ExitStack() as stack:
             ready = stack.enter_context(merged_first(self.recipe, None, self._threads, self._allowed))
             self.evaluator = InteractiveEvaluator(ready, data, options, threads=self._threads, **self._allowed)
             stack.callback(self.evaluator.close)
-            self._predictor = self.evaluator.predictor()
             self.choices = Choices(ready, self.evaluator.plan)
             self._files = stack.pop_all()
         self._predictions: OrderedDict[tuple[str | Setting, str], dict[int, Prediction]] = OrderedDict()
@@ -157,7 +150,6 @@ class Explorer:
         """Every measured setting, in the order of time."""
         self.removes = [name for name in self.models if name in self.tasks] if is_removal(self.recipe) else []
         """The tasks to forget, if the recipe removes."""
-        self._own_costs: dict[str, float] = {}
         self._compared: Preview | None = None
 
     def __enter__(self) -> Explorer:
@@ -188,13 +180,10 @@ class Explorer:
     def setting(
         self,
         method: str | None = None,
-        weights: Mapping[str, float | Sequence[float]] | None = None,
+        weights: Mapping[str, float] | None = None,
         changes: Mapping[str, Any] | None = None,
     ) -> Setting:
-        """A setting of the recipe that can be merged; keys that are not given are the recipe's.
-
-        A weight may be a list with a number for each of ``choices.layer_groups``.
-        """
+        """A setting of the recipe that can be merged; keys that are not given are the recipe's."""
         made = self.choices.setting(method, weights or {}, changes or {})
         self.evaluator.plans.check(made)
         return made
@@ -210,22 +199,6 @@ class Explorer:
                 yield
         finally:
             _COMPUTING.release()
-
-    def predict(self, setting: Setting) -> dict[str, float] | None:
-        """Task → predicted excess loss, as a multiple of the recipe's own.
-
-        None without curvature of every model, and for a setting that merges other tensors.
-        """
-        costs = None if (found := self._predicted(setting)) is None else found.costs
-        return costs and {task: cost / own for task, cost in costs.items() if (own := self._own_costs[task]) > 0}
-
-    def _predicted(self, setting: Setting) -> Outcome | None:
-        if self._predictor is None or any(changes_inputs(key) for key, _ in setting.changes):
-            return None
-        with self._predicting:
-            if not self._own_costs:
-                self._own_costs = self._predictor.evaluate([self.own], lambda done: None)[0].costs
-            return self._predictor.evaluate([setting], lambda done: None)[0]
 
     def measure(
         self, setting: Setting, stop: Stop = never, advance: Callable[[float], None] = lambda share: None
@@ -297,56 +270,30 @@ class Explorer:
     def flips(self, task: str, setting: Setting, against: str) -> list[Flip]:
         """Rows that a merge gets right and another model wrong, or the other way around.
 
-        ``against`` is `base`, `tuned` (the task's own model), `best` (so far) or `own` (the recipe's). For a task
-        without right and wrong, the rows whose loss changed most.
+        ``against`` is `base` or `tuned` (the task's own model). Empty for a task without right and wrong.
         """
-        after = self.measure(setting).rows[task]
-        other: Setting | str = BASE if against == "base" else task
-        if against in ("best", "own"):
-            best = self.best() if against == "best" else self.measure(self.own)
-            if best is None:
-                return []
-            other, before = best.setting, best.rows[task]
-        else:
-            alone = self.evaluator.outcomes_alone.get(str(other))
-            before = {} if alone is None else alone.rows.get(task, {})
-        if not before:
-            return []
-        with self._computing():
-            return self._flips(task, other, before, setting, after)
-
-    def _flips(self, task: str, one: Setting | str, before: Rows, other: Setting, after: Rows) -> list[Flip]:
+        after, other = self.measure(setting).rows[task], BASE if against == "base" else task
+        alone = self.evaluator.outcomes_alone.get(other)
+        before = {} if alone is None else alone.rows.get(task, {})
         loaded = self.evaluator.data[task].loaded
         share = next((name for name in SHARES if name in before and name in after), None)
-        if share is not None:
-            changed = (before[share] != after[share]).nonzero().flatten().tolist()
-        elif not has_right_and_wrong(loaded):
-            old_loss, new_loss = (losses[loss_name(losses)].tolist() for losses in (before, after))
-            rows = [row for row, (a, b) in enumerate(zip(old_loss, new_loss, strict=True)) if a != b]
-            rows = sorted(rows, key=lambda row: -abs(new_loss[row] - old_loss[row]))[:MOST_CHANGED]
-            return [
-                Flip(
-                    row,
-                    shown.text,
-                    shown.image,
-                    shown.label,
-                    Prediction(f"loss {old_loss[row]:.4g}"),
-                    Prediction(f"loss {new_loss[row]:.4g}"),
-                    "better" if new_loss[row] < old_loss[row] else "worse",
+        if not before or (share is None and not has_right_and_wrong(loaded)):
+            return []
+        with self._computing():
+            if share is not None:
+                changed = (before[share] != after[share]).nonzero().flatten().tolist()
+            else:
+                every = range(loaded.examples)
+                pairs = zip(
+                    self._predict_rows(other, task, every), self._predict_rows(setting, task, every), strict=True
                 )
-                for row, shown in zip(rows, display_rows(loaded, rows), strict=True)
-            ]
-        else:
-            every = list(range(loaded.examples))
-            pairs = zip(self._predict_rows(one, task, every), self._predict_rows(other, task, every), strict=True)
-            changed = [row for row, (a, b) in enumerate(pairs) if a and b and a.right != b.right]
-        old, new = self._predict_rows(one, task, changed), self._predict_rows(other, task, changed)
+                changed = [row for row, (a, b) in enumerate(pairs) if a and b and a.right != b.right]
+            old, new = self._predict_rows(other, task, changed), self._predict_rows(setting, task, changed)
         found = []
         for row, shown, a, b in zip(changed, display_rows(loaded, changed), old, new, strict=True):
             if a is not None and b is not None:
                 better = b.right if share is None else after[share][row] > before[share][row]
-                change = "right" if better else "wrong"
-                found.append(Flip(row, shown.text, shown.image, shown.label, a, b, change))
+                found.append(Flip(row, shown.text, shown.image, shown.label, a, b, "right" if better else "wrong"))
         return found
 
     def _predict_rows(self, which: Setting | str, task: str, rows: Sequence[int]) -> list[Prediction | None]:
@@ -366,21 +313,6 @@ class Explorer:
     def trade_offs(self, outcome: Outcome) -> alt.LayerChart | None:
         """All measured settings by two tasks, with one of them marked; None for a single task."""
         return trade_off_chart(self.preview(), outcome)
-
-    def layers(self, outcome: Outcome) -> alt.LayerChart | None:
-        """The predicted costs of a setting layer by layer, in percent of the own recipe's; None without curvature."""
-        predicted = self._predicted(outcome.setting)
-        if predicted is None:
-            return None
-        own = {task: cost for task, cost in self._own_costs.items() if cost > 0}
-        layers = sorted(predicted.parts, key=natural)
-        values = [[round(100 * predicted.parts[layer][task] / own[task], 2) for task in own] for layer in layers]
-        return heat_map(layers, list(own), values, "predicted loss, % of the recipe's own loss on the task")
-
-    @property
-    def predicts(self) -> bool:
-        """Whether costs can be predicted: all models have curvature."""
-        return self._predictor is not None
 
     def calibrate(
         self, setting: Setting, *, stop: Stop = never, progress: Progress | bool = False

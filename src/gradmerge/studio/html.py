@@ -169,20 +169,6 @@ def card(kind: str, title: str, score: Score | None, below: str, remark: tuple[s
     return f'<div class="gm-card {kind}">{top}<p>{below}</p></div>'
 
 
-def predictions(found: Mapping[str, float] | None) -> str:
-    """Predicted losses, as multiples of the recipe's own."""
-    if not found:
-        return ""
-    parts = "".join(
-        f"<span><em>{esc(task)}</em> ×{value:{'.2f' if value < 100 else '.3g'}}</span>" for task, value in found.items()
-    )
-    return (
-        '<div class="gm-predicted" title="Excess loss of a task, relative to the recipe’s own merge. '
-        f'Predictions rank merges; trust the measurement."><b>Predicted</b>{parts}'
-        "<small>times the recipe’s loss; estimated from curvature</small></div>"
-    )
-
-
 def state(text: str, share: float | None = None) -> str:
     """A text with a progress bar."""
     bar = f'<progress max="1" value="{share:.3f}"></progress>' if share is not None else "<progress></progress>"

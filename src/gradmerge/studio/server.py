@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib.util
-import ipaddress
 import logging
 import os
 import signal
@@ -22,9 +20,7 @@ if TYPE_CHECKING:
     from gradio import Blocks
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-LOCAL = "127.0.0.1"
-#: The ports that are tried if none is given.
-PORTS = range(7860, 7960)
+HOST = "127.0.0.1"
 #: Seconds that open pages have to disconnect when the server stops.
 SHUTDOWN_SECONDS = 1
 
@@ -35,57 +31,33 @@ def check_extra() -> None:
         raise InputError("studio needs Gradio, which is not installed: pip install 'gradmerge[studio]'")
 
 
-def find_port(host: str = LOCAL, port: int | None = None) -> int:
-    """The port, if it is free; without one, the first free port from 7860 on."""
-    if port is not None and not 0 <= port <= 65535:
-        raise InputError(f"port {port}: must be between 0 and 65535; 0 is any free port")
-    bare = host.strip("[]")
-    family = socket.AF_INET6 if ":" in bare else socket.AF_INET
-    for candidate in PORTS if port is None else (port,):
-        try:
-            with socket.create_server((bare, candidate), family=family) as listening:
-                return int(listening.getsockname()[1])
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE and port is None:
-                continue
-            if error.errno == errno.EADDRINUSE:
-                raise InputError(f"port {port}: is in use. Leave it out to use a free one") from error
-            raise InputError(f"host {host}: port {candidate} cannot be opened: {error.strerror or error}") from error
-    raise InputError(f"port: {PORTS[0]} to {PORTS[-1]} are all in use; give another one")
-
-
-def address(host: str, port: int) -> str:
-    """The address for a browser."""
-    bare = host.strip("[]")
-    bare = LOCAL if bare in ("0.0.0.0", "") else "::1" if bare == "::" else bare
-    return f"http://{f'[{bare}]' if ':' in bare else bare}:{port}"
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    bare = host.strip("[]")
+def check_port(port: int | None) -> int | None:
+    """Return a free port for 0, or a port that is free; None stands for Gradio's choice, from 7860 on."""
+    if port is None:
+        return None
     try:
-        return ipaddress.ip_address(bare).is_loopback
-    except ValueError:
-        return bare == "localhost"
+        with socket.create_server((HOST, port)) as listening:
+            return int(listening.getsockname()[1])
+    except (OSError, OverflowError) as error:
+        raise InputError(f"port {port}: cannot be opened: {error}. Leave it out to use a free one") from error
 
 
 class SameOrigin:
     """Refuses requests from other web pages, because the page writes to the disk.
 
-    Browsers send the page that asks in ``Origin``. ``Host`` is checked too if only this machine is served, because a
-    foreign name may resolve to this machine.
+    Browsers send the page that asks in ``Origin``. ``Host`` is checked too, because a foreign name may resolve to this
+    machine.
     """
 
-    def __init__(self, app: ASGIApp, local: bool) -> None:
-        self._app, self._local = app, local
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
             headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
             host, origin = headers.get("host", ""), headers.get("origin")
-            foreign = self._local and not is_local(urlsplit(f"//{host}").hostname or "")
-            if foreign or (origin is not None and urlsplit(origin).netloc != host):
+            local = urlsplit(f"//{host}").hostname in (HOST, "localhost")
+            if not local or (origin is not None and urlsplit(origin).netloc != host):
                 from starlette.responses import PlainTextResponse
 
                 await PlainTextResponse("This page answers only itself.\n", 403)(scope, receive, send)
@@ -97,25 +69,16 @@ class SameOrigin:
 def private_files() -> Iterator[None]:
     """Give Gradio a temporary folder, and turn off its telemetry. Enter it before Gradio is imported."""
     with tempfile.TemporaryDirectory(prefix="gradmerge-studio-") as folder:
-        variables = {
+        os.environ |= {
             "GRADIO_TEMP_DIR": folder,
             "GRADIO_ANALYTICS_ENABLED": "False",
             "GRADIO_RUN_HISTORY": "False",
             "HF_HUB_DISABLE_TELEMETRY": "1",
         }
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+        yield
 
 
-def run(blocks: Blocks, host: str, port: int, ready: Callable[[str], None], same_origin: bool) -> None:
+def run(blocks: Blocks, port: int | None, ready: Callable[[str], None]) -> None:
     """Serve the page until SIGTERM or Ctrl-C; ``ready`` gets its address."""
     from starlette.middleware import Middleware
     from starlette.responses import Response
@@ -127,9 +90,12 @@ def run(blocks: Blocks, host: str, port: int, ready: Callable[[str], None], same
         return Response(theme.script(), media_type="text/javascript", headers={"Cache-Control": "no-cache"})
 
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # pages that are cut off at the end are no error
-    with _stop_signal() as stopped:
-        blocks.launch(
-            server_name=host,
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        _, address, _ = blocks.launch(
+            server_name=HOST,
             server_port=port,
             prevent_thread_lock=True,
             quiet=True,
@@ -148,27 +114,11 @@ def run(blocks: Blocks, host: str, port: int, ready: Callable[[str], None], same
                 "redoc_url": None,
                 "openapi_url": None,
                 "routes": [Route(theme.SCRIPT, script)],
-                "middleware": [Middleware(SameOrigin, local=is_local(host))] if same_origin else [],
+                "middleware": [Middleware(SameOrigin)],
             },
         )
         blocks.server.config.timeout_graceful_shutdown = SHUTDOWN_SECONDS
-        try:
-            ready(address(host, port))
-            stopped.wait()
-        finally:
-            blocks.close(verbose=False)
-
-
-@contextlib.contextmanager
-def _stop_signal() -> Iterator[threading.Event]:
-    """An event that SIGTERM and Ctrl-C set."""
-    stopped = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stopped
-        return
-    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stopped
+        ready(address.rstrip("/"))
+        stopped.wait()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        blocks.close(verbose=False)

@@ -140,10 +140,8 @@ class Session:
         def advance(share: float) -> None:
             work.share = share
 
-        measuring = self.run(lambda: self.explorer.measure(setting, stop, advance))
-        yield None, ""
         try:
-            for outcome in measuring:
+            for outcome in self.run(lambda: self.explorer.measure(setting, stop, advance)):
                 if outcome is None:
                     yield None, work.html()
                     continue
@@ -230,15 +228,10 @@ class Session:
         return html.table(["row", "label", "base", *tuned, "this merge"], rows, kind)
 
     def flips(self, visit: Visit, task: str, against: str) -> str:
-        """The rows that turned right or wrong, or whose loss changed most."""
+        """The rows that turned right or wrong."""
         assert visit.shown is not None
         found = self.explorer.flips(task, visit.shown.setting, against)
-        names = {
-            "base": "the base",
-            "tuned": f"the model fine-tuned on {task}",
-            "best": "the best so far",
-            "own": "the recipe",
-        }
+        names = {"base": "the base", "tuned": f"the model fine-tuned on {task}"}
         kinds = dict.fromkeys(one.change for one in found)
         counts = " and ".join(f"{sum(one.change == kind for one in found):,} turned {kind}" for kind in kinds)
         total = self.explorer.examples[task]
@@ -251,7 +244,7 @@ class Session:
                 esc(one.label) or "–",
                 html.prediction(one.before),
                 html.prediction(one.after),
-                html.chip("good" if one.change in ("right", "better") else "bad", one.change),
+                html.chip("good" if one.change == "right" else "bad", one.change),
             ]
             for one in found[:MAX_ROWS]
         ]
@@ -287,11 +280,6 @@ class Session:
             "Every measured setting. The line joins settings that no other beats on both axes; the ring is this merge."
         )
         return html.figure(chart, "Trade-offs", text)
-
-    def layers(self, visit: Visit) -> str:
-        assert visit.shown is not None
-        text = "The cost of each layer of this merge for each task, predicted from curvature."
-        return html.figure(self.explorer.layers(visit.shown), "Layers", text)
 
     def sweep(self, present: Setting) -> list[Setting]:
         """Settings of a curve: the same weight for all models, or strengths of a removal."""

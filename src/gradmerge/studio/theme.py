@@ -23,48 +23,24 @@ SCRIPT = "/studio.js"
 
 def theme() -> Any:
     """The plainest theme of Gradio in the colors of reports; it names system fonts, so that none are downloaded."""
-    both = {
-        "body_background_fill": "page",
-        "body_text_color": "ink",
-        "body_text_color_subdued": "soft",
-        "background_fill_primary": "paper",
-        "background_fill_secondary": "page",
-        "block_background_fill": "paper",
-        "block_border_color": "line",
-        "block_label_text_color": "ink",
-        "block_title_text_color": "ink",
-        "block_info_text_color": "soft",
-        "border_color_primary": "line",
-        "border_color_accent": "accent",
-        "color_accent_soft": "wash",
-        "input_background_fill": "paper",
-        "input_border_color": "line",
-        "input_border_color_focus": "accent",
-        "checkbox_background_color": "paper",
-        "checkbox_background_color_selected": "accent",
-        "checkbox_border_color": "soft",
-        "checkbox_border_color_selected": "accent",
-        "checkbox_label_background_fill": "paper",
-        "checkbox_label_background_fill_hover": "wash",
-        "checkbox_label_background_fill_selected": "wash",
-        "checkbox_label_border_color": "line",
-        "slider_color": "accent",
-        "loader_color": "accent",
-        "link_text_color": "accent",
-        "button_secondary_background_fill": "paper",
-        "button_secondary_background_fill_hover": "wash",
-        "button_secondary_border_color": "line",
-        "button_secondary_text_color": "ink",
-        "button_primary_background_fill": "accent",
-        "button_primary_background_fill_hover": "accent",
-        "button_primary_border_color": "accent",
-        "button_primary_text_color": "paper",
-        "panel_background_fill": "paper",
-        "panel_border_color": "line",
-        "accordion_text_color": "ink",
-        "table_text_color": "ink",
-        "code_background_fill": "hole",
+    variables = {
+        "page": "body_background_fill background_fill_secondary",
+        "paper": "background_fill_primary block_background_fill input_background_fill checkbox_background_color "
+        "checkbox_label_background_fill button_secondary_background_fill button_primary_text_color "
+        "panel_background_fill",
+        "ink": "body_text_color block_label_text_color block_title_text_color button_secondary_text_color "
+        "accordion_text_color table_text_color",
+        "soft": "body_text_color_subdued block_info_text_color checkbox_border_color",
+        "line": "block_border_color border_color_primary input_border_color checkbox_label_border_color "
+        "button_secondary_border_color panel_border_color",
+        "accent": "border_color_accent input_border_color_focus checkbox_background_color_selected "
+        "checkbox_border_color_selected slider_color loader_color link_text_color button_primary_background_fill "
+        "button_primary_background_fill_hover button_primary_border_color",
+        "wash": "color_accent_soft checkbox_label_background_fill_hover checkbox_label_background_fill_selected "
+        "button_secondary_background_fill_hover",
+        "hole": "code_background_fill",
     }
+    both = {name: color for color, names in variables.items() for name in names.split()}
     made = gr.themes.Base(font=_SANS, font_mono=_MONO, radius_size=gr.themes.sizes.radius_md)
     known = set(vars(made))
     colors = {name: report_theme.LIGHT[color] for name, color in both.items() if name in known}
