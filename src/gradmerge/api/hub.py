@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,10 +106,7 @@ def push(
     done = Push(repo, revision or "main", package.kind, sizes, package.left_out, lacks, notes=package.notes)
     if dry_run:
         return done
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        done.url = _commit(package, repo, private, revision, progress)
-    done.notes += dict.fromkeys(str(one.message) for one in caught if one.category is UserWarning)
+    done.url = _commit(package, repo, private, revision, progress)
     if RECORD in package.files:
         with contextlib.suppress(MachineError):  # a folder that cannot be written to was published all the same
             write_record(out, read_json(out / RECORD, MAX_TOKENIZER) | {"hub_id": repo})
@@ -125,7 +121,7 @@ def _commit(package: Package, repo: str, private: bool, revision: str | None, pr
     if token is None:
         raise InputError(f"the Hub needs a token. {LOG_IN}.")
     api = HfApi(token=token, library_name="gradmerge", library_version=__version__)
-    with _hub_errors(repo, api.endpoint, token), _progress_bars(progress):
+    with _hub_errors(repo, token), _progress_bars(progress):
         api.create_repo(repo, private=private or None, exist_ok=True)
         if private and api.model_info(repo).private is False:
             raise InputError(f"{repo}: exists and is public. Make it private in its settings, then push again.")
@@ -146,44 +142,37 @@ def _commit(package: Package, repo: str, private: bool, revision: str | None, pr
 def _progress_bars(shown: bool) -> Iterator[None]:
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    if shown or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
+    hides = not shown and not are_progress_bars_disabled()
+    if hides:
+        disable_progress_bars()
+    yield
+    if hides:
         enable_progress_bars()
 
 
 @contextlib.contextmanager
-def _hub_errors(repo: str, endpoint: str, token: str) -> Iterator[None]:
+def _hub_errors(repo: str, token: str) -> Iterator[None]:
     """Turn errors of the Hub and the network into messages without the token."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         yield
-    except GradmergeError:
+    except (GradmergeError, MemoryError):
         raise
-    except OfflineModeIsEnabled:
-        raise InputError("HF_HUB_OFFLINE is set: unset it to push") from None
-    except Exception as error:
-        chain: list[BaseException] = [error]
-        while (cause := chain[-1].__cause__) is not None and len(chain) < 20:
-            chain.append(cause)
-        response = next((e.response for e in chain if isinstance(e, HfHubHTTPError) and e.response is not None), None)
-        message = one_line(str(getattr(error, "server_message", None) or error)).replace(token, "…")[:400]
-        if response is None and isinstance(error, ValueError):  # mostly about the card
-            raise InputError(f"{repo}: {message}") from None
-        if response is None and any(type(one).__module__.startswith("httpx") for one in chain):
-            raise MachineError(f"{endpoint}: cannot be reached: {message}. Push again.") from None
-        if response is None:
-            raise
-        status = response.status_code
-        if status in (409, 412, 429) or status >= 500:
-            raise MachineError(f"{repo}: the Hub failed ({status}: {message}). Push again later.") from None
+    except Exception as error:  # of huggingface_hub, and of the HTTP library that its version uses
+        reason = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
+        message = one_line(str(getattr(reason, "server_message", None) or reason)).replace(token, "…")[:400]
+        response = getattr(reason, "response", None)
+        status = 0 if response is None else response.status_code
+        offline = not status and type(reason).__module__.startswith("httpx")
+        if offline or status in (409, 412, 429) or status >= 500:
+            raise MachineError(
+                f"{repo}: the Hub failed or cannot be reached ({status}: {message}). Push again."
+            ) from None
         hint = f" {LOG_IN}." if status in (401, 403) else ""
-        raise InputError(f"{repo}: the Hub refuses this ({status}: {message}).{hint}") from None
+        raise InputError(
+            f"{repo}: the Hub refuses this ({status or type(reason).__name__}: {message}).{hint}"
+        ) from None
 
 
 @dataclass
@@ -249,7 +238,6 @@ def _model_files(out: Path, repo: str) -> Package:
     package.files[CARD] = card.encode()
     if (out / RECORD).is_file():
         record = read_json(out / RECORD, MAX_TOKENIZER)
-        _check_sizes(out, record)
         package.files[RECORD] = _without_paths(to_json(record | {"hub_id": repo}) + "\n").encode()
     if package.kind == "adapter":
         _name_base(out, package)
@@ -288,16 +276,6 @@ def _metadata(card: str, path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: the Hub cannot read its metadata: {first_line(error)}") from error
 
 
-def _check_sizes(out: Path, record: Mapping[str, Any]) -> None:
-    """Raise if a file does not have the size in the record. The curvature may have been removed."""
-    output = record.get("output")
-    sizes = output.get("sizes") if isinstance(output, Mapping) else None
-    for name, nbytes in sizes.items() if isinstance(sizes, Mapping) else ():
-        removed = name.startswith(f"{STEM}/") and not (out / STEM).exists()
-        if not removed and (not (out / name).is_file() or (out / name).stat().st_size != nbytes):
-            raise InputError(f"{out / name}: does not have {nbytes} bytes, as in {RECORD}. Make the folder again.")
-
-
 def _without_paths(record: str) -> str:
     """Replace absolute paths in a record by their last parts, also inside of notes."""
     for path in sorted(set(re.findall(r'"([/~][^"\\]*)"', record)), key=len, reverse=True):
@@ -312,13 +290,10 @@ def _name_base(out: Path, package: Package) -> None:
     if may_be_hub_id(config.get("base_model_name_or_path"), out):
         return
     bases = package.metadata.get("base_model")
-    bases = bases if isinstance(bases, list) else [bases] if bases else []
-    if len(bases) == 1:
-        config = config | {"base_model_name_or_path": str(bases[0])}
-        package.files[ADAPTER] = (json.dumps(config, indent=2) + "\n").encode()
-        package.notes.append(f"{ADAPTER} is sent with {bases[0]} as its base instead of a local folder")
-    else:
-        package.notes.append(
-            f"{ADAPTER} names a local folder as the base, so others cannot load the adapter. Set "
-            "base_model_name_or_path to the base's Hub id"
-        )
+    base = bases[0] if isinstance(bases, list) and len(bases) == 1 else bases
+    if isinstance(base, str):
+        package.files[ADAPTER] = (json.dumps(config | {"base_model_name_or_path": base}, indent=2) + "\n").encode()
+    note = f"is sent with {base} as its base instead of a local folder"
+    if not isinstance(base, str):
+        note = "names a local folder as the base. Others cannot load the adapter without the base's Hub id"
+    package.notes.append(f"{ADAPTER} {note}")
