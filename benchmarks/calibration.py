@@ -47,7 +47,7 @@ def prepare(seed: int) -> None:
             f"models/{name}", f"data/{data}.npz:train", out=f"curvature/{name}", batch_size=64, progress=False
         )
     recipe, out = Path("recipes", f"{recipes.MATCHING}.yml"), f"merged/{recipes.MATCHING}"
-    recipes.write_recipe(recipes.MATCHING, recipes.merges(settings)[recipes.MATCHING], out)
+    recipes.write_recipe(recipes.MATCHING, recipes.merges()[recipes.MATCHING], out)
     gm.merge(recipe, out, progress=False)
 
 

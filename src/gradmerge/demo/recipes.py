@@ -1,4 +1,4 @@
-"""The recipes of the demonstration: nine methods for a base and three fine-tuned models, and removals."""
+"""The recipes of the demonstration: merges of a base and three fine-tuned models, and removals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from .demo_settings import REMOVED, TASKS, Settings
+from .demo_settings import REMOVED, TASKS
 
 TUNED = "task-arithmetic-tuned"
 MATCHING = "gradient-matching"
@@ -15,50 +15,42 @@ CALIBRATED, DISTILLED = "calibrated", "distilled"
 REMOVAL, NEGATION, INFLUENCE = "removal", "negation", "influence"
 
 
-def _models(measured: str | None = None) -> list[dict[str, str]]:
-    """Return the fine-tuned models, each with its curvature or Gram matrices from the folder ``measured``."""
-    models = {task: {"model": f"../models/{task}"} for task in TASKS}
-    return [model | ({"curvature": f"../{measured}/{task}"} if measured else {}) for task, model in models.items()]
+def _recipe(method: str, measured: str | None = None, **more: Any) -> dict[str, Any]:
+    """Return a merge of all tasks; ``measured`` is the folder of the models' curvature or Gram matrices."""
+    models = [
+        {"model": f"../models/{task}"} | ({"curvature": f"../{measured}/{task}"} if measured else {}) | more
+        for task in TASKS
+    ]
+    return {"method": method, "base": {"model": "../models/base"}, "models": models}
 
 
-def merges(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Return the recipes by their names in `recipes/`."""
-    base = {"model": "../models/base"}
-    measured = base | {"curvature": "../curvature/base"}
+def merges() -> dict[str, dict[str, Any]]:
+    """Return the merges by their names in `recipes/`."""
+    matching = _recipe("gradient-matching", "curvature")
+    matching["base"]["curvature"] = "../curvature/base"
     return {
-        "average": {"method": "average", "base": base, "models": _models()},
+        "average": _recipe("average"),
         "task-arithmetic": task_arithmetic(1.0),
-        "sparse-finetuning": {"method": "sparse-finetuning", "base": base, "models": _models()},
-        "ties": {"method": "ties", "base": base, "models": _models()},
-        "dare": {"method": "dare", "base": base, "models": _models(), "options": {"seed": settings.seed}},
-        "regmean": {"method": "regmean", "base": base, "models": _models("gram")},
-        "fa1": {"method": "fa1", "base": measured, "models": _models("curvature-at-delta")},
-        "fisher-averaging": {"method": "fisher-averaging", "base": base, "models": _models("curvature")},
-        MATCHING: {"method": "gradient-matching", "base": measured, "models": _models("curvature")},
+        "ties": _recipe("ties"),
+        "regmean": _recipe("regmean", "gram"),
+        "fisher-averaging": _recipe("fisher-averaging", "curvature"),
+        MATCHING: matching,
     }
 
 
 def task_arithmetic(weight: float) -> dict[str, Any]:
     """Return task arithmetic with the same weight for every task."""
-    models = [model | {"weight": weight} for model in _models()]
-    return {"method": "task-arithmetic", "base": {"model": "../models/base"}, "models": models}
+    return _recipe("task-arithmetic", weight=weight)
 
 
-def negation() -> dict[str, Any]:
-    """Return a removal by task arithmetic: subtract what fine-tuning on the removed task changed."""
+def removals() -> dict[str, dict[str, Any]]:
+    """Return removals of the change that fine-tuning the joint model on the removed task makes."""
+    joint, tuned = {"model": "../models/joint"}, {"model": f"../models/joint-{REMOVED}"}
+    rest = {"curvature": "../curvature/joint-rest"}
+    forget = {"curvature": f"../curvature/joint-{REMOVED}"}
     return {
-        "method": "task-arithmetic",
-        "base": {"model": "../models/joint"},
-        "models": [{"model": f"../models/joint-{REMOVED}", "weight": -1.0}],
-    }
-
-
-def removal() -> dict[str, Any]:
-    """Return a removal with curvature of the joint model on the retain set and of the tuned model on the forget set."""
-    return {
-        "method": "removal",
-        "base": {"model": "../models/joint", "curvature": "../curvature/joint-rest"},
-        "models": [{"model": f"../models/joint-{REMOVED}", "curvature": f"../curvature/joint-{REMOVED}"}],
+        NEGATION: {"method": "task-arithmetic", "base": joint, "models": [tuned | {"weight": -1.0}]},
+        REMOVAL: {"method": "removal", "base": joint | rest, "models": [tuned | forget]},
     }
 
 

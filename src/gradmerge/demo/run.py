@@ -57,24 +57,21 @@ class Step(NamedTuple):
         words = ["gradmerge", *self.command.split()]
         for name, value in self.arguments.items():
             flag = f"--{name.replace('_', '-')}"
-            if name in _POSITIONAL:
-                words.append(str(value))
-            elif isinstance(value, Mapping):
+            if isinstance(value, Mapping):
                 words += [w for key, item in value.items() for w in (flag.removesuffix("s"), f"{key}={item}")]
             elif name != "out":
-                words += [flag, str(value)]
+                words += [str(value)] if name in _POSITIONAL else [flag, str(value)]
         return [*words, "-o", self.arguments["out"], "--force"]
 
     def run(self) -> None:
-        options: dict[str, Any] = {"progress": False}
+        arguments = {"progress": False, **self.arguments}
         if self.function is not merge:
-            options["device"] = "cpu"
+            arguments["device"] = "cpu"
         if self.function in (preview, diagnose, calibrate, distill):
-            options["command"] = shlex.join(self.words)
-        arguments = dict(self.arguments)
+            arguments["command"] = shlex.join(self.words)
         if self.function is estimate_curvature:
             arguments["batches"] = arguments.pop("data")
-        self.function(**arguments, **options)
+        self.function(**arguments)
 
 
 @dataclass(frozen=True)
@@ -100,9 +97,8 @@ def run_demo(
 ) -> DemoResult:
     """Run the demonstration and write everything to a new folder.
 
-    While it runs, the new folder is the working directory of the process. So recipes, reports and commands name the
-    same relative paths. The demonstration uses one thread: that is no slower for small models, and the numbers do not
-    depend on the number of cores.
+    While it runs, the new folder is the working directory of the process, so that commands name relative paths. One
+    thread is no slower for small models, and makes the numbers independent of the number of cores.
 
     Args:
         out: The new folder.
@@ -127,10 +123,9 @@ def run_demo(
             for name, start, source, stream in TRAININGS:
                 data = Path("data", f"{source}.npz")
                 run(f"models/{name}", partial(train, start, data, Path("models", name), settings, stream=stream))
-            for name, recipe in recipes.merges(settings).items():
-                recipes.write_recipe(name, recipe, f"merged/{name}")
-            recipes.write_recipe(NEGATION, recipes.negation(), f"removed/{NEGATION}")
-            recipes.write_recipe(REMOVAL, recipes.removal(), f"removed/{REMOVAL}")
+            for folder, found in (("merged", recipes.merges()), ("removed", recipes.removals())):
+                for name, recipe in found.items():
+                    recipes.write_recipe(name, recipe, f"{folder}/{name}")
             for step in steps:
                 if step.arguments["out"] == f"merged/{TUNED}":
                     recipes.write_recipe(TUNED, recipes.task_arithmetic(_best_weight()), f"merged/{TUNED}")
@@ -173,8 +168,7 @@ def steps_of(settings: Settings) -> list[Step]:
         estimate("curvature/base", "base", BASE),
         *(estimate(f"curvature/{task}", task, task) for task in TASKS),
         *(estimate(f"gram/{task}", task, task, kind="gram") for task in TASKS),
-        *(estimate(f"curvature-at-delta/{task}", task, task, at_delta="models/base", task="image") for task in TASKS),
-        *map(merged, recipes.merges(settings)),
+        *map(merged, recipes.merges()),
         report(
             "Compare weights on validation images",
             preview,
@@ -201,7 +195,7 @@ def _data(split: str) -> dict[str, str]:
 
 def _score(out: Path, settings: Settings, steps: list[Step]) -> DemoResult:
     """Evaluate all models on the test images."""
-    names = list(recipes.merges(settings))
+    names = [*recipes.merges()]
     names.insert(names.index("task-arithmetic") + 1, TUNED)
     target = f"models/without-{REMOVED}"
     removed = [f"removed/{name}" for name in (NEGATION, REMOVAL, INFLUENCE)]

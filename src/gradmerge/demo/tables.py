@@ -30,8 +30,6 @@ class TableRow:
     """Task → accuracy."""
     losses: Mapping[str, float]
     """Task → mean of −ln p of the right class."""
-    errors: Mapping[str, float]
-    """Task → standard error of the accuracy."""
     mean: float
     """Mean accuracy over all tasks; for a removal over the others."""
     mean_error: float
@@ -88,7 +86,6 @@ def _row(name: str, folder: str, found: Mapping[str, Mapping[str, Tensor]], task
         folder,
         {task: float(values["accuracy"].mean()) for task, values in found.items()},
         losses,
-        {task: standard_error(values["accuracy"], share=True) for task, values in found.items()},
         float(mean.mean()),
         standard_error(mean),
         sum(losses[task] for task in tasks) / len(tasks),
@@ -139,7 +136,6 @@ def _percent(share: float) -> str:
 def page(results: Mapping[str, Any], merging: Sequence[TableRow], removal: Sequence[TableRow]) -> str:
     """Return `results.md`."""
     images = results["images"]
-    largest = max(error for row in merging for error in row.errors.values())
     return f"""# Results of gradmerge demo
 
 Accuracy in percent on {images["test"]} test images per task, seed {results["seed"]}. The base is a small vision
@@ -147,14 +143,9 @@ transformer, trained on {images["train"]} digits (`{BASE}`) and fine-tuned on th
 {", ".join(f"`{task}`" for task in TASKS)}.
 
 {markdown(*merge_table(merging))}
-± is a standard error; that of a single accuracy is at most {_percent(largest)}. Merges marked `tied` differ from the
-`best` by at most two standard errors of the difference on the same images.
-
-Every method has its default options, and weight 1 unless the table says otherwise. The tuned weight of task arithmetic
-is the best on {images["valid"]} validation images per task.
-
-`calibrate` and `distill` improve the merge of {MATCHING} on {results["unlabeled"]} unlabeled training images per task,
-with the fine-tuned models as teachers.
+± is a standard error. Merges marked `tied` differ from the `best` by at most two standard errors of the difference on
+the same images. Methods have their default options. The tuned weight is the best on {images["valid"]} validation
+images per task. `calibrate` and `distill` use {results["unlabeled"]} unlabeled training images per task.
 
 ## Choose the weight
 
@@ -164,25 +155,11 @@ Mean accuracy on the validation images, with one weight for all tasks (`preview/
 
 ## Remove {REMOVED}
 
-`negation` and `gradient matching` subtract what further fine-tuning of the joint model on `{REMOVED}` changed. The
-`influence function` needs no fine-tuned model: it takes the longest step that keeps the loss on the rest within a
-budget. `KL` is the distance of the predictions on `{REMOVED}` from those of the target, in nats.
+`negation` and `gradient matching` subtract what fine-tuning the joint model on `{REMOVED}` changed. The `influence
+function` needs no fine-tuned model. `KL` is the distance of the predictions on `{REMOVED}` from those of the target, in
+nats. A good removal is close to the last row, a model that never saw `{REMOVED}`.
 
 {markdown(*removal_table(removal))}
-A good removal is close to the last row: `{REMOVED}` falls to the accuracy of a model that never saw it, and the rest
-stays.
-
-## Files
-
-| | |
-|---|---|
-| `data/` | the digits, one .npz per task with the splits train, valid and test |
-| `models/` | the base, the fine-tuned models, and those trained on several tasks |
-| `curvature/`, `gram/`, `curvature-at-delta/` | curvature |
-| `recipes/`, `merged/`, `removed/` | recipes and their results |
-| `improved/` | the merge after calibration, and after distillation, with reports |
-| `preview/report.html` | accuracy over the weight, on validation images |
-| `diagnose/report.html` | the cost of the merge by layer, beside the jointly trained model |
-| `commands.sh` | the commands that repeat each step |
-| `results.json` | the numbers above |
+`recipes/` has the recipes, `commands.sh` the commands that repeat each step, and `results.json` these numbers. Reports
+are `preview/report.html`, `diagnose/report.html` and those in `improved/`.
 """
