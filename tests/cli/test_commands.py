@@ -98,20 +98,6 @@ def test_a_path_with_an_equals_sign_is_a_path(models: tuple[Path, ...], tmp_path
     assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
 
 
-def test_inspect_shows_a_model_and_whether_several_fit(models: tuple[Path, ...], tmp_path: Path) -> None:
-    base, a, b = models
-    text = run("inspect", base, "--tensors")
-    assert "embed.weight" in text
-    assert "with curvature" in text
-    assert "6 tensors" in run("inspect", base, a, b)
-    from ..making import random_state, write_model
-
-    other = write_model(tmp_path / "other", random_state(0, {"embed.weight": (51, 8), "new.weight": (2, 2)}))
-    text = run("inspect", base, other, status=2)
-    assert all(word in text for word in ("new.weight", "[51, 8]", "layers.0.linear.weight"))
-    run("inspect", base, a, "--exclude", "classifier*")
-
-
 def test_what_was_typed_is_shown_without_the_secrets_of_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "https://me:word@host/r.yml?sig=abc&versionId=1"
     monkeypatch.setattr(sys, "argv", ["gradmerge", "preview", url, "-d", "a=s3://key:secret@bucket/x.jsonl"])

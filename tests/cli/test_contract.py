@@ -47,6 +47,7 @@ VALID = {
         "a --data rows.jsonl --device cpu", "task examples accuracy loss_per_example standard_errors", writes=False
     ),
     "verify": Command("merged --device cpu", "passed checks", writes=False),
+    "push": Command("merged org/name --dry-run", "repo files left_out lacks", writes=False),
     "methods": Command("ties", "name options", writes=False),
     "diagnose": Command(f"recipe.yml {DATA} --merged merged --target b", "candidates predicted measured residuals"),
     "preview": Command(f"recipe.yml --weights 0.5,1 {DATA}", "settings winner measured report"),
@@ -57,8 +58,8 @@ VALID = {
     "curvature import": Command("trained --dataset-size 10 --batch-size 2", "examples batch_size likelihood notes"),
     "curvature show": Command("base", "kind examples likelihood parameters groups", writes=False),
 }
-#: Commands that need a server or train models. They have tests of their own.
-ELSEWHERE = {"studio", "push", "demo"}
+#: Commands that serve a page or train models. They have tests of their own.
+ELSEWHERE = {"studio", "demo"}
 WRITING = [name for name, command in VALID.items() if command.writes]
 
 

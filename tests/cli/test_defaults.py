@@ -62,17 +62,6 @@ def test_options_change_a_recipe_from_standard_input(place: Path) -> None:
 # Defaults from the environment.
 
 
-def test_the_environment_says_how_many_threads_and_an_option_says_otherwise(place: Path) -> None:
-    words = ("merge", "-", "--dry-run", "--json")
-    assert json.loads(invoke(*words, text=RECIPE, GRADMERGE_THREADS="3").stdout)["threads"] == 3
-    assert json.loads(invoke(*words, "--threads", "2", text=RECIPE, GRADMERGE_THREADS="3").stdout)["threads"] == 2
-
-
-@pytest.mark.parametrize("value", ["many", "0", "257"])
-def test_threads_that_are_no_number_name_the_variable(place: Path, value: str) -> None:
-    assert "GRADMERGE_THREADS" in invoke("merge", "-", "-o", "x", text=RECIPE, status=2, GRADMERGE_THREADS=value).stderr
-
-
 @pytest.mark.parametrize("value", ["nonsense", "cuda:99", "meta"])
 def test_a_device_that_is_not_there_names_the_variable_it_came_from(place: Path, value: str) -> None:
     tiny_bert_checkpoint(place / "bert")

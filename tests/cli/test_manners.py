@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import torch
 import yaml
 from click.testing import Result
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
@@ -24,7 +22,6 @@ from gradmerge.errors import InputError
 from gradmerge.text import printable
 
 from ..making import near, random_curvature, random_state, read_model, three_models, write_model, write_recipe
-from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
 
 ESCAPES = "\x1b[31m\x9b2J\x07\u202e\u2028"
 #: Tensors of a model that somebody made to be looked at.
@@ -111,67 +108,6 @@ def test_reports_on_hostile_names_are_safe_to_open(hostile: Path, tmp_path: Path
         if path.suffix == ".csv":
             assert not re.search(r'(^|,)"?[=+@]', text, re.MULTILINE), path.name
     clean(*command, hostile / "recipe.yml", "-o", tmp_path / "json", "--json")
-
-
-def test_a_diagnosis_whose_numbers_overflow_is_still_json(tmp_path: Path) -> None:
-    folders, states = three_models(tmp_path, torch.float64)
-    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
-        random_curvature(seed, state).save(folder / "curvature")
-    save_file({n: t * 1e200 for n, t in states[1].items()}, folders[1] / "model.safetensors")
-    (folders[1] / "model.safetensors.index.json").unlink()
-    for path in folders[1].glob("model-*"):
-        path.unlink()
-    recipe = write_recipe(tmp_path / "r.yml", {"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
-    done = clean("diagnose", recipe, "-o", tmp_path / "out", "--json")
-    text = (tmp_path / "out" / "diagnosis.json").read_text("utf-8")
-    for found in (json.loads(text, parse_constant=pytest.fail), json.loads(done.stdout)):
-        assert found["predicted"]["gradient-matching"]["a"]["quadratic_form"] is None
-
-
-# Paths that are not UTF-8, as a file system of Linux allows.
-
-
-@pytest.fixture
-def latin(tmp_path: Path) -> Path:
-    """A folder whose name is not UTF-8, with a base, a tuned model, data and a recipe whose names are not either."""
-    folder = tmp_path / os.fsdecode(b"caf\xe9")
-    try:
-        folder.mkdir()
-    except OSError:
-        pytest.skip("this file system has UTF-8 names only")
-    tiny_bert_checkpoint(tmp_path / "plain")
-    state = read_model(tmp_path / "plain")
-    for seed, name in enumerate(("base", os.fsdecode(b"mod\xe8le"))):
-        shutil.copytree(tmp_path / "plain", folder / name)
-        save_file(near(state, seed), folder / name / "model.safetensors", {"format": "pt"})
-        random_curvature(seed, state).save(folder / name / "curvature")
-    write_jsonl(tmp_path / "rows.jsonl", labelled(4))
-    shutil.copy(tmp_path / "rows.jsonl", folder / os.fsdecode(b"donn\xe9es.jsonl"))
-    (folder / os.fsdecode(b"recette\xe9.yml")).write_text(
-        'method: gradient-matching\nbase: base\nmodels: ["mod\\udce8le"]\n'
-    )
-    return folder
-
-
-def weights_of(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
-
-
-def test_paths_that_are_not_utf8_are_merged_and_looked_at(latin: Path) -> None:
-    model, recipe = latin / os.fsdecode(b"mod\xe8le"), latin / os.fsdecode(b"recette\xe9.yml")
-    clean("inspect", latin / "base", model)
-    facts = json.loads(clean("inspect", model, "--json").stdout)
-    assert facts["models"][0]["model"] == str(model)
-    options = ["--base", latin / "base", "--model", model, "--set", "output.curvature=true"]
-    clean("merge", "-m", "gradient-matching", *options, "-o", latin / os.fsdecode(b"fusionn\xe9"), "--json")
-    clean("merge", recipe, "-o", latin / "two")
-    assert weights_of(latin / os.fsdecode(b"fusionn\xe9")) == weights_of(latin / "two")
-    assert json.loads((latin / "two" / "gradmerge.json").read_text())["inputs"][1]["source"] == "mod\udce8le"
-    clean("curvature", "show", latin / os.fsdecode(b"fusionn\xe9"), "--plot", latin / os.fsdecode(b"\xe9.html"))
-    clean("diagnose", recipe, "-o", latin / "diagnosis")
-    clean("preview", recipe, "--weights", "0.5,1", "-o", latin.parent / "preview", "--save-best", latin / "best")
-    clean("merge", latin.parent / "preview" / "recipe.yml", "-o", latin / "again")
-    assert weights_of(latin / "again") == weights_of(latin / "best")
 
 
 # Errors for machines.

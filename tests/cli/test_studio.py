@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,6 @@ def recipe(tmp_path: Path) -> Path:
     return write_recipe(
         tmp_path / "recipe.yml", {"method": "task-arithmetic", "base": "./base", "models": ["./a", "./b"]}
     )
-
-
-def test_a_port_in_use_is_refused(recipe: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        result = invoke(recipe, "--data", "a=a.jsonl", "--port", port)
-    assert result.exit_code == 2 and f"--port {port}" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from ..tasks.making import (
     tiny_t5_checkpoint,
     tiny_vit_checkpoint,
     write_jsonl,
-    write_sentence_model,
 )
 
 #: A method, weights and changes each: of those that read nothing more, thresholds, random masks, curvature, products.
@@ -116,17 +115,6 @@ def test_nothing_is_read_from_disk_for_a_further_setting(explorer: Explorer, mon
     monkeypatch.setattr(os, "preadv", refuse)
     for method in ("ties", "gradient-matching", "fisher-averaging"):
         assert explorer.measure(explorer.setting(method, {"a": 0.4})).values
-
-
-def test_what_does_not_fit_memory_is_streamed_and_gives_the_same(
-    texts: Path, shared: Explorer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(interactive, "free_memory", lambda: 0)
-    with Explorer(texts / "recipe.yml", data_of(texts)) as found:
-        assert any("read from disk" in note for note in found.notes)
-        setting = found.setting(weights={"a": 0.45})
-        assert found.measure(setting).metrics == shared.measure(setting).metrics
-    assert not any("read from disk" in note for note in shared.notes)
 
 
 def test_a_measurement_stops_when_it_is_told_to(explorer: Explorer) -> None:
@@ -272,14 +260,7 @@ def make_pairs(folder: Path) -> dict[str, str]:
     return {"a": str(write_jsonl(folder / "a.jsonl", rows))}
 
 
-def make_embeddings(folder: Path) -> dict[str, str]:
-    write_sentence_model(folder / "base")
-    texts = zip(sentences(6), sentences(6, 1), sentences(6, 2), strict=True)
-    rows = [dict(zip(("anchor", "positive", "negative"), each, strict=True)) for each in texts]
-    return {"a": str(write_jsonl(folder / "a.jsonl", rows))}
-
-
-@pytest.mark.parametrize("make", [make_images, make_prompts, make_pairs, make_embeddings])
+@pytest.mark.parametrize("make", [make_images, make_prompts, make_pairs])
 def test_every_task_is_measured_and_answered(tmp_path: Path, make: Any) -> None:
     data = make(tmp_path)
     tuned(tmp_path / "base", tmp_path / "a", 1)
@@ -334,15 +315,3 @@ def test_a_calibrated_setting_measures_as_the_saved_merge_does_after_calibration
             want = gm.evaluate(str(tmp_path / model), str(tmp_path / f"{name}-rest.jsonl"), device="cpu")
             assert metrics[name]["loss_per_example"] == pytest.approx(want["loss_per_example"], rel=1e-3), model
     assert found.rows == {"a": 20, "b": 20} and found.result.improved
-
-
-def test_calibration_needs_four_rows_and_memory(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Explorer(texts / "recipe.yml", {"a": data_of(texts)["a"]}, device="cpu", limit=4) as explorer:
-        assert explorer.calibrate(explorer.own).rows == {"a": 2}
-        monkeypatch.setattr("gradmerge.compare.interactive.free_memory", lambda: 1000)
-        with pytest.raises(gm.InputError):
-            explorer.calibrate(explorer.own)
-    monkeypatch.undo()
-    with Explorer(texts / "recipe.yml", {"a": data_of(texts)["a"]}, device="cpu", limit=3) as explorer:
-        with pytest.raises(gm.InputError):
-            explorer.calibrate(explorer.own)

@@ -98,12 +98,6 @@ def test_a_moved_slider_is_measured_and_what_is_saved_answers_as_the_page_says(p
     assert [model["weight"] for model in record["recipe"]["models"]] == [0.6, 0.3]
 
 
-def test_a_slider_answers_to_the_keyboard(page: Page) -> None:
-    with measured(page):
-        page.get_by_label("range slider for yelp", exact=True).press("End")
-    assert page.get_by_label("number input for yelp", exact=True).input_value() == "1.5"
-
-
 def test_a_number_is_typed_letter_by_letter(page: Page) -> None:
     box = page.get_by_label("number input for yelp", exact=True)
     for typed, taken in (("", "0"), ("9", "1.5"), ("0.7", "0.7")):
@@ -124,16 +118,6 @@ def test_of_many_quick_moves_the_last_is_shown(page: Page) -> None:
     value = lane(page, "yelp").locator(".gm-value")
     page.wait_for_function("document.querySelector('.gm-board:not(.stale) .gm-value')?.textContent.startsWith('100.0')")
     assert (value.text_content() or "").startswith("100.0 ±")
-
-
-def test_best_so_far_and_the_recipes_own_can_be_had_back(page: Page) -> None:
-    number = page.get_by_label("number input for yelp", exact=True)
-    move(page, "yelp", 0.35)
-    for button in ("Recipe’s own", "Best so far"):
-        with measured(page):
-            page.get_by_role("button", name=button).click()
-        assert button != "Recipe’s own" or number.input_value() == "0"
-    assert (page.locator(".gm-card.now").text_content() or "").find("the best so far") > 0
 
 
 @pytest.mark.parametrize("way", ["mouse", "keyboard"])
@@ -213,12 +197,6 @@ def test_another_method_brings_its_options_and_the_recipe_follows(page: Page, tm
     move(page, "yelp", 0.5)
     recipe = copied(page, tmp_path)
     assert (recipe.method, recipe.weights[0], recipe.options["density"]) == ("ties", 0.5, 0.3)
-
-
-def test_a_report_of_all_that_was_tried_is_written(page: Page, folder: Path) -> None:
-    page.get_by_role("button", name="Write report").click()
-    page.get_by_text("The report is").wait_for()
-    assert (folder / "studio-report" / "report.html").is_file()
 
 
 def test_two_tabs_have_sliders_of_their_own(page: Page, address: str, chromium: Browser) -> None:
