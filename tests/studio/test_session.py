@@ -97,7 +97,7 @@ def test_every_setting_can_be_put_back_into_the_controls(explorer: Any, panel: P
     settings = [
         explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 1.1}),
         explorer.setting("ties", {"yelp": 0.7}, {"options.density": 0.33}),
-        explorer.setting("dare", {"yelp": 0.7}, {"options.seed": 3, "options.rescale": "norm"}),
+        explorer.setting("dare", {"yelp": 0.7}, {"options.seed": 3}),
         explorer.setting("average"),
         explorer.own,
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from ..compare.candidates import Candidate, plan_of
 from ..compare.settings import Setting, is_removal, takes_weights, task_names
@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..recipe import Recipe, Varying, leaves, mapped
 from ..recipe.overrides import full_key
 from ..rules import METHODS
-from ..rules.spec import Auto, Option, OrNone
+from ..rules.spec import Option, OrNone
 from ..text import nearest
 
 #: Methods that remove something from the base.
@@ -25,20 +25,19 @@ _HIGHEST = {"epsilon": 1e-3, "r": 2.0, "alpha": 1.0, "t": 1e-2, "cap": 4.0, "sca
 
 @dataclass(frozen=True)
 class Control:
-    """A key of a recipe: a number with its range, or a choice."""
+    """A key of a recipe that is a number, with its range."""
 
     key: str
     """The recipe's key, dotted: `damping`, `options.density`; `weight` for a model's."""
     label: str
-    low: float | None
-    high: float | None
-    step: float | None
-    """None for a logarithmic scale."""
+    low: float
+    high: float
+    step: float
     value: Any
     """The recipe's value, or the method's default."""
     meaning: str
-    choices: tuple[Any, ...] | None = None
-    """The possible values of a key that is not a number."""
+    word: str | None = None
+    """What the key may be instead of a number: `auto`, `none`."""
     logarithmic: bool = False
     """``low`` and ``high`` are above 0."""
 
@@ -69,34 +68,33 @@ def methods_of(recipe: Recipe, plan: Plan) -> list[str]:
 
 
 def controls_of(method: str, recipe: Recipe) -> list[Control]:
-    """Damping if the method uses it, and its options, except those that the recipe varies over the layers."""
+    """Damping if the method uses it, and its options that are numbers and do not vary over the layers."""
     rule, own = METHODS[method], recipe.method == method
     given: Mapping[str, Any] = recipe.resolved_options if own else {}
     found = [
         _control(option, given.get(option.name, option.default))
         for option in rule.options
-        if not isinstance(given.get(option.name), tuple | list) and not option.required
+        if option.type in (int, float, OrNone)
+        and not isinstance(given.get(option.name), tuple | list)
+        and not option.required
     ]
     if "damping" in rule.inputs:
         value = recipe.damping
-        found.insert(0, Control("damping", "damping", 1e-12, 1e3, None, value, "δ, added to the curvature", None, True))
+        found.insert(
+            0, Control("damping", "damping", 1e-12, 1e3, 0.1, value, "δ, added to the curvature", "auto", True)
+        )
     return found
 
 
 def _control(option: Option, value: Any) -> Control:
     key, label, meaning = f"options.{option.name}", option.name.replace("_", " "), option.meaning
-    if get_origin(option.type) is not None and option.type not in (OrNone, Auto):
-        return Control(key, label, None, None, None, value, meaning, get_args(option.type))
-    if option.type in (bool, Auto):
-        choices = (True, False) if option.type is bool else (True, False, "auto")
-        return Control(key, label, None, None, None, value, meaning, choices)
     low = option.help.ge if option.help.ge is not None else option.help.gt if option.help.gt is not None else 0.0
     high = option.help.le if option.help.le is not None else _HIGHEST.get(option.name, 100)
     if option.type is int:
         return Control(key, label, int(low), int(high), 1, value, meaning)
     step = 0.01 if high - low >= 0.5 else (high - low) / 100
     low = step if option.help.gt is not None else low
-    return Control(key, label, low, high, step, value, meaning, ("none",) if option.type == OrNone else None)
+    return Control(key, label, low, high, step, value, meaning, "none" if option.type == OrNone else None)
 
 
 def weight_control(method: str, recipe: Recipe) -> Control | None:

@@ -29,14 +29,13 @@ class OptionControl:
 
     key: str
     by_method: dict[str, Control]
-    slider: gr.Slider | None = None
-    dropdown: gr.Dropdown | None = None
+    slider: gr.Slider
     checkbox: gr.Checkbox | None = None
     """Ticked, the option has a word (auto, none) instead of a number."""
 
     @property
     def components(self) -> list[Any]:
-        return [one for one in (self.dropdown, self.checkbox, self.slider) if one is not None]
+        return [self.slider] if self.checkbox is None else [self.checkbox, self.slider]
 
 
 class Panel:
@@ -53,15 +52,12 @@ class Panel:
         self.without_weights = gr.HTML(
             "This method takes no weights.", visible=not self._takes_weights(own.method), elem_classes="gm-hint"
         )
-        every: dict[tuple[str, bool], dict[str, Control]] = {}
+        every: dict[str, dict[str, Control]] = {}
         for method in methods:
             for control in self._choices.controls(method):
-                every.setdefault((control.key, control.low is not None), {})[method] = control
-        main = sorted((k for k in every if k[0] in _MAIN_OPTIONS and k[1]), key=lambda k: _MAIN_OPTIONS.index(k[0]))
-        self.options = [self._option(key, every[key]) for key in main]
-        with gr.Accordion("More options", open=False, visible=self._has_more(own.method)) as self.more:
-            rest = sorted((key for key in every if key not in main), key=lambda key: not key[1])
-            self.options += [self._option(key, every[key]) for key in rest]
+                every.setdefault(control.key, {})[method] = control
+        first = sorted(every, key=lambda key: key not in _MAIN_OPTIONS)
+        self.options = [self._option(key, every[key]) for key in first]
 
     @property
     def inputs(self) -> list[Any]:
@@ -71,16 +67,12 @@ class Panel:
     @property
     def outputs(self) -> list[Any]:
         """The components that :meth:`show` and :meth:`change_method` update."""
-        return [*self.inputs, self.without_weights, self.more]
+        return [*self.inputs, self.without_weights]
 
     @property
     def weight_inputs(self) -> list[Any]:
         """The components whose values :meth:`change_method` takes."""
         return self.inputs[: 1 + len(self.weights)]
-
-    def _has_more(self, method: str) -> bool:
-        controls = self._choices.controls(method)
-        return any(control.key not in _MAIN_OPTIONS or control.low is None for control in controls)
 
     def _takes_weights(self, method: str) -> bool:
         return self._choices.weight_control(method) is not None
@@ -97,7 +89,7 @@ class Panel:
 
     def _weight_slider(self, model: str) -> gr.Slider:
         control = self._choices.weight_control(self._explorer.own.method)
-        low, high = (control.low or 0.0, control.high or 0.0) if control is not None else (0.0, 1.5)
+        low, high = (control.low, control.high) if control is not None else (0.0, 1.5)
         return gr.Slider(
             low,
             high,
@@ -109,17 +101,14 @@ class Panel:
             elem_classes="gm-weight",
         )
 
-    def _option(self, key: tuple[str, bool], controls: dict[str, Control]) -> OptionControl:
+    def _option(self, key: str, controls: dict[str, Control]) -> OptionControl:
         method = self._explorer.own.method
-        option = OptionControl(key[0], controls)
         control, visible = controls.get(method, next(iter(controls.values()))), method in controls
-        if not key[1]:
-            option.dropdown = gr.Dropdown(**_dropdown(control, control.value, visible))
-            return option
-        if any(_word(one) for one in controls.values()):
-            option.checkbox = gr.Checkbox(**_checkbox(control, control.value, visible))
-        option.slider = gr.Slider(**_slider(control, control.value, visible), buttons=[])
-        return option
+        checkbox = None
+        if any(one.word for one in controls.values()):
+            checkbox = gr.Checkbox(**_checkbox(control, control.value, visible))
+        slider = gr.Slider(**_slider(control, control.value, visible), buttons=[])
+        return OptionControl(key, controls, slider, checkbox)
 
     def read(self, values: Sequence[Any]) -> Setting:
         """The setting of the components' values; what was not moved stays the recipe's."""
@@ -154,7 +143,7 @@ class Panel:
         control = self._choices.weight_control(method)
 
         def slider(value: float) -> Any:
-            if control is None or control.low is None or control.high is None:
+            if control is None:
                 return gr.update(visible=False)
             value = value if control.low <= value <= control.high else control.value
             return gr.update(minimum=control.low, maximum=control.high, step=control.step, value=value, visible=True)
@@ -162,31 +151,11 @@ class Panel:
         updates = [gr.update(value=method), *map(slider, weights)]
         for option in self.options:
             updates += _option_updates(option, method, changes)
-        return [*updates, gr.update(visible=control is None), gr.update(visible=self._has_more(method))]
-
-
-def _word(control: Control) -> str | None:
-    """The word that may replace the number: `auto`, `none`."""
-    if isinstance(control.value, str) and control.low is not None:
-        return control.value
-    return str(control.choices[0]) if control.choices and control.low is not None else None
-
-
-def _dropdown(control: Control, value: Any, visible: bool) -> dict[str, Any]:
-    words = {True: "yes", False: "no"}
-    choices = [(words[one] if isinstance(one, bool) else str(one), str(one)) for one in control.choices or ()]
-    return {
-        "choices": choices,
-        "value": str(value),
-        "label": control.label,
-        "info": control.meaning,
-        "visible": visible,
-    }
+        return [*updates, gr.update(visible=control is None)]
 
 
 def _slider(control: Control, value: Any, visible: bool) -> dict[str, Any]:
     """A slider; for a logarithmic scale, it shows the power of ten."""
-    assert control.low is not None and control.high is not None
     low, high, step, label, number = control.low, control.high, control.step, control.label, _number(value)
     if control.logarithmic:
         low, high, step, label = math.log10(low), math.log10(high), 0.1, f"{label} (power of ten)"
@@ -196,7 +165,7 @@ def _slider(control: Control, value: Any, visible: bool) -> dict[str, Any]:
     return {
         "minimum": min(low, number),
         "maximum": max(high, number),
-        "step": step or (high - low) / 100,
+        "step": step,
         "value": number,
         "label": label,
         "info": control.meaning,
@@ -205,12 +174,8 @@ def _slider(control: Control, value: Any, visible: bool) -> dict[str, Any]:
 
 
 def _checkbox(control: Control, value: Any, visible: bool) -> dict[str, Any]:
-    word = _word(control)
-    return {
-        "value": isinstance(value, str),
-        "label": f"{control.label}: {word}",
-        "visible": visible and word is not None,
-    }
+    label = f"{control.label}: {control.word}"
+    return {"value": isinstance(value, str), "label": label, "visible": visible and control.word is not None}
 
 
 def _option_updates(option: OptionControl, method: str, changes: dict[str, Any]) -> Iterator[Any]:
@@ -219,8 +184,8 @@ def _option_updates(option: OptionControl, method: str, changes: dict[str, Any])
         if control is None:
             yield gr.update(visible=False)
             continue
-        look = {id(option.dropdown): _dropdown, id(option.checkbox): _checkbox, id(option.slider): _slider}
-        yield gr.update(**look[id(component)](control, changes.get(option.key, control.value), True))
+        look = _slider if component is option.slider else _checkbox
+        yield gr.update(**look(control, changes.get(option.key, control.value), True))
 
 
 def _read_option(option: OptionControl, method: str, values: dict[int, Any]) -> Any:
@@ -228,11 +193,8 @@ def _read_option(option: OptionControl, method: str, values: dict[int, Any]) -> 
     control = option.by_method.get(method)
     if control is None:
         return None
-    if option.dropdown is not None:
-        chosen = values[id(option.dropdown)]
-        return next((one for one in control.choices or () if str(one) == chosen), control.value)
-    if option.checkbox is not None and values[id(option.checkbox)] and (word := _word(control)) is not None:
-        return word
+    if option.checkbox is not None and values[id(option.checkbox)] and control.word is not None:
+        return control.word
     number = float(values[id(option.slider)])
     if control.logarithmic:
         own = _number(control.value)

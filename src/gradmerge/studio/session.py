@@ -288,7 +288,7 @@ class Session:
             weights = [one.weights for one in explorer.choices.strengths(method)]
             return [explorer.setting(method, dict(zip(explorer.models, w, strict=True)), changes) for w in weights]  # type: ignore[arg-type]
         control = explorer.choices.weight_control(method)
-        if control is None or control.low is None or control.high is None:
+        if control is None:
             return [present]
         step = (control.high - control.low) / SWEEP_STEPS
         shared = [round(control.low + number * step, 3) for number in range(SWEEP_STEPS + 1)]
