@@ -32,6 +32,14 @@ def test_every_example_is_one_line_at_every_width(path: str) -> None:
         assert "\\[" not in text
 
 
+def test_help_lists_every_command_once_by_step_and_options_stay_few() -> None:
+    text = help_of("gradmerge", 120)
+    listed = [line.split()[0] for line in text.partition("\nMerge:")[2].splitlines() if line.startswith("  ")]
+    assert sorted(listed[:-1]) == sorted(GROUP.commands)  # type: ignore[attr-defined]
+    options = [[o for o in command.params if o.param_type_name == "option"] for command in COMMANDS.values()]
+    assert sum(map(len, options)) <= 240 and max(map(len, options)) <= 26
+
+
 def test_methods_that_are_completed_are_the_existing_ones() -> None:
     assert sorted(method_names("")) == sorted(METHODS)
     assert method_names("gradient") == ["gradient-matching"]

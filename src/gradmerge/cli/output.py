@@ -80,6 +80,7 @@ _NO_MEMORY = re.compile(
     "|not enough memory"
 )
 OUT_OF_MEMORY = "out of memory. Try fewer --threads, a smaller --batch-size, or a higher limit (ulimit -v)."
+TOO_MANY_FILES = "Raise the limit (ulimit -n), merge fewer models at once, or store them in fewer, larger files."
 #: Failures of the machine, also if they led to an InputError.
 _MACHINE_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
@@ -88,7 +89,10 @@ def explain(error: BaseException) -> tuple[str, int]:
     """Return the message of an error, and the exit status."""
     for reason in _chain(error):
         if isinstance(reason, OSError) and reason.errno in (errno.EMFILE, errno.ENFILE):
-            return _too_many_files(error, reason), 1
+            where = (
+                str(error) if isinstance(error, GradmergeError) else f"{reason.filename or 'file'}: {reason.strerror}"
+            )
+            return f"{where.rstrip('.')}. {TOO_MANY_FILES}", 1
         if _is_memory(reason) and not isinstance(error, MachineError):
             return OUT_OF_MEMORY, 1
     if isinstance(error, GradmergeError):
@@ -117,17 +121,6 @@ def _is_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     return isinstance(error, RuntimeError | ImportError) and _NO_MEMORY.search(str(error)) is not None
-
-
-def _too_many_files(error: BaseException, reason: OSError) -> str:
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    where = str(error) if isinstance(error, GradmergeError) else f"{reason.filename or 'file'}: {reason.strerror}"
-    return (
-        f"{where.rstrip('.')}. This process may have {limit} files open at a time: raise the limit (ulimit -n), "
-        "merge fewer models at once, or store them in fewer, larger files."
-    )
 
 
 @contextlib.contextmanager
