@@ -6,6 +6,7 @@ Heavy modules are imported in the functions: the command line reads the signatur
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -169,7 +170,9 @@ def write_preview(
     found.commands = next_commands(found.recipe, data, columns=columns, out=str(save_best or merged))
     del found.commands["merge"]
     if folder is not None and save_best is None:
-        found.commands["merge"] = shlex.join(["gradmerge", "merge", str(folder.out / "recipe.yml"), "-o", merged])
+        found.commands["merge"] = shlex.join(
+            ["gradmerge", "merge", os.path.relpath(folder.out / "recipe.yml"), "-o", merged]
+        )
     found.verdict = preview_verdict(found)
     if folder is None:
         return

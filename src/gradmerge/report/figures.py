@@ -241,21 +241,24 @@ def _whiskers(rows: Sequence[Row], names: Sequence[str]) -> list[Any]:
 
 
 def _guides(rows: list[Row]) -> list[Any]:
-    """Reference lines, with their names at the right end."""
+    """Reference lines, with their names at the right and the left end by turns, so that near ones do not overlap."""
     alt = _altair()
     if not rows:
         return []
     names = list(dict.fromkeys(row["series"] for row in rows))
     shades = [theme.color_of(name) if theme.is_known(name) else theme.LIGHT["soft"] for name in names]
     color = alt.Stroke("series:N", legend=None, scale=alt.Scale(domain=names, range=shades))
-    base = alt.Chart(_data(rows)).encode(alt.Y("y:Q"))
     tips = [alt.Tooltip("series:N", title=" "), alt.Tooltip("y:Q", format=_FORMAT)]
-    line = base.mark_rule(strokeDash=[5, 4], strokeWidth=1.5).encode(stroke=color, tooltip=tips)
-    words = base.encode(x=alt.XValue("width"), text=alt.Text("series:N"))
-    look = {"align": "right", "dx": -4, "dy": -7, "fontSize": 11}
-    # An outline separates the words from the grid.
-    outline = words.mark_text(**look, stroke=theme.LIGHT["paper"], strokeWidth=3)
-    return [line, outline, words.mark_text(**look, color=theme.LIGHT["soft"])]
+    line = alt.Chart(_data(rows)).mark_rule(strokeDash=[5, 4], strokeWidth=1.5)
+    found = [line.encode(alt.Y("y:Q"), stroke=color, tooltip=tips)]
+    by_height = sorted(rows, key=lambda row: row["y"])
+    for align, dx, x, some in (("right", -4, "width", by_height[::2]), ("left", 4, 0, by_height[1::2])):
+        words = alt.Chart(_data(some)).encode(alt.Y("y:Q"), x=alt.XValue(x), text=alt.Text("series:N"))
+        look = {"align": align, "dx": dx, "dy": -7, "fontSize": 11}
+        # An outline separates the words from the grid.
+        found.append(words.mark_text(**look, stroke=theme.LIGHT["paper"], strokeWidth=3))
+        found.append(words.mark_text(**look, color=theme.LIGHT["soft"]))
+    return found
 
 
 def _tooltips(rows: Sequence[Row], x: str, y: str) -> list[Any]:

@@ -111,6 +111,8 @@ def chart_config() -> dict[str, Any]:
         "view": {"stroke": None},
         "axis": axis,
         "axisX": {"grid": False},
+        "axisXQuantitative": {"tickCount": {"expr": "ceil(width / 90)"}},
+        "axisYQuantitative": {"tickCount": {"expr": "ceil(height / 50)"}},
         "axisY": {"domain": False, "ticks": False, "labelLimit": 220, "labelPadding": 6, **above},
         "legend": {**legend, "gradientLength": 240, "gradientThickness": 10},
         "title": {"color": ink, "anchor": "start", "fontSize": 16},
