@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..io.reader import PositionalFile, is_text
 from ..io.small_files import require_unpackable
+from ..text import first_line
 from ..urls import count_local_copies
 from .checkpoint import STORED_TYPES
 
@@ -51,7 +52,7 @@ class PickleFile(PositionalFile):
             self.close()
             if isinstance(error, InputError | MemoryError):
                 raise
-            reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+            reason = first_line(error)[:200]
             raise InputError(
                 f"{path}: cannot be read as a PyTorch checkpoint ({reason}). Only tensors are accepted (weights_only); "
                 "convert the model to safetensors if you trust it."
@@ -75,23 +76,21 @@ def _record_sizes(path: Path) -> set[int]:
 
 
 def _check_globals(path: Path) -> None:
-    """Refuse a pickle with a global whose name is longer than any real one."""
+    """Refuse damaged pickles, and those with a global whose name is longer than any real one."""
     with contextlib.ExitStack() as stack:
         file: IO[bytes] = stack.enter_context(path.open("rb"))
-        pickles: list[IO[bytes]] = [file]
+        pickles: list[IO[bytes]] = [file] * 5  # the legacy format stores five pickles before the data
         if zipfile.is_zipfile(path):
             archive = stack.enter_context(zipfile.ZipFile(path))
             pickles = [io.BytesIO(archive.read(name)) for name in archive.namelist() if name.endswith("data.pkl")]
         for pickled in pickles:
             try:
-                for _ in range(5):  # the legacy format stores four or five pickles before the data
-                    for opcode, argument, _position in pickletools.genops(pickled):
-                        if opcode.name == "GLOBAL" and len(str(argument)) > MAX_GLOBAL:
-                            raise InputError(f"{path}: cannot be read as a PyTorch checkpoint (a name is too long)")
-            except ValueError:
-                continue  # torch.load names the damage
-            except (MemoryError, OverflowError):
-                raise InputError(f"{path}: cannot be read as a PyTorch checkpoint (a value is too large)") from None
+                for opcode, argument, _ in pickletools.genops(pickled):
+                    if opcode.name == "GLOBAL" and len(str(argument)) > MAX_GLOBAL:
+                        raise ValueError("a name is too long")
+            except (ValueError, MemoryError, OverflowError) as error:
+                reason = first_line(error)[:200]
+                raise InputError(f"{path}: cannot be read as a PyTorch checkpoint ({reason})") from None
 
 
 def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
