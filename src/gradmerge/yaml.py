@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 
 from .errors import InputError
-from .text import printable
+from .text import first_line, printable
 from .urls import redact
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that rejects duplicate keys, and reads 1:30 as text instead of 90."""
+    """SafeLoader that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = set()
@@ -23,15 +23,6 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             keys.add(key.value)
         return super().construct_mapping(node, deep)
-
-    def construct_number(self, node: yaml.ScalarNode) -> Any:
-        if ":" in node.value:
-            return node.value
-        return self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
-
-
-for _tag in ("int", "float"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
 
 
 def parse_yaml(raw: bytes | str, where: str) -> Any:
@@ -56,11 +47,8 @@ def parse_documents(raw: bytes | str, where: str) -> list[Any]:
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise InputError(f"{where}{line}: not valid YAML: {problem}") from None
-    except (ValueError, IndexError, KeyError, AttributeError, TypeError, OverflowError) as error:
-        # PyYAML on a tag such as `!!bool x`, or on a date such as 2001-99-99
-        raise InputError(f"{where}: not valid YAML: a value does not fit its type ({error})") from None
-    except RecursionError:
-        raise InputError(f"{where}: not valid YAML: it is nested too deeply") from None
+    except Exception as error:  # PyYAML on a tag such as `!!bool x`, a date such as 2001-99-99, or deep nesting
+        raise InputError(f"{where}: not valid YAML: a value does not fit its type ({first_line(error)})") from None
     if not documents:
         raise InputError(f"{where}: is empty")
     return documents

@@ -1,12 +1,10 @@
-"""The slow rules of `tests/rules/slow.py` on whole models in float64, and the random masks a second time."""
+"""The slow rules of `tests/rules/slow.py` on whole models in float64."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,16 +30,6 @@ def task_arithmetic(base: State, tuned: Sequence[State], weights: Sequence[float
     return on_models(slow.task_arithmetic, base, tuned, weights)
 
 
-def ties(base: State, tuned: Sequence[State], weights: Sequence[float], density: float) -> dict[str, Tensor]:
-    return on_models(slow.ties, base, tuned, weights, density)
-
-
-def slerp(base: State, tuned: Sequence[State], t: float) -> dict[str, Tensor]:
-    """Tensor by tensor."""
-    alone = [on_models(lambda b, m: slow.slerp(b, m[0], t), {n: base[n]}, [{n: tuned[0][n]}]) for n in base]
-    return {name: value for one in alone for name, value in one.items()}
-
-
 def gradient_matching(
     base: State,
     tuned: Sequence[State],
@@ -53,18 +41,3 @@ def gradient_matching(
     names = list(base)
     flats = [flat(one, names) for one in curvature]
     return on_models(slow.gradient_matching, base, tuned, weights, flat(prior, names), flats, damping)
-
-
-def dare(base: State, tuned: Sequence[State], weights: Sequence[float], density: float, seed: int) -> dict[str, Tensor]:
-    """Entry i of a tensor is kept where the i-th 32-bit half of the tensor's own stream is below density · 2³²."""
-    result = {}
-    for name in base:
-        merged = base[name].clone()
-        for number, (weight, model) in enumerate(zip(weights, tuned, strict=True)):
-            digest = hashlib.sha256(f"{seed}/{number}/{name}".encode()).digest()[:16]
-            words = np.random.PCG64DXSM(int.from_bytes(digest, "little")).random_raw(merged.numel() // 2 + 1)
-            halves = np.stack([words & np.uint64(0xFFFFFFFF), words >> np.uint64(32)], 1).reshape(-1)[: merged.numel()]
-            kept = torch.from_numpy(halves.astype(np.float64) < density * 2**32).reshape(merged.shape)
-            merged += weight * kept.double() * (model[name] - base[name]) / density
-        result[name] = merged
-    return result

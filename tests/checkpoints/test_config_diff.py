@@ -184,13 +184,3 @@ def test_labels_that_are_equal_or_generic_or_unreadable_are_accepted(theirs: Any
 
 
 # Notes about what is beside the weights
-
-
-def test_chat_templates_that_differ_are_a_note(tmp_path: Path) -> None:
-    recipe = write_pair(tmp_path, {}, {})
-    for name, template in (("base", "{{ a }}"), ("tuned", "{{ b }}")):
-        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    assert len(gm.merge(recipe, tmp_path / "out").notes) == 1
-    (tmp_path / "tuned/tokenizer_config.json").unlink()
-    (tmp_path / "tuned/chat_template.jinja").write_text("{{ a }}\n")
-    assert not gm.merge(recipe, tmp_path / "out2").notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -15,9 +16,6 @@ SMALLEST, LARGEST = 1e-30, 1e30
 
 NONE = "none"
 """The word for no penalty; a folder of that name is ./none."""
-
-MOST_ERRORS = 20
-"""An error message lists this many mistakes and counts the rest."""
 
 
 def _check_weight(value: float) -> float:
@@ -120,19 +118,9 @@ def explain(error: ValidationError, where: str, model: type[BaseModel], rule: st
             lines.append(f"{key}: is missing")
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            lines.append(f"{key}: {message}, but it is {_shortened(item.get('input'))}")
+            lines.append(f"{key}: {message}, but it is {reprlib.repr(item.get('input'))}")
     lines = list(dict.fromkeys(lines))
-    if len(lines) > MOST_ERRORS:
-        lines[MOST_ERRORS:] = [f"and {len(lines) - MOST_ERRORS} more"]
     return f"{where}: {lines[0]}" if len(lines) == 1 else f"{where}:\n  " + "\n  ".join(lines)
-
-
-def _shortened(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not print integers of thousands of digits
-        return "a number of thousands of digits"
-    return text if len(text) < 60 else text[:57] + "…"
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:
