@@ -182,8 +182,9 @@ def _parse_header(file: TensorFile, total: int) -> tuple[dict[str, Entry], dict[
 def _check_entry(name: str, value: Any, start: int, total: int, broken: Callable[[str], InputError]) -> Entry:
     """Check one entry of a header. The data are the bytes from ``start`` to ``total`` of the file."""
 
-    def whole(numbers: Any) -> bool:
-        return isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**62 for n in numbers)
+    def are_whole(numbers: Any, most: int) -> bool:
+        within = isinstance(numbers, list) and len(numbers) <= most
+        return within and all(type(number) is int and 0 <= number < 2**62 for number in numbers)
 
     if not is_text(name):
         raise broken(f"the tensor name {_quoted(name)} is not valid Unicode")
@@ -193,10 +194,8 @@ def _check_entry(name: str, value: Any, start: int, total: int, broken: Callable
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
         raise broken(f"{tensor} has the unknown dtype {str(dtype)[:40]!r}")
-    if not whole(shape) or len(shape) > 64:
-        raise broken(f"{tensor} has a shape that is not a list of whole numbers")
-    if not whole(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise broken(f"{tensor} has data_offsets that are not [begin, end]")
+    if not are_whole(shape, 64) or not are_whole(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise broken(f"{tensor} has an invalid shape, or data_offsets that are not [begin, end]")
     begin, end = offsets
     entry = Entry(dtype, tuple(shape), start + begin)
     if start + end > total:
