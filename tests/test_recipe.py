@@ -155,8 +155,6 @@ def test_yaml_that_is_not_a_recipe_is_refused() -> None:
             parse_yaml(text, "recipe.yml")
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("1:30", "1:30"), ("1:30.5", "1:30.5"), ("0x1f", 31), ("1_000", 1000), ("1.5e-3", 0.0015)]
-)
+@pytest.mark.parametrize(("text", "value"), [("0x1f", 31), ("1_000", 1000), ("1.5e-3", 0.0015)])
 def test_numbers_are_read_as_everybody_reads_them(text: str, value: object) -> None:
     assert parse_yaml(f"a: {text}", "r") == {"a": value}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -118,9 +117,17 @@ def explain(error: ValidationError, where: str, model: type[BaseModel], rule: st
             lines.append(f"{key}: is missing")
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            lines.append(f"{key}: {message}, but it is {reprlib.repr(item.get('input'))}")
+            lines.append(f"{key}: {message}, but it is {_shortened(item.get('input'))}")
     lines = list(dict.fromkeys(lines))
     return f"{where}: {lines[0]}" if len(lines) == 1 else f"{where}:\n  " + "\n  ".join(lines)
+
+
+def _shortened(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print integers of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) < 60 else text[:57] + "…"
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:
