@@ -203,6 +203,12 @@ def _preview(found: Diagnosis, *options: str) -> str:
     return f"`{' '.join([command, *options, '-o', 'preview'])}`"
 
 
+def _compare_with(found: Diagnosis, method: str) -> str:
+    """The command that compares the recipe's method with another, over the weights."""
+    own = [found.recipe.method] if found.recipe.rule.fallback is None else []
+    return _preview(found, "--methods", ",".join(dict.fromkeys([*own, method])))
+
+
 def base_name(found: Diagnosis) -> str:
     return found.recipe.base.model if found.recipe.base is not None else "nothing"
 
@@ -347,7 +353,7 @@ def _measured_advice(found: Diagnosis, compared: Preview) -> list[str]:
         what = f"**{name} measured better** than {found.own}{where}: {_comparison(compared, best, own)}."
         if predicted != name and _worst(found, name) > _worst(found, found.own):
             what += " The prediction from curvature says otherwise; trust the measurement."
-        return [f"{what} To try {name} with other weights: {_preview(found, '--methods', name)}"]
+        return [f"{what} To compare other weights: {_compare_with(found, name)}"]
     words = f"No other method measured better than {found.own}{where} by more than two standard errors"
     tied = [row.setting.method for row in others if are_tied(row, own, compared.criterion)]
     words += f"; tied with it: {', '.join(tied)}." if tied else "."
@@ -382,7 +388,7 @@ def _predicted_winner(found: Diagnosis) -> str:
 def _predicted_advice(found: Diagnosis) -> list[str]:
     best, tasks = _predicted_winner(found), found.prediction.tasks
     if best != found.own:
-        return [f"To try {best}, whose worst task is predicted to lose less: {_preview(found, '--methods', best)}"]
+        return [f"To try {best}, whose worst task is predicted to lose less: {_compare_with(found, best)}"]
     if max(tasks, key=lambda task: found.relative(found.own, task) or 0.0) == BASE:
         return [_smaller_weights(found, "the base's own data is predicted to lose most")]
     return [f"To try other weights, better with a few labeled rows of each task: {_preview(found)}"]
