@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ UNSUPPORTED = (
 #: Initializations that also change the base's weights, which the adapter's file does not show.
 CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
 ADVICE = "Merge it into its base with PEFT (merge_and_unload) first."
-#: Limits on a regular expression of a config: seconds for one match, and characters.
-PATTERN_SECONDS = 2.0
+#: Limits on the regular expressions of a config: seconds for all matches, and characters of one.
+PATTERN_SECONDS = 10.0
 PATTERN_LENGTH = 10_000
 
 
@@ -82,16 +83,27 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def matches_pattern(pattern: str, name: str, config: Path) -> bool:
-    """Match a name against a regular expression of a config, with a time limit, which Python's ``re`` does not have."""
-    import regex  # type: ignore[import-untyped]
+class PatternMatcher:
+    """Matches names against the regular expressions of one adapter config, within one time limit for all of them.
 
-    try:
-        if len(pattern) > PATTERN_LENGTH:
-            raise TimeoutError("too long")
-        return regex.fullmatch(pattern, name, timeout=PATTERN_SECONDS) is not None
-    except (TimeoutError, regex.error, RecursionError, OverflowError, ValueError) as error:
-        raise InputError(
-            f"{config}: the regular expression {pattern[:80]!r} is not valid, or takes too long ({error}). Replace it "
-            "by names."
-        ) from error
+    Python's ``re`` has no time limit, and a pattern from a stranger can take forever.
+    """
+
+    def __init__(self, config: Path) -> None:
+        self._config, self._seconds_left = config, PATTERN_SECONDS
+
+    def fullmatch(self, pattern: str, name: str) -> bool:
+        import regex  # type: ignore[import-untyped]
+
+        begin = time.perf_counter()
+        try:
+            if len(pattern) > PATTERN_LENGTH or self._seconds_left <= 0:
+                raise TimeoutError("too long")
+            return regex.fullmatch(pattern, name, timeout=self._seconds_left) is not None
+        except (TimeoutError, regex.error, RecursionError, OverflowError, ValueError) as error:
+            raise InputError(
+                f"{self._config}: the regular expression {pattern[:80]!r} is not valid, or the patterns take longer "
+                f"than {PATTERN_SECONDS:g} seconds ({error}). Replace them by names."
+            ) from error
+        finally:
+            self._seconds_left -= time.perf_counter() - begin

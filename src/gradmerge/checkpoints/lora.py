@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..io.reader import PositionalFile, TensorInfo
 from ..text import listed
-from .adapter_config import ADVICE, matches_pattern
+from .adapter_config import ADVICE, PatternMatcher
 from .checkpoint import Buffers, Checkpoint
 from .quantization import refuse_quantized
 from .tied_weights import TIED, equal, has_head, is_head, same_values, tied_to
@@ -80,7 +80,7 @@ class AdapterCheckpoint(Checkpoint):
         """Tensor of the base, or a new one → the key of the tensor that replaces it."""
         self._owns_base = owns_base
         self._config = config
-        self._config_file = folder / "adapter_config.json"
+        self._patterns = PatternMatcher(folder / "adapter_config.json")
         self._read_keys()
         self._check_ties()
         # The matrices of bare parameters are large: they hold all experts.
@@ -233,7 +233,7 @@ class AdapterCheckpoint(Checkpoint):
     def _setting_of(self, key: str, pattern_key: str, path: str) -> float:
         """Return the value of the first pattern that matches the end of the path, or else that of the key."""
         for pattern, value in (self._config.get(pattern_key) or {}).items():
-            if matches_pattern(rf"(.*\.)?({pattern})", path, self._config_file):
+            if self._patterns.fullmatch(rf"(.*\.)?({pattern})", path):
                 return float(value)
         value = self._config.get(key)
         return 8.0 if value is None else float(value)  # PEFT's default of both settings

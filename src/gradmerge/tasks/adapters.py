@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.adapter_config import is_adapter, matches_pattern
+from ..checkpoints.adapter_config import PatternMatcher, is_adapter
 from ..errors import InputError
 from ..io.reader import local_path, open_files
 from ..text import first_line
@@ -84,11 +84,12 @@ def resolve_patterns(config: Any, model: nn.Module, folder: Path) -> Any:
     PEFT matches them with ``re``, which has no time limit.
     """
     path = folder / "adapter_config.json"
+    matcher = PatternMatcher(path)
     modules = [name for name, _ in model.named_modules() if name]
     targets = [*modules, *(name for name, _ in model.named_parameters())] if config.target_parameters else modules
 
     def matching(pattern: str, names: list[str]) -> list[str]:
-        return [name for name in names if matches_pattern(pattern, name, path)]
+        return [name for name in names if matcher.fullmatch(pattern, name)]
 
     for key in ("target_modules", "exclude_modules"):
         value = getattr(config, key, None)
