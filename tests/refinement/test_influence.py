@@ -169,30 +169,6 @@ def test_in_linear_regression_a_step_of_length_1_is_retraining(monkeypatch: pyte
     torch.testing.assert_close(start + direction, weights(linear(least_squares(retain))), rtol=1e-9, atol=1e-9)
 
 
-def test_with_no_factors_a_step_divides_by_the_diagonal() -> None:
-    """(S + λ)⁻¹ g entry by entry, S the squared gradients with the expectation over both labels."""
-    torch.manual_seed(0)
-    inputs, other = torch.randn(30, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
-    retain, forget = (inputs, torch.randint(2, (30,))), (other, torch.randint(2, (9,)))
-    model = nn.Sequential(nn.Linear(4, 2)).double()
-    start = copy.deepcopy(model)
-    sets = [Dataset(batches(data)) for data in (forget, retain, retain)]
-    result = remove_influence(model, *sets, retain_size=30, budget=0.1, max_kronecker_dim=0)
-
-    def gradients(x: Tensor, y: Tensor) -> Tensor:
-        found = torch.autograd.grad(nn.functional.cross_entropy(start(x), y), list(start.parameters()))
-        return torch.cat([one.flatten() for one in found])
-
-    total = torch.zeros(10, dtype=torch.float64)
-    for x in inputs.split(1):
-        chances = start(x).softmax(-1)[0].detach()
-        for label in (0, 1):
-            total += chances[label] * gradients(x, torch.tensor([label])).square()
-    wanted = sum(gradients(x, y) for x, y in zip(other.split(1), forget[1].split(1), strict=True))
-    direction = wanted / (total + 0.1 * total.mean())
-    torch.testing.assert_close(weights(model) - weights(start), result.s * direction, rtol=1e-7, atol=1e-9)
-
-
 def test_curvature_of_a_sample_is_scaled_to_the_retain_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear model, S from 30 of 60 rows that stand for 600."""
     monkeypatch.setattr(influence, "SAMPLE_ROWS", 30)

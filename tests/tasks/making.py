@@ -166,26 +166,16 @@ def _save(folder: Path, model_class: Any, config: Any, seed: int, tokenizer: Any
     return folder
 
 
-#: Where sentence-transformers' classes lie, up to version 4 and since.
-OLD = {"Transformer": "models", "Pooling": "models", "Normalize": "models"}
-NEW = {
-    "Transformer": "base.modules.transformer",
-    "Pooling": "sentence_transformer.modules.pooling",
-    "Normalize": "base.modules.normalize",
-}
-
-
 def write_sentence_model(
     folder: Path,
     seed: int = 0,
     *,
     pooling: str | list[str] = "mean",
-    new: bool = True,
     first: str = "",
     kind: str = "bert",
     like: Path | None = None,
 ) -> Path:
-    """As sentence-transformers saves it, in the layout of its versions up to 4 or of later ones."""
+    """As sentence-transformers saves it."""
     place = folder / first
     place.mkdir(parents=True)
     torch.manual_seed(seed if like is None else 0)
@@ -203,18 +193,9 @@ def write_sentence_model(
         randomise(model.parameters(), seed, 0.05)
     model.save_pretrained(place)
     modules = [(first, "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
-    types = NEW if new else OLD
-    entries = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{types[kind]}.{kind}"}
-        for i, (path, kind) in enumerate(modules)
-    ]
+    entries = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in modules]
     (folder / "modules.json").write_text(json.dumps(entries))
     (folder / "1_Pooling").mkdir()
-    flags = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens", "lasttoken": "lasttoken"}
-    stated: dict[str, Any] = {"embedding_dimension": 16, "pooling_mode": pooling}
-    if not new:
-        stated = {f"pooling_mode_{flag}": mode == pooling for mode, flag in flags.items()}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(stated))
-    (folder / "config_sentence_transformers.json").write_text('{"similarity_fn_name": "cosine"}')
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pooling}))
     (place / "sentence_bert_config.json").write_text('{"max_seq_length": 16, "do_lower_case": false}')
     return folder

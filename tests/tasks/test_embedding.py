@@ -69,7 +69,7 @@ def triplets(count: int = 7, negatives: int = 2) -> list[dict[str, Any]]:
 DATA = {"scores": pairs(), "negative": triplets(negatives=1), "negatives": triplets()}
 FOLDERS: dict[str, dict[str, Any]] = {
     "mean": {},
-    "older layout": {"new": False, "first": "0_Transformer"},
+    "transformer in a folder": {"first": "0_Transformer"},
     "cls": {"pooling": "cls"},
     "max": {"pooling": "max"},
     "two": {"pooling": ["cls", "mean"]},
@@ -100,26 +100,6 @@ def test_curvature_is_the_sum_over_examples_of_squared_gradients(kind: str, data
         assert set(found) <= set(opened.tensors)
 
 
-def test_exact_curvature_takes_the_expectation_over_candidates(tmp_path: Path) -> None:
-    folder = write_sentence_model(tmp_path / "model")
-    rows = DATA["negatives"][:3]
-    source = write_jsonl(tmp_path / "data.jsonl", rows)
-    gm.estimate_curvature(
-        folder, source, out=tmp_path / "c", likelihood="exact", dtype="float64", device="cpu", progress=False
-    )
-    found = gm.Curvature.load(tmp_path / "c")
-    slow = Slow(folder)
-    name = "encoder.layer.1.output.dense.weight"
-    weight = slow.model.get_parameter(name)
-    want = torch.zeros_like(weight)
-    for row in rows:
-        for place in range(3):
-            logits = slow.cosines(row) * 20
-            [gradient] = torch.autograd.grad(-logits.log_softmax(0)[place], [weight])
-            want += logits.softmax(0)[place].detach() * gradient.square()
-    torch.testing.assert_close(found[name].double(), want, rtol=1e-5, atol=1e-9)
-
-
 def test_scored_pairs_are_evaluated_by_the_correlation_of_ranks(tmp_path: Path) -> None:
     folder = write_sentence_model(tmp_path / "model")
     rows = [row | {"score": round(row["score"], 1)} for row in pairs(12)]  # with ties
@@ -143,21 +123,14 @@ def test_candidates_are_evaluated_by_the_place_of_the_positive(tmp_path: Path) -
     assert found["loss_per_example"] == pytest.approx(sum(losses) / 12, rel=1e-6)
 
 
-def test_merge_preview_and_diagnosis_go_end_to_end(tmp_path: Path) -> None:
+def test_a_preview_runs_merges_of_embedding_models(tmp_path: Path) -> None:
     base = write_sentence_model(tmp_path / "base")
-    tuned = [write_sentence_model(tmp_path / name, seed, like=base) for seed, name in enumerate("ab", 1)]
-    data = {name: write_jsonl(tmp_path / f"{name}.jsonl", pairs(8, seed)) for seed, name in enumerate("ab")}
-    for name, folder in zip(("a", "a", "b"), (base, *tuned), strict=True):
-        gm.estimate_curvature(folder, data[name], out=folder / "curvature", progress=False)
-    recipe = {"method": "gradient-matching", "base": str(base), "models": [str(folder) for folder in tuned]}
-    gm.merge(recipe, tmp_path / "out")
-    assert math.isfinite(gm.evaluate(tmp_path / "out", data["a"], progress=False)["spearman_r"])
-    paths = {name: str(path) for name, path in data.items()}
-    found = gm.preview(recipe, data=paths, weights="0:1:1", progress=False)
-    both = next(row for row in found.rows if set(row.setting.weights) == {1.0})
-    alone = gm.evaluate(tmp_path / "out", data["b"], progress=False)
-    assert both.values["b"] == pytest.approx(alone["spearman_r"], abs=1e-6)
-    assert gm.diagnose(recipe, data=paths, progress=False).verdict
+    tuned = write_sentence_model(tmp_path / "a", 1, like=base)
+    data = write_jsonl(tmp_path / "a.jsonl", pairs(8))
+    recipe = {"method": "task-arithmetic", "base": str(base), "models": [str(tuned)]}
+    found = gm.preview(recipe, data={"a": str(data)}, weights="1", progress=False)
+    alone = gm.evaluate(tuned, data, progress=False)
+    assert found.rows[0].values["a"] == pytest.approx(alone["spearman_r"], abs=1e-6)
 
 
 def test_the_prompt_that_a_folder_names_is_put_before_every_text(tmp_path: Path) -> None:

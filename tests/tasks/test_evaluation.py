@@ -68,7 +68,6 @@ def multi_label_checkpoint(folder: Path) -> Path:
 #: Case → the loss, the model, and rows.
 CASES: dict[str, tuple[str, Callable[[Path], Path], list[dict[str, Any]]]] = {
     "two classes": ("classes", tiny_bert_checkpoint, labelled(13)),
-    "four classes": ("classes", lambda folder: tiny_bert_checkpoint(folder, labels=4), labelled(13, 4)),
     "decoder": ("classes", decoder_that_classifies, labelled(7, 3)),
     "pairs": (
         "classes",
@@ -87,7 +86,6 @@ CASES: dict[str, tuple[str, Callable[[Path], Path], list[dict[str, Any]]]] = {
         [{"sentence": t, "score": n / 3} for n, t in enumerate(sentences(9))],
     ),
     "gpt2": ("next-token", tiny_gpt2_checkpoint, [{"text": t} for t in sentences(8)]),
-    "llama": ("next-token", tiny_llama_checkpoint, [{"text": t} for t in sentences(8)]),
     "completions": ("next-token", tiny_gpt2_checkpoint, [{"instruction": a, "output": b} for a, b in PAIRS]),
     "conversations": ("next-token", chat_checkpoint, [{"messages": TALK}, {"messages": TALK * 2}]),
     "seq2seq": ("tokens", tiny_t5_checkpoint, [{"source": [a, b], "target": b} for a, b in PAIRS]),
@@ -173,15 +171,6 @@ def test_what_the_assistant_says_counts(tmp_path: Path, marked: bool) -> None:
     assert labels[-3:] == answer
     assert labels == [MASKED] * 5 + answer if marked else MASKED not in labels
     assert bool(loaded.notes) is not marked
-
-
-def test_several_columns_are_joined(tmp_path: Path) -> None:
-    rows = [{"knowledge": a, "history": [b, a], "response": b} for a, b in PAIRS]
-    columns = {"source": "knowledge+history", "target": "response"}
-    data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    loaded = load_task(tiny_t5_checkpoint(tmp_path / "model"), data, columns=columns, **EXACT)
-    (a, b), *_ = PAIRS
-    assert next(loaded.batches(1))["input_ids"].tolist() == [[*token_ids(f"{a} {b} {a}"), 1]]
 
 
 def test_batches_can_start_at_any_row(tmp_path: Path) -> None:

@@ -19,11 +19,6 @@ from .making import tiny_bert_checkpoint
 CPU = torch.device("cpu")
 
 
-def arguments(given: dict[str, Any], *, quantized: bool = False, bytes_per_parameter: int = 0) -> dict[str, Any]:
-    args = ModelArgs.parse(given)
-    return args.from_pretrained(object(), "bfloat16", CPU, quantized=quantized, bytes_per_parameter=bytes_per_parameter)
-
-
 def test_the_command_line_gives_texts_and_booleans() -> None:
     text = "load_in_4bit=True,gradient_checkpointing=false, tokenizer = org/name"
     assert parse_model_args(text) == {
@@ -52,32 +47,6 @@ def test_the_command_line_gives_texts_and_booleans() -> None:
 def test_other_keys_and_wrong_values_are_refused_by_their_key(key: str, value: object) -> None:
     with pytest.raises(InputError, match=key):
         ModelArgs.parse({key: value})
-
-
-def test_4_bits_and_8_bits_exclude_each_other() -> None:
-    with pytest.raises(InputError):
-        ModelArgs.parse({"load_in_4bit": True, "load_in_8bit": True})
-    assert ModelArgs.parse({"load_in_4bit": True, "load_in_8bit": False}).bits == 4
-
-
-def test_from_pretrained_gets_only_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import accelerate.utils
-
-    assert arguments({}) == arguments({"tokenizer": "x", "gradient_checkpointing": True, "load_in_4bit": False}) == {}
-    assert arguments({"attn_implementation": "eager"}) == {"attn_implementation": "eager"}
-    monkeypatch.setattr(accelerate.utils, "get_max_memory", lambda: {0: 900, "cpu": 300})
-    given = arguments({"device_map": "auto"}, bytes_per_parameter=4)  # room for 4 bytes beside each bfloat16
-    assert given == {"device_map": "auto", "max_memory": {0: 300, "cpu": 100}}
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantization_becomes_a_config_of_bitsandbytes(bits: int) -> None:
-    given = arguments({f"load_in_{bits}bit": True}, quantized=True)
-    config = given.pop("quantization_config")
-    assert given == {"device_map": {"": CPU}}
-    assert (config.load_in_4bit, config.load_in_8bit) == (bits == 4, bits == 8)
-    if bits == 4:
-        assert config.bnb_4bit_quant_type == "nf4" and config.bnb_4bit_compute_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("key", ["device_map", "load_in_4bit", "gradient_checkpointing"])

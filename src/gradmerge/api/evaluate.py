@@ -59,16 +59,7 @@ def evaluate(
     0.412
     """
     metrics, _ = evaluate_task(
-        model,
-        source,
-        head=head,
-        generation=generation,
-        lm_eval=lm_eval,
-        lm_eval_tasks=lm_eval_tasks,
-        card=card,
-        progress=progress,
-        processes=processes,
-        **loading,
+        model, source, head, generation, lm_eval, lm_eval_tasks, card, progress, processes, **loading
     )
     return metrics
 
@@ -76,7 +67,6 @@ def evaluate(
 def evaluate_task(
     model: str | Path,
     source: str | Path | None,
-    *,
     head: str | Path | None,
     generation: Generation | None,
     lm_eval: Sequence[str] | str | None,

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from ..curvature.batches import moved
 from ..curvature.losses import labels_of, logits_of
 from .generation import generate, prompts
+from .lm_eval import MODEL_TASKS
 from .loading import LoadedTask
-
-#: The label and the predictions of a row of the task `embedding` with candidates.
-NEAREST = "candidate {} is nearest"
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,10 @@ def display_rows(loaded: LoadedTask, rows: Sequence[int]) -> list[DisplayRow]:
 
 def _display_row(loaded: LoadedTask, row: int) -> DisplayRow:
     data: Any = loaded.data
-    if _generates(loaded):
+    if loaded.task in MODEL_TASKS:
         prompt = data.prompt(row)
         return DisplayRow(prompt.text, None, prompt.reference or "")
-    label = NEAREST.format(1) if loaded.loss.name == "ranking" else _label(loaded, data.batch([row])["labels"][0])
+    label = _text_of(loaded, data.batch([row])["labels"][0])
     if loaded.task == "image":
         return DisplayRow(None, data.image(row), label)
     roles = [role for role in ("text", "text2", "anchor", "positive", "negative") if role in loaded.columns]
@@ -58,9 +56,12 @@ def _display_row(loaded: LoadedTask, row: int) -> DisplayRow:
     return DisplayRow("\n— ".join(texts), None, label)
 
 
-def _label(loaded: LoadedTask, label: Tensor) -> str:
+def _text_of(loaded: LoadedTask, label: Tensor) -> str:
+    """Return a label, or a prediction in the form of one, as people read it."""
     if loaded.loss.name == "classes":
         return class_label(loaded.model, int(label))
+    if loaded.loss.name == "ranking":
+        return f"candidate {int(label) + 1} is nearest"
     if loaded.loss.name == "labels":
         return ", ".join(class_label(loaded.model, int(n)) for n in (label > 0.5).nonzero().flatten()) or "none"
     return ", ".join(f"{float(value):.3g}" for value in label.reshape(-1))
@@ -72,10 +73,6 @@ def class_label(model: Any, number: int) -> str:
     return str(names.get(number, names.get(str(number), number))).removeprefix("LABEL_")
 
 
-def _generates(loaded: LoadedTask) -> bool:
-    return loaded.task in ("causal-lm", "seq2seq")
-
-
 def has_right_and_wrong(loaded: LoadedTask) -> bool:
     """Whether every prediction is right or wrong."""
     return loaded.loss.name in ("classes", "labels", "ranking")
@@ -84,7 +81,7 @@ def has_right_and_wrong(loaded: LoadedTask) -> bool:
 @torch.no_grad()
 def predict(loaded: LoadedTask, model: nn.Module, rows: Sequence[int]) -> list[Prediction]:
     """Predict some rows of the data. A language model generates text, which must equal the reference."""
-    if _generates(loaded):
+    if loaded.task in MODEL_TASKS:
         references = [prompt.reference for prompt in prompts(loaded, rows)]
         return [
             Prediction(text, None, None if reference is None else text.strip() == reference.strip())
@@ -99,14 +96,11 @@ def predict(loaded: LoadedTask, model: nn.Module, rows: Sequence[int]) -> list[P
 
 
 def _prediction(loaded: LoadedTask, logits: Tensor, label: Tensor) -> Prediction:
-    best = int(logits.argmax())
-    if loaded.loss.name == "classes":
-        return Prediction(class_label(loaded.model, best), float(logits.softmax(-1)[best]), best == int(label))
+    if loaded.loss.name in ("classes", "ranking"):
+        best = logits.argmax()
+        return Prediction(_text_of(loaded, best), float(logits.softmax(-1)[best]), bool(best == label))
     if loaded.loss.name == "labels":
-        positive = logits > 0
-        probability = float(torch.where(positive, logits.sigmoid(), 1 - logits.sigmoid()).prod())
-        return Prediction(_label(loaded, positive.double()), probability, bool((positive == (label > 0.5)).all()))
-    if loaded.loss.name == "ranking":
-        right = int((logits >= logits[int(label)]).sum()) == 1
-        return Prediction(NEAREST.format(best + 1), float(logits.softmax(-1)[best]), right)
-    return Prediction(_label(loaded, logits))
+        chosen = (logits > 0).double()
+        probability = float((chosen * logits.sigmoid() + (1 - chosen) * (1 - logits.sigmoid())).prod())
+        return Prediction(_text_of(loaded, chosen), probability, bool((chosen == label).all()))
+    return Prediction(_text_of(loaded, logits))
