@@ -168,13 +168,13 @@ def test_set_changes_the_recipe_and_options_of_all_methods_that_know_them() -> N
     recipe = two_tasks(method="gradient-matching")
     changed, others = with_changes(recipe, ["damping=1e-3", "density=0.4", "models.0.weight=0.2"], ["ties", "average"])
     assert (changed.damping, changed.weights, changed.options) == (1e-3, [0.2, 1.0], {})
-    assert others == {"ties": (("options.density", 0.4),)}
+    assert [(one.keys, one.values, one.methods) for one in others] == [(("options.density",), (0.4,), ("ties",))]
     ties, others = with_changes(two_tasks(method="ties"), {"density": 0.4}, ["dare"])
-    assert ties.options == {"density": 0.4} and others == {"dare": (("options.density", 0.4),)}
+    assert ties.options == {"density": 0.4} and [one.methods for one in others] == [("dare",)]
     for text in ("densty=1", "damping=-1"):
         with pytest.raises(gm.InputError):
             with_changes(recipe, [text], ["ties"])
-    assert with_changes(recipe, None, None) == (recipe, {})
+    assert with_changes(recipe, None, None) == (recipe, [])
 
 
 CHANGES = {

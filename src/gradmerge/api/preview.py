@@ -9,6 +9,7 @@ import contextlib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -114,7 +115,7 @@ def preview(
     else:
         default = None if sweep else DEFAULT_WEIGHTS
         ranges = parse_weights(weights, recipe, chosen, default)
-        grid = Grid(recipe, chosen, ranges, parse_sweeps(sweep, chosen), fixed)
+        grid = Grid(recipe, chosen, ranges, [*fixed, *parse_sweeps(sweep, chosen)])
         grid.settings()
     grid.check()
     if generation is not None and not data:
@@ -129,7 +130,7 @@ def preview(
                 )
             else:
                 evaluator = Predictor(ready, chosen, threads=threads, **allowed)
-            grid = Grid(ready, grid.methods, grid.weights, grid.sweeps, grid.fixed)
+            grid = replace(grid, recipe=ready)
             with contextlib.closing(evaluator):
                 run = search if suggest else compare
                 found = run(grid, evaluator, progress=bar)

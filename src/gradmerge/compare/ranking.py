@@ -285,7 +285,7 @@ class Preview(Displayed):
 def compare(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
     """Evaluate all settings of a grid, and the recipe's own merge, and rank them; see :func:`set_scores`."""
     settings = grid.settings()
-    own = own_setting(grid.recipe, [setting.method for setting in settings], grid.fixed)
+    own = own_setting(grid)
     reference = next((setting for setting in settings if same_merge(grid.recipe, setting, own)), own)
     asked = settings if reference in settings else [*settings, reference]
     progress.begin("previewing", len(asked))

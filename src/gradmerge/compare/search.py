@@ -8,7 +8,7 @@ evaluated together; without data that is one pass over the files.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from .evaluate import Evaluator
 from .ranking import Outcome, Preview, largest_cost, make_preview, set_scores_by_costs
 from .settings import (
     SEARCHED_WEIGHTS,
-    Changes,
+    Dimension,
     Grid,
     Setting,
     Weights,
@@ -44,13 +44,16 @@ GUESSES = 4
 
 
 def search_grid(
-    weights: Weights | None, recipe: Recipe, methods: Sequence[str], fixed: Mapping[str, Changes] | None = None
+    weights: Weights | None, recipe: Recipe, methods: Sequence[str], fixed: Sequence[Dimension] = ()
 ) -> Grid:
-    """The ranges to search: those given, and 0 to 1.5 for other tasks. Each task has its own weight."""
+    """The ranges to search: those given, and 0 to 1.5 for other tasks. Each task has its own weight.
+
+    ``fixed`` are other keys, with one value each.
+    """
     given = {key: one for one in parse_weights(weights, recipe, methods, SEARCHED_WEIGHTS) for key in one.keys}
     anywhere = replace(parse_range(SEARCHED_WEIGHTS), methods=tuple(filter(takes_weights, methods)))
     keys = [f"models.{i}.weight" for i in range(len(recipe.models))]
-    return Grid(recipe, methods, [replace(given.get(key, anywhere), keys=(key,)) for key in keys], fixed=fixed or {})
+    return Grid(recipe, methods, [replace(given.get(key, anywhere), keys=(key,)) for key in keys], fixed)
 
 
 def search(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
@@ -65,7 +68,7 @@ def search(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
             "the recipe has no base; without it, the share of fine-tuning's gain that is lost is not known"
         )
     searches = [_WeightSearch(method, grid) for method in grid.methods]
-    reference = own_setting(grid.recipe, grid.methods, grid.fixed)
+    reference = own_setting(grid)
     expected = 1 + len(searches) * (SAMPLES + DIAGONAL + len(RADII) * (SAMPLES // 2 + GUESSES))
     progress.begin("searching", expected)
     first = [setting for one in searches for setting in one.first()]
@@ -143,7 +146,8 @@ class _WeightSearch:
                 min(max(round(value, 3 if one.high - one.low >= 0.1 else 6) + 0.0, one.low), one.high)
                 for one, value in zip(self._grid.weights, values, strict=True)
             )
-            setting = self._grid.setting(self.method, list(rounded) if takes_weights(self.method) else [])
+            fixed = [one.values[0] for one in self._grid.sweeps if self.method in one.methods]
+            setting = self._grid.setting(self.method, [*fixed, *(rounded if takes_weights(self.method) else ())])
             if setting not in self._asked:
                 self._asked.add(setting)
                 found.append(setting)

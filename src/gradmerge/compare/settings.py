@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,6 @@ class Grid:
     weights: Sequence[Dimension] = ()
     sweeps: Sequence[Dimension] = ()
     """Dimensions of other keys than weights."""
-    fixed: Mapping[str, Changes] = field(default_factory=dict)
-    """Method → changes that all its settings have."""
 
     def settings(self) -> list[Setting]:
         """All settings, each once; raises InputError if a range has no step or the settings are too many."""
@@ -156,7 +154,7 @@ class Grid:
 
     def setting(self, method: str, values: Sequence[Any]) -> Setting:
         """The setting of a method with one value for each of its dimensions."""
-        overrides = dict(self.fixed.get(method, ()))
+        overrides: dict[str, Any] = {}
         for one, value in zip(self._dimensions(method), values, strict=True):
             overrides |= dict.fromkeys(one.keys, value)
         return make_setting(self.recipe, method, overrides)
@@ -164,11 +162,11 @@ class Grid:
     def check(self) -> None:
         """Raise InputError before any work if a method does not accept a value."""
         for method in self.methods:
-            recipe_with(self.recipe, make_setting(self.recipe, method, dict(self.fixed.get(method, ()))))
+            recipe_with(self.recipe, make_setting(self.recipe, method, {}))
             for one in self.sweeps:
                 for value in one.values if method in one.methods else ():
                     try:
-                        own = Grid(self.recipe, [method], sweeps=[one], fixed=self.fixed)
+                        own = Grid(self.recipe, [method], sweeps=[one])
                         recipe_with(self.recipe, own.setting(method, [value]))
                     except InputError as error:
                         raise InputError(f"{one.parameter}{in_words(value)}: {error}") from None
@@ -227,10 +225,14 @@ def recipe_with(recipe: Recipe, setting: Setting) -> Recipe:
     return make_recipe(raw, folder=recipe.folder, where=str(recipe.file or "recipe")).with_origin(recipe)
 
 
-def own_setting(recipe: Recipe, methods: Sequence[str], fixed: Mapping[str, Changes] | None = None) -> Setting:
+def own_setting(grid: Grid) -> Setting:
     """The recipe's own merge; if its method is not compared, the first method that is, at the recipe's weights."""
-    method = recipe.method if recipe.method in methods else methods[0]
-    return make_setting(recipe, method, dict((fixed or {}).get(method, ())))
+    if grid.recipe.method in grid.methods:
+        return make_setting(grid.recipe, grid.recipe.method, {})
+    fixed = {
+        one.keys[0]: one.values[0] for one in grid.sweeps if len(one.values) == 1 and grid.methods[0] in one.methods
+    }
+    return make_setting(grid.recipe, grid.methods[0], fixed)
 
 
 def same_merge(recipe: Recipe, one: Setting, other: Setting) -> bool:
@@ -454,13 +456,15 @@ def _values(text: Any, where: str) -> list[Any]:
 
 def with_changes(
     recipe: Recipe, given: Overrides | None, methods: Sequence[str] | None
-) -> tuple[Recipe, dict[str, Changes]]:
-    """The recipe with keys set as `merge --set` does, and what that changes for other methods: options they know.
+) -> tuple[Recipe, list[Dimension]]:
+    """The recipe with keys set as `merge --set` does, and sweeps of one value for options that other methods know.
 
     A method other than the recipe's takes no options from it, but options that are set here apply to all methods.
     """
     pairs = given.items() if isinstance(given, Mapping) else [split_setting(text) for text in given or ()]
-    others: dict[str, Changes] = {}
+    if not pairs:
+        return recipe, []
+    sweeps: list[Dimension] = []
     raw = recipe.model_dump(mode="json", exclude_unset=True)
     own = str(raw.get("method"))
     tried = [method for method in dict.fromkeys([own, *(methods or ())]) if method in METHODS]
@@ -470,13 +474,10 @@ def with_changes(
         key = full_key(name, [METHODS[method] for method in tried], where)
         if "options" in key.split("."):
             known_key(key, tried, where)
-            for method in tried:
-                if method != own and key_matters(key, method):
-                    others[method] = (*others.get(method, ()), *as_changes(key, value))
+            others = tuple(method for method in tried if method != own and key_matters(key, method))
+            sweeps.append(Dimension((key,), (value,), methods=others, parameter=f"set {name}="))
             if not key_matters(key, own):
                 continue
         put(raw, key, value, where)
-    if not pairs:
-        return recipe, {}
     where = f"{recipe.file or 'recipe'} with changes"
-    return make_recipe(raw, folder=recipe.folder, where=where).with_origin(recipe), others
+    return make_recipe(raw, folder=recipe.folder, where=where).with_origin(recipe), sweeps

@@ -149,7 +149,7 @@ def removal_page(result: RemovalResult, base: str, sources: Mapping[str, str], c
     title = "Loss on the retain set against loss on the forget set"
     sections = [
         Section(title, _REMOVAL_CURVE, [_removal_curve(title, result)]),
-        Section("Steps", _REMOVAL_STEP, (), [_removal_losses(result), _removal_steps(result)]),
+        Section("Losses", _REMOVAL_STEP, (), [_removal_losses(result)]),
     ]
     facts = {"model": base, **sources}
     return _page(f"Removal from {base}", counts, removal_verdict(result), sections, result.notes, facts, commands)
@@ -206,13 +206,3 @@ def _removal_losses(result: RemovalResult) -> Table:
     rows: list[list[Value]] = [list(row) for row in result.losses()]
     note = "± is a standard error. That of the increase compares the same rows."
     return Table("Mean loss of an example", "losses", ["rows", "before", "after", "increase"], rows, note)
-
-
-def _removal_steps(result: RemovalResult) -> Table:
-    columns = ["step", "s", "λ", "lengths tried", "retain set after", "forget set after"]
-    rows: list[list[Value]] = []
-    for number, step in enumerate(result.steps, 1):
-        taken = next((trial for trial in step.trials if trial.s == step.s), None)
-        losses = (taken.retain, taken.forget) if taken is not None else (None, None)
-        rows.append([number, step.s, step.damping, len(step.trials), *losses])
-    return Table("Steps", "steps", columns, rows)
