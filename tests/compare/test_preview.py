@@ -99,23 +99,3 @@ def test_measured_settings_are_those_of_a_merge_on_disk(
         want = gm.evaluate(str(texts / name), data["b"], device="cpu")
         assert found.alone[name]["b"]["loss_per_example"] == pytest.approx(want["loss_per_example"], abs=1e-6)
     assert found.criterion.name == "average accuracy" and found.criterion.higher
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> ThreeModels:
-    return ThreeModels(tmp_path_factory.mktemp("sweeps"))
-
-
-def test_predictions_of_a_swept_damping_are_a_loop_over_the_formula(place: ThreeModels) -> None:
-    found = gm.preview(place.recipe, sweep=["damping=0.01,0.5,4"], progress=False)
-    assert found.axis.key == "damping" and [found.axis.position(row.setting) for row in found.rows] == [0.01, 0.5, 4]
-    assert found.reference is found.rows[0], "the recipe's own damping is one of them"
-    for row in found.rows:
-        damping = dict(row.setting.changes)["damping"]
-        for tensor in place.curvature[0].values():  # the prior of the slow formula has 0.01 added
-            tensor += damping - 0.01
-        merged = place.merged("gradient-matching", (1.0, 0.5))
-        for tensor in place.curvature[0].values():
-            tensor -= damping - 0.01
-        want = place.predicted(merged)
-        assert [row.values[task] for task in found.tasks] == pytest.approx(want, rel=1e-6, abs=1e-12)
