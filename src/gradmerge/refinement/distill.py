@@ -28,10 +28,11 @@ RATE_TIMES_WIDTH = 0.06
 #: The default number of steps is one of these times the square root of the rows per task. A row of a language model has
 #: many answers to match, so that fewer steps are enough.
 STEPS_PER_ROOT, STEPS_PER_ROOT_OF_TOKENS = 18, 6
-#: If the first evaluation shows that the default learning rate is too high, training starts again with less.
-RESTART_FACTOR, MAX_RESTARTS = 0.25, 2
 WARMUP_SHARE = 0.1
 EVALUATIONS = 5
+#: If no step is better by this evaluation, the default learning rate is too high: training starts again with less. The
+#: evaluation before it comes soon after the warm-up, where the loss is often high for a while.
+LAST_CHANCE, RESTART_FACTOR, MAX_RESTARTS = 2, 0.25, 2
 MAX_NORM = 1.0
 #: On a GPU, batches of several tasks share a pass that takes at most this share of the free memory.
 PASS_SHARE = 0.4
@@ -156,8 +157,8 @@ def _train(
 ) -> bool:
     """Train, and keep the weights that are best on held-out rows.
 
-    Returns False, with the weights as before, if ``may_stop`` is set and the loss is infinite, or higher at the first
-    evaluation.
+    Returns False, with the weights as before, if ``may_stop`` is set and the loss is infinite, or not lower by the
+    second evaluation.
     """
     steps, lowest = done.steps, done.mean_losses[0]
     optimizer = torch.optim.AdamW(
@@ -189,7 +190,7 @@ def _train(
             if value < lowest:
                 lowest, done.best_step = value, step
                 best = _copied(trained)
-            elif may_stop and step == every:
+            elif may_stop and not done.best_step and step == LAST_CHANCE * every:
                 _restore(trained, best)
                 return False
     _restore(trained, best)
