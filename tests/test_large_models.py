@@ -93,9 +93,7 @@ def test_sums_in_cpu_memory_have_the_same_bits(name: str, monkeypatch: pytest.Mo
 # Layers over devices, CPU and disk.
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("tied", "diagonal"), ("gpt2", "kronecker"), ("bert", "diagonal"), ("bert", "gram")]
-)
+@pytest.mark.parametrize(("name", "kind"), [("tied", "diagonal"), ("gpt2", "kronecker"), ("bert", "gram")])
 def test_weights_on_disk_give_the_same_bytes(name: str, kind: str, place: Path, tmp_path: Path) -> None:
     want = estimated(place, name, tmp_path / "plain", kind=kind)
     got = estimated(place, name, tmp_path / "disk", kind=kind, model_args={"device_map": {"": "disk"}})

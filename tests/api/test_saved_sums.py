@@ -105,7 +105,3 @@ def test_a_kill_between_two_file_operations_counts_no_row_twice(
         saved.add(resumed(inputs, out, kind=kind))
         assert_right(wanted, out, kind)
     assert saved == {0, 2, 4}
-
-
-FEWER, MORE, TWICE = "[[0, 1]]", "[[0, 3]]", "[[0, 1], [0, 1]]"
-OUTSIDE, BACKWARDS, NO_ROWS = "[[3, 5]]", "[[2, 0], [0, 4]]", "rows"

@@ -62,11 +62,6 @@ class NoBatch(Body):
         return x * self.layer(self.places)
 
 
-class TokensFirst(Body):
-    def inner(self, x: Tensor) -> Tensor:
-        return self.layer(x.transpose(0, 1)).transpose(0, 1)
-
-
 class Folded(Body):
     def inner(self, x: Tensor) -> Tensor:
         return self.layer(x.reshape(-1, WIDTH)).view_as(x)
@@ -184,7 +179,6 @@ class Rare(Body):
 UNKNOWN: dict[type[Body], set[str] | None] = {
     Outside: {"layer.weight", "layer.bias"},
     NoBatch: {"layer.weight", "layer.bias"},
-    TokensFirst: {"layer.weight", "layer.bias"},
     Folded: set(),
     Shared: set(),
     Twice: set(),
@@ -217,15 +211,6 @@ def test_an_unknown_use_of_a_parameter_is_exact_and_named(
     assert_same(got, slow.empirical(model, examples, "classes"), EXACT)
     named = {line.strip() for record in caplog.records for line in record.getMessage().split("\n")[1:]}
     assert UNKNOWN[kind] in (None, named)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_rows_that_are_chosen_by_the_data_never_pass_for_examples(seed: int) -> None:
-    """Two examples may give an expert equally many rows, and a batch a multiple of its size, by chance."""
-    model, examples = Experts(seed), tokens_of(seed)
-    for sizes in ((6,), (2, 4)):
-        got = estimate_curvature(model, batches_of(examples, sizes))
-        assert_same(got, slow.empirical(model, examples, "classes"), EXACT)
 
 
 # Memory that runs out.

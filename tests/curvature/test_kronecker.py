@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature import kfac as factors
 from gradmerge.curvature.curvature import Curvature
 from gradmerge.curvature.estimate import estimate_curvature
 
@@ -150,16 +149,6 @@ def test_of_a_model_with_adapters_the_factors_are_those_of_the_adapters_alone(na
     assert not got.diagonal
     assert all("lora_" in key for key in got.layers)
     assert_factors(got, loop(model, examples, "classes"), EXACT)
-
-
-def test_an_input_that_several_layers_have_is_multiplied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries, keys and values of two layers, and four other layers in each; pooler and classifier."""
-    model, examples = made("bert")
-    counts: list[int] = []
-    add = factors._add_inputs
-    monkeypatch.setattr(factors, "_add_inputs", lambda total, x: (counts.append(len(x)), add(total, x)))
-    estimated(model, batches_of(examples, (3, 2)))
-    assert len(counts) == 2 * (2 * (1 + 3) + 2)
 
 
 class Mixed(nn.Module):

@@ -45,35 +45,16 @@ def test_every_output_is_the_slow_loop(output: str, likelihood: str) -> None:
         slow.assert_same(estimate_curvature(model, batches, likelihood, output=output), want, 1e-12)
 
 
-def variance_of_squares(model: nn.Linear, x: Tensor, output: str) -> Tensor:
-    """Σ_i Var_y [g_i²] of the weight's entries, over the model's own answers."""
-    total = torch.zeros(OUTS, INPUTS, dtype=torch.float64)
-    for one in x:
-        if output == "squared":  # g = 2 ε x with ε of variance ½, and Var ε² = ½
-            total += 8 * one**4
-            continue
-        logits = slow.logits_of(model, {"0": one})
-        answers = slow.every_label(logits, output)
-        squares = [
-            (p, slow.gradients(model, slow.loss_of(logits, y, output))["weight"].detach() ** 2) for p, y in answers
-        ]
-        mean = torch.stack([p * s for p, s in squares]).sum(0)
-        total += torch.stack([p * (s - mean) ** 2 for p, s in squares]).sum(0)
-    return total
-
-
-@pytest.mark.parametrize("output", LABELS)
-def test_the_mean_of_many_draws_is_exact_within_its_error(output: str) -> None:
-    """Each of six examples stands in the data 4000 times, and every copy draws for itself."""
-    model, x = regression()
-    copies = 4000
-    many, labels = x.repeat(copies, 1), LABELS[output].repeat(copies, *[1] * (LABELS[output].dim() - 1))
-    got = estimate_curvature(model, [(many, labels)], "sampled", output=output, seed=1)["weight"] / copies
-    want = estimate_curvature(model, [(x, LABELS[output])], "exact", output=output)["weight"]
-    error = (variance_of_squares(model, x, output) / copies).sqrt()
-    assert bool(((got - want).abs() <= 5 * error).all())
-    assert bool((got != want).all())
-    assert bool((error < 0.05 * want).all()), "an error so large would show nothing"
+@pytest.mark.parametrize("output", ["classes", "labels"])
+def test_draws_have_the_models_probabilities(output: str) -> None:
+    copies, logits = 20_000, torch.tensor([0.5, -1.0, 0.0])
+    generator = torch.Generator().manual_seed(0)
+    uniform = lambda row, count: torch.rand(count, generator=generator, dtype=torch.float64)  # noqa: E731
+    labels = torch.zeros(copies, OUTS).long() if output == "labels" else torch.zeros(copies).long()
+    drawn = LOSSES[output].draw(logits.expand(copies, OUTS), labels, uniform)
+    found = drawn.double().mean(0) if output == "labels" else drawn.bincount(minlength=OUTS).double() / copies
+    want = logits.double().sigmoid() if output == "labels" else logits.double().softmax(0)
+    assert bool(((found - want).abs() < 5 * (want * (1 - want) / copies).sqrt()).all())
 
 
 def given(*numbers: float) -> Any:

@@ -66,11 +66,6 @@ def running_mean(gradients: list[dict[str, Tensor]], beta: float) -> dict[str, T
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "parameters": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3),
     "named parameters, backwards": lambda m: torch.optim.AdamW(list(m.named_parameters())[::-1], lr=1e-3),
-    "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True),
-    "amsgrad": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, amsgrad=True),
-    "groups with names": lambda m: torch.optim.AdamW(
-        [{"params": [pair]} for pair in reversed(list(m.named_parameters()))], lr=1e-3
-    ),
 }
 
 
