@@ -85,18 +85,6 @@ def test_wrapped_models() -> None:
         assert_same(stored(gm.PriorAdamW(wrapped, prior=curvature), "priors"), curvature.mean())
 
 
-def test_layers_that_are_unfrozen_later_find_their_curvature_in_the_folder(tmp_path: Path) -> None:
-    model = make("vit")
-    curvature = curvature_of(model)
-    curvature.save(tmp_path / "c")
-    model.vit.requires_grad_(False)
-    optimizer = gm.PriorAdamW(model, prior=tmp_path / "c")
-    late = [(n, p.requires_grad_(True)) for n, p in model.named_parameters() if n.startswith("vit.")]
-    optimizer.add_param_group({"params": late})
-    prior = optimizer.state_dict()["state"]["priors"][1][0]
-    torch.testing.assert_close(prior, curvature.mean()[late[0][0]], rtol=1e-6, atol=0)
-
-
 def test_a_new_head_is_an_error_or_has_no_penalty() -> None:
     model = make("plain")
     prior = {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,6 @@ class PriorAdamW(torch.optim.AdamW):
         >>> optimizer.step()
     """
 
-    _sources: _Sources | None = None
     _model: nn.Module | None = None
 
     def __init__(
@@ -119,10 +118,9 @@ class PriorAdamW(torch.optim.AdamW):
             params = trainable(model)
             if not params:
                 raise InputError(f"{type(model).__name__}: no parameter requires a gradient")
-        # torch's constructor calls `add_param_group`, which needs these.
         self._model = model
         self._step_counts: dict[Tensor, int] = {}  # because Adam's own may be on a GPU
-        self._sources = _Sources(prior, anchor, reduction, float(damping), missing == "zero")
+        # torch's constructor calls `add_param_group`, which needs these.
         self._group_options = {
             "strength": strength,
             "coupling": coupling,
@@ -141,8 +139,10 @@ class PriorAdamW(torch.optim.AdamW):
             fused=fused,
         )
         self.defaults |= self._group_options
-        if isinstance(prior, Mapping) or isinstance(anchor, Mapping):
-            self._sources = None  # do not keep large mappings in memory for groups that may be added later
+        state: Any = self.state
+        optional = missing == "zero"
+        state[ANCHORS] = [self._anchors(group, anchor, optional) for group in self.param_groups]
+        state[PRIORS] = [self._priors(g, prior, reduction, float(damping), optional) for g in self.param_groups]
         self._register_hooks()
 
     def _register_hooks(self) -> None:
@@ -150,49 +150,50 @@ class PriorAdamW(torch.optim.AdamW):
         self.register_step_post_hook(_pull)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as in torch. The anchor of new parameters is their current value, unless ``anchor`` has them."""
-        super().add_param_group({**self._group_options, **param_group})
-        group = self.param_groups[-1]
-        try:
-            _check_number("strength", group["strength"])
-            anchors, priors = self._read_penalty(group)
-        except BaseException:
-            self.param_groups.pop()
-            raise
+        """Add a group as in torch. A group that is added later has no penalty, and needs ``strength=0``."""
+        group = {**self._group_options, **param_group}
+        _check_number("strength", group["strength"])
         state: Any = self.state
-        state[ANCHORS] = [*state.get(ANCHORS, []), anchors]
-        state[PRIORS] = [*state.get(PRIORS, []), priors]
-        if group["foreach"] is None and group["fused"] is None and group["strength"] != 0:
-            group["fused"] = all(map(_can_fuse, group["params"])) or None
-
-    def _read_penalty(self, group: dict[str, Any]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Return anchor and prior of each parameter of a group, as they are stored."""
+        if ANCHORS in state and group["strength"] != 0:
+            raise InputError(
+                "PriorAdamW: a group that is added later has no penalty. Pass all groups when you create the "
+                "optimizer, or strength=0."
+            )
+        super().add_param_group(group)
         params: list[Tensor] = group["params"]
         if any(p.is_complex() for p in params):
             raise InputError("PriorAdamW: complex parameters are not supported. Train real and imaginary parts apart.")
-        anchors: list[Tensor | None] = [None] * len(params)
-        priors = anchors.copy()
+        for key in (ANCHORS, PRIORS) if ANCHORS in state else ():
+            state[key].append([None] * len(params))
+        if group["foreach"] is None and group["fused"] is None and group["strength"] != 0:
+            group["fused"] = all(map(_can_fuse, params)) or None
+
+    def _anchors(self, group: dict[str, Any], anchor: AnchorTensors | None, optional: bool) -> list[Tensor | None]:
+        """Return the anchor of each parameter of a group, as it is stored."""
+        anchors: list[Tensor | None] = [None] * len(group["params"])
         if group["strength"] == 0:
-            return anchors, priors
-        if (sources := self._sources) is None:
-            raise InputError(
-                "PriorAdamW: cannot add a group later, because prior or anchor is a mapping that is no longer in "
-                "memory. Pass all groups when you create the optimizer, or pass paths."
-            )
-        if sources.anchor is not None:
-            with open_anchor(sources.anchor) as tensors:
-                for i, value in self._matched(tensors, group, sources.optional):
+            return anchors
+        if anchor is not None:
+            with open_anchor(anchor) as tensors:
+                for i, value in self._matched(tensors, group, optional):
                     anchors[i] = _stored(value.clone(), "anchor", group, i)
-        for i, p in enumerate(params):
+        for i, p in enumerate(group["params"]):
             if anchors[i] is None:
                 anchors[i] = _stored(p.detach().clone(), "anchor", group, i)
-        if group["prior"] == CURVATURE:
-            with open_prior(sources.prior, sources.reduction) as tensors:
-                for i, value in self._matched(tensors, group, sources.optional):
+        return anchors
+
+    def _priors(
+        self, group: dict[str, Any], prior: Any, reduction: Reduction, damping: float, optional: bool
+    ) -> list[Tensor | None]:
+        """Return the curvature of each parameter of a group with damping, as it is stored."""
+        priors: list[Tensor | None] = [None] * len(group["params"])
+        if group["strength"] != 0 and group["prior"] == CURVATURE:
+            with open_prior(prior, reduction) as tensors:
+                for i, value in self._matched(tensors, group, optional):
                     _check_values(value, "prior", group, i)  # damping can hide negative values
-                    value = value.to(torch.promote_types(value.dtype, torch.float32)) + sources.damping
+                    value = value.to(torch.promote_types(value.dtype, torch.float32)) + damping
                     priors[i] = _stored(value, "prior", group, i)
-        return anchors, priors
+        return priors
 
     def _matched(self, tensors: NamedTensors, group: dict[str, Any], optional: bool) -> Iterator[tuple[int, Tensor]]:
         """Yield the tensors of a group's parameters with their positions in the group."""
@@ -259,16 +260,6 @@ class PriorAdamW(torch.optim.AdamW):
         if not hasattr(self, "_group_options"):  # after unpickling; torch also calls this when it loads a state dict
             self._group_options, self._step_counts = {}, {}
             self._register_hooks()
-
-
-class _Sources(NamedTuple):
-    """What the user passed as prior and anchor."""
-
-    prior: Any
-    anchor: AnchorTensors | None
-    reduction: Reduction
-    damping: float
-    optional: bool
 
 
 def _make_gradients_contiguous(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
