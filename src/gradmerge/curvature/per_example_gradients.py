@@ -253,7 +253,14 @@ class RepeatedFormula(InsideFormula):
 
 
 class ExpertsFormula(InsideFormula):
-    """Weights (experts, …): each token is multiplied with the weights of the experts that it is routed to."""
+    """Fused experts: one tensor (experts, …) holds the weights of all experts, which get the tokens routed to them.
+
+    The gradient of expert e for example i is Σ_t y_t x_tᵀ over the tokens t of example i that are routed to e. So the
+    formula must know the example and the expert of each row that is multiplied. It follows the module's input and its
+    parameters through the module: `hidden[index]` selects tokens, `weight[expert]` selects an expert, a product
+    combines both. It covers the implementations `eager` and `grouped_mm` of transformers with both layouts of the
+    weights, biases, and layers that send all tokens to all experts (Llama 4).
+    """
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.recorder.listening:
