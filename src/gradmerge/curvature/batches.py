@@ -102,14 +102,14 @@ def enough_memory(what: str = "a batch") -> Iterator[None]:
 
 
 def masks_of(model: nn.Module, batch: Any) -> dict[bool, Tensor | None]:
-    """The mask (examples, tokens) of tokens that are no padding: of the encoder, and under True of the decoder."""
+    """Return masks of tokens that are not padding: of the encoder under False, of the decoder under True."""
     if not isinstance(batch, Mapping):
         return {}
     return {False: batch.get("attention_mask"), True: _decoder_mask(model, batch)}
 
 
 def sees_decoder(name: str) -> bool:
-    """Whether a layer takes the decoder's tokens: in a decoder all do but keys and values of cross-attention."""
+    """Return whether a layer sees the decoder's tokens: all in a decoder but keys and values of cross-attention."""
     crossing = any(word in name for word in ("EncDecAttention", "encoder_attn", "crossattention"))
     keys = name.removesuffix(".weight").rpartition(".")[2] in ("k", "v", "k_proj", "v_proj", "key", "value")
     return ("decoder." in name or name.startswith("lm_head")) and not (crossing and keys)

@@ -22,11 +22,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def stored_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One value per entry of the model's parameters, under the names and in the shapes that ``save_pretrained`` writes.
+    """Return tensors with the names and shapes that ``save_pretrained`` writes.
 
-    ``tensors`` goes by the names of ``model.named_parameters()``; some may be missing. A tied parameter may be given
-    under any of its names and comes out once. Entries are renamed and moved, never computed with; a tensor that the
-    checkpoint stores together with one that is missing here is an error.
+    ``tensors`` has the names of ``model.named_parameters()``; some may be missing. A tied parameter may have any of its
+    names, and is returned once. Entries are renamed and moved, never computed with. Raises InputError if the checkpoint
+    stores a tensor together with one that is missing.
     """
     known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     if wrong := other_shapes(tensors, known, ", where the model has"):
@@ -48,13 +48,13 @@ def stored_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def stored_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Names and shapes of all parameters in a checkpoint of the model."""
+    """Return names and shapes of all parameters in a checkpoint of the model."""
     empty = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in model.named_parameters()}
     return {name: value.shape for name, value in _reverted(model, _untied(model, empty)).items()}
 
 
 def _untied(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every parameter once, under the name that a checkpoint keeps."""
+    """Return every parameter once, under the name that a checkpoint keeps."""
     tied: list[str] = []
     for child in (model, *(model.get_submodule(name) for name in _parts(model))):
         if _is_pretrained(child):
@@ -75,7 +75,7 @@ def _untied(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def names_of_parameters(model: nn.Module) -> dict[Tensor, list[str]]:
-    """All names of each parameter: a tied one has several."""
+    """Return all names of each parameter: a tied one has several."""
     result: dict[Tensor, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         result[parameter].append(name)
@@ -83,7 +83,7 @@ def names_of_parameters(model: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def _parts(model: Any) -> Mapping[str, str]:
-    """Of a model that is stored in parts: child → what precedes its names in the files."""
+    """Return, for a model that is stored in parts, child → prefix of its names in the files."""
     return getattr(model, "stored_parts", {})
 
 
@@ -93,7 +93,7 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 
 def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What ``save_pretrained`` does to a state dict."""
+    """Rename and rearrange a state dict as ``save_pretrained`` does."""
     if parts := _parts(model):
         return {
             prefix + name: value
@@ -120,13 +120,13 @@ def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def other_shapes(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], relation: str, no: str = "nothing"
 ) -> list[str]:
-    """A line for each tensor that has another shape than its name has in ``shapes``, or no place there."""
+    """Return a line for each tensor whose shape differs from ``shapes``, or whose name is not there."""
     odd = {name: tuple(value.shape) for name, value in tensors.items() if value.shape != shapes.get(name)}
     return [f"{name}: {shape}{relation} {tuple(shapes[name]) if name in shapes else no}" for name, shape in odd.items()]
 
 
 def _fingerprint(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Number of entries and sum of their bit patterns: the same in any order, another one after arithmetic."""
+    """Return the number of entries and the sum of their bit patterns, which only arithmetic changes."""
     entries = bits = 0
     for value in tensors.values():
         entries += value.numel()
@@ -137,7 +137,7 @@ def _fingerprint(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
 
 
 def stored_sources(model: nn.Module) -> dict[str, str]:
-    """Name in a checkpoint → name in memory, of every tensor whose entries all come from one parameter."""
+    """Return name in a checkpoint → name in memory, of every tensor whose entries all come from one parameter."""
     names = [name for name, _ in model.named_parameters()]
     # transformers copies the parts of fused experts: with two columns each, the copies of a large model fit in memory.
     shapes = [p.shape if p.dim() != 3 else (*p.shape[:2], 2) for p in model.parameters()]
@@ -155,12 +155,12 @@ def stored_unchanged(model: nn.Module) -> dict[str, str]:
 
 
 def _is_one_number(value: Tensor) -> bool:
-    """Whether all entries are the same; those of a single number that was expanded are not looked at one by one."""
+    """Return whether all entries are the same, without reading each of an expanded number."""
     return value.untyped_storage().nbytes() == value.element_size() or bool(value.min() == value.max())
 
 
 def for_files(model: Any) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None:
-    """What turns tensors by names in memory into tensors by names in files; it does not keep the model."""
+    """Return a function that renames tensors from memory to files. It does not keep the model alive."""
     if is_adapted(model) and len(model.active_adapters) == 1:
         names = adapter_names(model)
         return lambda tensors: {names.get(name, name): value for name, value in tensors.items()}
@@ -174,7 +174,7 @@ def for_files(model: Any) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether PEFT has put an adapter on the model."""
+    """Return whether it is a PEFT model."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
@@ -189,7 +189,7 @@ def active_adapter(model: Any) -> str:
 
 
 def adapter_names(model: nn.Module) -> dict[str, str]:
-    """Name in memory → name in the file of the active adapter, told by the memory that the tensors share."""
+    """Return name in memory → name in the file of the active adapter, matched by shared memory."""
     from peft import get_peft_model_state_dict
 
     saved = get_peft_model_state_dict(model, adapter_name=active_adapter(model), save_embedding_layers=False)
@@ -198,7 +198,7 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
 
 
 def skeleton(kind: Any, config: Any) -> nn.Module:
-    """A model without memory for its weights."""
+    """Return a model without memory for its weights."""
     with quiet_transformers(), torch.device("meta"):  # not while another thread loads a model
         model: nn.Module = kind(config)
     return model

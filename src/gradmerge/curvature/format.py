@@ -53,7 +53,7 @@ class CurvatureFile:
         self.shapes = {name: entry.shape for name, (_, entry) in self._places.items() if name not in scales}
         self._check_types()
         self.tokens = self._tokens() if self.kind == "kronecker" else {}
-        """Weights that have Kronecker factors, and how many tokens those were added up over."""
+        """Weight with Kronecker factors → T, the number of tokens."""
         self._tables: dict[str, Tensor] = {}
 
     def _check_format(self) -> None:
@@ -85,7 +85,7 @@ class CurvatureFile:
 
     @property
     def transposed(self) -> frozenset[str]:
-        """Weights whose Gram matrix belongs to the first axis, as of GPT-2's Conv1D."""
+        """Weights stored as (in, out), as in GPT-2's Conv1D."""
         try:
             names = json.loads(self.metadata.get("fan_in_fan_out", "[]"))
         except (ValueError, RecursionError):
@@ -100,7 +100,7 @@ class CurvatureFile:
         )
 
     def rename(self, new: Callable[[str], str]) -> None:
-        """Call the parameters by other names; ``new`` changes beginnings of names alone."""
+        """Rename the parameters; ``new`` changes only beginnings of names."""
         before = self._new
         self._new = lambda name: new(before(name))
         self._places = {new(name): location for name, location in self._places.items()}
@@ -109,7 +109,7 @@ class CurvatureFile:
 
     @property
     def holds(self) -> str:
-        """What it holds, in words."""
+        """The kind in words."""
         return KINDS[self.kind]
 
     def _tokens(self) -> dict[str, int]:
@@ -130,7 +130,7 @@ class CurvatureFile:
         return tokens
 
     def read(self, name: str, start: int, stop: int, take: Any) -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened sum, in float32; ``take(nbytes)`` lends a uint8 buffer."""
+        """Read elements ``start`` to ``stop`` of the flattened sum in float32; ``take(nbytes)`` returns a buffer."""
         file, entry = self._places[name]
         dtype = _TORCH[entry.dtype]
         size = dtype.itemsize
@@ -143,7 +143,7 @@ class CurvatureFile:
         return values.float()
 
     def read_whole(self, name: str) -> Tensor:
-        """One sum, in memory of its own."""
+        """Read a sum into new memory, in float32."""
         shape = torch.Size(self.shapes[name])
         return self.read(name, 0, shape.numel(), lambda n: torch.empty(n, dtype=torch.uint8)).reshape(shape)
 
@@ -180,7 +180,7 @@ class CurvatureFile:
 
 
 def examples_of(label: str, header: Mapping[str, str]) -> int:
-    """The number of examples that a header states."""
+    """Return the number of examples in a header."""
     text = header.get("examples", "")
     if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) == 0:
         raise InputError(f"{label}: the header's number of examples is {text[:40]!r}, not a whole number above 0")
@@ -188,7 +188,7 @@ def examples_of(label: str, header: Mapping[str, str]) -> int:
 
 
 def open_curvature(reference: str, *, relative_to: Path | None = None) -> CurvatureFile:
-    """Open a curvature folder or file; a model folder with a `curvature/` folder inside will do as well."""
+    """Open a curvature folder or file, or a model folder that contains a `curvature/` folder."""
     path = local_path(reference, relative_to)
     if not path.is_file() and not path.is_dir():
         raise InputError(f"{reference}: no such curvature folder or file ({path.absolute()})")
@@ -203,18 +203,18 @@ def open_curvature(reference: str, *, relative_to: Path | None = None) -> Curvat
 
 
 def default_curvature(folder: Path | None) -> Path | None:
-    """The `curvature/` folder inside a model folder, if it has one."""
+    """Return the `curvature/` folder inside a model folder, or None."""
     return folder / STEM if folder is not None and (folder / STEM).is_dir() else None
 
 
 def metadata(examples: int, likelihood: str, model: str, precision: str = "float32", **more: str) -> Mapping[str, str]:
-    """The header of a curvature file."""
+    """Return the header of a curvature file."""
     facts = {"format": FORMAT, "examples": str(examples), "likelihood": likelihood, "model": redact(model)}
     return {**facts, "precision": precision, **more}
 
 
 def encode_log8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes as uint8, [smallest, largest] nonzero value as float32). A value moves by at most half a step in ln."""
+    """Return uint8 codes, and the smallest and largest nonzero value. The error is at most half a step in ln."""
     values = values.float().double()  # what float32 cannot hold is 0
     positive = values[values > 0]
     if positive.numel() == 0:
@@ -228,7 +228,7 @@ def encode_log8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log8_table(ends: Tensor) -> Tensor:
-    """The 256 values that the codes of a tensor stand for, as float32."""
+    """Return the values of the 256 codes of a tensor, as float32."""
     low, high = ends.double().tolist()
     if high <= 0:
         return torch.zeros(256)
@@ -237,5 +237,5 @@ def log8_table(ends: Tensor) -> Tensor:
 
 
 def decode_log8(codes: Tensor, values: Tensor) -> Tensor:
-    """Values of some codes, from the tensor's table."""
+    """Return the values of codes, from the tensor's table."""
     return values.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)

@@ -39,20 +39,20 @@ class ExampleLoss(ABC):
         """ℓ_i, one number per example."""
 
     def terms(self, labels: Tensor) -> int:
-        """How many terms the losses of a batch are a sum of, and a library's training loss their mean."""
+        """Return how many terms the losses of a batch sum up. The training loss of transformers is their mean."""
         return labels.numel()
 
     @abstractmethod
     def draw(self, logits: Tensor, labels: Tensor, uniform: Uniform) -> Tensor:
-        """Labels drawn from the model, in the place of the data's."""
+        """Return labels drawn from the model, at the positions of the data's."""
 
     @abstractmethod
     def factors(self, logits: Tensor) -> Iterator[Tensor]:
-        """Vectors s_k(i) on the logits z with Σ_k s_k s_kᵀ = E_y[∇_z ℓ ∇_z ℓᵀ]: a backward pass each for ``exact``."""
+        """Yield vectors s_k(i) with Σ_k s_k s_kᵀ = E_y[∇_z ℓ ∇_z ℓᵀ] for logits z. Each takes a backward pass."""
 
     @abstractmethod
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
-        """Raise with the row and the reason if the labels do not fit the logits."""
+        """Raise InputError with the row and the reason if the labels do not fit the logits."""
 
 
 class ClassLoss(ExampleLoss):
@@ -139,14 +139,14 @@ class SquaredLoss(ExampleLoss):
 
 
 class TokenLoss(ExampleLoss):
-    """A label for every token, ``MASKED`` where none counts; with ``shift`` the label of the next token."""
+    """A label for every token, ``MASKED`` where it does not count. With ``shift``, it is the next token's."""
 
     def __init__(self, shift: bool) -> None:
         self.shift = shift
         self.name = "next-token" if shift else "tokens"
 
     def aligned(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and the label that each is held against."""
+        """Return the logits that count, and the label of each."""
         return (logits[:, :-1], labels[:, 1:]) if self.shift else (logits, labels)
 
     def terms(self, labels: Tensor) -> int:
@@ -184,14 +184,14 @@ LOSSES: Mapping[str, ExampleLoss] = {
 
 
 def loss_named(output: str | ExampleLoss | None) -> ExampleLoss | None:
-    """A loss by its name; one that has none to look up is as it is."""
+    """Return a loss by its name. A loss, or None, is returned unchanged."""
     if isinstance(output, str):
         check_known(f"output {output!r}", output, LOSSES)
     return LOSSES[output] if isinstance(output, str) else output
 
 
 def loss_of(model: nn.Module, labels: Tensor) -> ExampleLoss:
-    """The loss that a model of transformers trains itself with; for other modules, what the labels look like."""
+    """Return the loss that a model of transformers trains with; for other modules, the one that fits the labels."""
     inner = unwrapped(model)
     name, config = type(inner).__name__, getattr(inner, "config", None)
     numbers, rows = labels.is_floating_point(), labels.dim() > 1
@@ -212,13 +212,13 @@ def loss_of(model: nn.Module, labels: Tensor) -> ExampleLoss:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model of transformers inside a PEFT model."""
+    """Return the model of transformers inside a PEFT model, or the model itself."""
     inner = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model
 
 
 def decoder_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What an encoder-decoder model makes of the labels for its decoder, if the batch does not say it."""
+    """Return decoder inputs made of the labels, for an encoder-decoder model whose batch has none."""
     inner = unwrapped(model)
     prepare = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
     has_decoder = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
@@ -228,7 +228,7 @@ def decoder_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tens
 
 
 def logits_of(model: nn.Module, batch: Any) -> Tensor:
-    """The model's output for a batch (see :mod:`gradmerge.curvature.batches`) without its labels."""
+    """Run the model on a batch (see :mod:`gradmerge.curvature.batches`) without its labels, and return the logits."""
     if isinstance(batch, Mapping):
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         inputs |= decoder_inputs(model, batch)
@@ -266,7 +266,7 @@ def _columns(values: Tensor) -> Iterator[Tensor]:
 
 
 def _draw(logits: Tensor, numbers: Tensor, rows: int = 4096) -> Tensor:
-    """A class for each row of logits: the first whose cumulated probability exceeds the number."""
+    """Draw a class for each row of logits: the first whose cumulative probability exceeds the number."""
     drawn = []
     for part, number in zip(logits.detach().split(rows), numbers.split(rows), strict=True):
         cumulated = _wide(part).softmax(-1).cumsum(-1)
