@@ -142,31 +142,6 @@ def test_a_spread_model_is_left_as_it_was_found_and_needs_one_layer_at_a_time(pl
     assert hooks and all(hook.offload for hook in hooks)
 
 
-# Activations that are computed again.
-
-
-def test_gradient_checkpointing_is_quick_and_gives_the_same(
-    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    loaded = load_task(place / "llama", place / "texts.txt", model_args={"gradient_checkpointing": True})
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    loaded.model.get_submodule("model.layers.0.input_layernorm").register_forward_pre_hook(count)
-    estimate_curvature(loaded.model, list(loaded.batches()), output=loaded.loss)
-    # Forward, and again in the backward pass: the batch, and for the verification two examples at once and each alone.
-    # A formula of a norm that does not fit the shapes has no backward pass.
-    assert calls == 2 * (1 + 1 + 2) + 1
-    for kind in ("diagonal", "kronecker"):
-        want = estimated(place, "llama", tmp_path / f"{kind}-plain", kind=kind)
-        got = estimated(place, "llama", tmp_path / kind, kind=kind, model_args={"gradient_checkpointing": True})
-        assert all(torch.equal(got[key], want[key]) for key in want)
-    assert not caplog.records, "nothing is estimated the slow way"
-
-
 # Quantised bases.
 
 

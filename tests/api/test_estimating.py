@@ -18,7 +18,6 @@ from gradmerge.tasks import load_task
 
 from ..curvature import slow
 from ..curvature.slow import assert_same
-from ..curvature.test_kronecker import assert_factors, loop
 from ..making import read_model
 from ..tasks.making import (
     labelled,
@@ -113,31 +112,6 @@ def test_what_the_base_does_not_have_is_taken_as_it_is_and_told(place: Path, tmp
     with pytest.raises(gm.InputError, match="at_delta"):
         measure(place, "bert", tmp_path / "d", at_delta=str(tmp_path / "nothing"))
     assert not (tmp_path / "d").exists()
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_kronecker_factors_are_written_under_the_names_of_the_checkpoint(
-    place: Path, name: str, tmp_path: Path
-) -> None:
-    done = measure(place, name, tmp_path / "k", kind="kronecker", batch_size=4)
-    got = gm.Curvature.load(tmp_path / "k")
-    assert (done.kind, done.examples, done.tensors) == ("kronecker", got.examples, len(got))
-    assert done.entries == sum(v.numel() for v in got.values())
-    assert (got.likelihood, got.model) == ("empirical", name)
-    loaded = load_task(str(place / name), str(place / DATA[name]), device="cpu", dtype="float64")
-    rows = [{key: value[0] for key, value in batch.items() if key != "attention_mask"} for batch in loaded.batches(1)]
-    stored, weights = read_model(place / name), dict(loaded.model.named_parameters())
-    want = loop(loaded.model, rows, OUTPUT[name])
-    own = {
-        key: next(n for n in want if weights[n].shape == value.shape and torch.equal(value, weights[n].float()))
-        for key, value in stored.items()
-        if key in got.layers
-    }
-    assert own.keys() == got.layers.keys() and len(own) > 5
-    assert_factors(got, {key: want[n] for key, n in own.items()}, 1e-4)
-    biases = {key.removesuffix("weight") + "bias" for key in got.layers} & stored.keys()
-    assert got.diagonal.keys() == stored.keys() - got.layers.keys() - biases
-    assert_same(got.diagonal, {n: v for n, v in by_hand(place, name).items() if n in got.diagonal}, 1e-4)
 
 
 class Stopped(Exception):
