@@ -127,7 +127,7 @@ def _tied_text(found: Preview, tied: Sequence[Outcome]) -> str:
     parts = []
     for method in dict.fromkeys(row.setting.method for row in tied):
         rows = [row for row in tied if row.setting.method == method]
-        parts.append(f"{method} {ranges_text(found, rows)} ({counted(rows, 'setting')})")
+        parts.append(" ".join(filter(None, [method, ranges_text(found, rows), f"({counted(rows, 'setting')})"])))
     return "; ".join(parts)
 
 
