@@ -1,43 +1,31 @@
 """Estimating curvature: gradmerge against a plain forward and backward pass, and against other exact ways to the sums.
 
-    python -m benchmarks.curvature --model minilm --device cpu --json curvature-cpu.json
+    python -m benchmarks.curvature --model minilm --device cpu --json benchmarks/results/curvature-cpu.json
 
 makes a model with random weights and batches of random tokens, and has every way add up Σ_i [∇ℓ_i]², the squared
 gradients of single examples. First each is compared with the loop over examples on a few of them, parameter by
-parameter; then all are timed in turn, each next to the plain pass, so that noise hits both. `kronecker` adds up the
-Kronecker factors of the linear layers instead, and is compared with a loop that does the same. torch.func needs nothing
-beside torch; Opacus and BackPACK are skipped where they are not installed:
+parameter; then all are timed in turn, each next to the plain pass. `kronecker` adds up the Kronecker factors of the
+linear layers instead, and is compared with a loop that does the same. Opacus and BackPACK are skipped if they are not
+installed:
 
     pip install --no-deps -c benchmarks/constraints-curvature.txt opacus backpack-for-pytorch
     pip install -c benchmarks/constraints-curvature.txt opt_einsum einops scipy unfoldNd
 
-A peer may have several settings (torch.func, for one, cannot handle every attention mask). The setting that gets most
-parameters right is timed; of several, the fastest counts. Speed never decides the exit status.
+A peer may have several settings; the first of those that get most parameters right is timed.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import copy
 import gc
 import itertools
-import json
-import logging
 import math
-import os
-import platform
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,34 +33,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature.estimate import estimate_curvature
-from gradmerge.curvature.kfac import MAX_KRONECKER_DIM
+
+from .timing import GIB, in_turn, machine, parser_of, say, seconds, text_table, versions, write_report
 
 Batch = dict[str, Tensor]
 Sums = dict[str, Tensor]
 Add = Callable[[Batch, Sums], None]
-"""Adds Σ_i g_i² of a batch's examples to sums by parameter. A parameter that it cannot do stays away."""
+"""Adds Σ_i g_i² of a batch's examples to sums by parameter, without the parameters that it does not support."""
 
-#: A sum is wrong from this error on, |sum − loop's| over |loop's|, both added up over a parameter's entries.
+#: A sum is wrong from this relative error on, and in 16 bits from twice the loop's own error more.
 WRONG = 1e-3
 #: Softmax does not see a bias of all keys: its gradient is 0, and what is computed is rounding.
 ZERO_GRADIENT = ("key.bias", "k_proj.bias")
-#: Batches that are timed in one repeat, of every way and of the plain pass beside it; the loop gets one.
+#: Batches that are timed in one repeat; the loop gets one.
 BATCHES = 3
-
-#: The bars: time over the plain pass per (device, model), of the diagonal and of Kronecker factors, the loop's time
-#: over ours, and peak memory over that of the plain pass and a float32 copy of the parameters together.
-SLOWER = {
-    ("cpu", "minilm"): 1.8,
-    ("cpu", "mixtral"): 2.5,
-    ("cpu", "gpt-oss"): 2.5,
-    ("cuda", "minilm"): 2.2,
-    ("cuda", "gpt2"): 1.5,
-    ("cuda", "llama-1b"): 1.35,
-}
-KRONECKER_SLOWER = {("cpu", "minilm"): 1.6, ("cuda", "gpt2"): 1.4}
-LOOP_OVER_OURS = {("cuda", "minilm"): 8.0}
-MEMORY = 1.1
 
 
 @dataclass(frozen=True)
@@ -87,63 +61,26 @@ SIZES = {
     "minilm": Size(6, 16, 128, 30522),
     "gpt2": Size(12, 16, 1024, 50257),
     "llama-1b": Size(22, 8, 1024, 32000),
-    "mixtral": Size(4, 8, 128, 4000),
-    "gpt-oss": Size(4, 8, 128, 4000),
 }
 
 
 @dataclass
 class Result:
-    """What is said of one way. Seconds are medians of the repeats; the ratio is the median of each repeat's own."""
+    """What is known of one way. Seconds are medians of the repeats; the ratio is the median of each repeat's own."""
 
     seconds_per_batch: float | None = None
     ratio_to_plain: float | None = None
     examples_per_second: float | None = None
     error: float | None = None
-    """The largest of all parameters that it can do."""
-    worst: str | None = None
+    """The largest of all parameters that it supports."""
     wrong_parameters: int | None = None
-    """Those it cannot do, and those it gets wrong."""
+    """Those it does not support, and those it gets wrong."""
     missing_parameters: int | None = None
     wrong_names: list[str] = field(default_factory=list)
     examples_timed: int | None = None
-    """Of a batch, where the time of fewer was scaled up."""
-    first_batch_s: float | None = None
+    """Of a batch, if the time of fewer was scaled up."""
     setting: str = ""
-    tried: list[dict[str, Any]] = field(default_factory=list)
     note: str = ""
-    seconds: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Bar:
-    """A number that was asked for, and the number that was measured."""
-
-    what: str
-    value: float
-    sense: str
-    limit: float
-    holds: bool
-
-    @classmethod
-    def at_most(cls, what: str, value: float, limit: float) -> Bar:
-        return cls(what, value, "≤", limit, value <= limit)
-
-    @classmethod
-    def at_least(cls, what: str, value: float, limit: float) -> Bar:
-        return cls(what, value, "≥", limit, value >= limit)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to have a peer do it, made for a copy of the model."""
-
-    words: str
-    make: Callable[[nn.Module], Add]
-
-
-# Models and batches.
 
 
 def make_model(name: str, layers: int) -> nn.Module:
@@ -153,12 +90,8 @@ def make_model(name: str, layers: int) -> nn.Module:
         BertForSequenceClassification,
         GPT2Config,
         GPT2LMHeadModel,
-        GptOssConfig,
-        GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
-        MixtralConfig,
-        MixtralForCausalLM,
     )
 
     torch.manual_seed(0)
@@ -171,13 +104,6 @@ def make_model(name: str, layers: int) -> nn.Module:
     if name == "gpt2":
         config = GPT2Config(n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
         return GPT2LMHeadModel(config).train()
-    if name in ("mixtral", "gpt-oss"):  # small ones
-        sizes = {"hidden_size": 256, "num_hidden_layers": layers, "intermediate_size": 512, "vocab_size": 4000}
-        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
-        sizes |= {"num_local_experts": 8, "num_experts_per_tok": 2}
-        if name == "mixtral":
-            return MixtralForCausalLM(MixtralConfig(**sizes, use_cache=False)).train()
-        return GptOssForCausalLM(GptOssConfig(**sizes, use_cache=False)).train()
     sizes = {"hidden_size": 2048, "num_hidden_layers": layers, "intermediate_size": 5632, "vocab_size": 32000}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
     config = LlamaConfig(**sizes, **heads, max_position_embeddings=2048, use_cache=False)
@@ -224,9 +150,6 @@ def without_mask(batch: Batch) -> Batch:
     return {key: value for key, value in batch.items() if key != "attention_mask"}
 
 
-# The ways.
-
-
 def plain(model: nn.Module, batch: Batch) -> None:
     """A training step without its optimizer."""
     model.zero_grad(set_to_none=True)
@@ -262,7 +185,7 @@ def kronecker_loop_way(model: nn.Module) -> Add:
         f"{path}.weight": module
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        if sum(holder is module.weight for holder in holders) == 1 and max(module.weight.shape) <= MAX_KRONECKER_DIM
+        if sum(holder is module.weight for holder in holders) == 1
     }
     biases = {name.removesuffix("weight") + "bias" for name in layers}
     squares = loop_way(model)
@@ -329,16 +252,13 @@ def opacus_way(model: nn.Module, change: Callable[[Batch], Batch]) -> Add:
     return add
 
 
-def backpack_way(model: nn.Module, change: Callable[[Batch], Batch], extension: str, whole: bool) -> Add:
+def backpack_way(model: nn.Module, change: Callable[[Batch], Batch], extension: str) -> Add:
     import backpack
     from backpack import extensions
 
-    if whole:
-        backpack.extend(model)
-    else:
-        for module in model.modules():
-            if type(module) is nn.Linear or (type(module) is nn.Embedding and module.padding_idx is None):
-                backpack.extend(module)
+    for module in model.modules():
+        if type(module) is nn.Linear or (type(module) is nn.Embedding and module.padding_idx is None):
+            backpack.extend(module)
 
     def add(batch: Batch, sums: Sums) -> None:
         model.zero_grad(set_to_none=True)
@@ -359,35 +279,20 @@ def same(batch: Batch) -> Batch:
     return batch
 
 
-PEERS: dict[str, list[Setting]] = {
-    "vmap": [
-        Setting("as it is", partial(vmap_way, change=same, attention=None, chunk=None)),
-        Setting("no mask", partial(vmap_way, change=without_mask, attention=None, chunk=None)),
-        Setting("no mask, eager attention", partial(vmap_way, change=without_mask, attention="eager", chunk=None)),
-        Setting(
-            "no mask, eager attention, 4 examples at a time",
-            partial(vmap_way, change=without_mask, attention="eager", chunk=4),
-        ),
-    ],
-    "opacus": [
-        Setting("as it is", partial(opacus_way, change=same)),
-        Setting("positions given for every example", partial(opacus_way, change=with_positions)),
-    ],
-    "backpack": [
-        Setting("whole model", partial(backpack_way, change=with_positions, extension="SumGradSquared", whole=True)),
-        *(
-            Setting(
-                f"{extension} of linear and embedding layers, positions given for every example",
-                partial(backpack_way, change=with_positions, extension=extension, whole=False),
-            )
-            for extension in ("SumGradSquared", "BatchGrad")
-        ),
-    ],
+#: Peer → its settings: words, and the way for a copy of the model.
+PEERS: dict[str, dict[str, Callable[[nn.Module], Add]]] = {
+    "vmap": {
+        "as it is": partial(vmap_way, change=same, attention=None, chunk=None),
+        "no mask": partial(vmap_way, change=without_mask, attention=None, chunk=None),
+        "no mask, eager attention": partial(vmap_way, change=without_mask, attention="eager", chunk=None),
+    },
+    "opacus": {"positions given for every example": partial(opacus_way, change=with_positions)},
+    "backpack": {
+        f"{extension} of linear and embedding layers": partial(backpack_way, change=with_positions, extension=extension)
+        for extension in ("SumGradSquared", "BatchGrad")
+    },
 }
 METHODS = ("ours", "kronecker", "loop", *PEERS)
-
-
-# Right or wrong.
 
 
 def errors(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
@@ -413,422 +318,146 @@ def size_of(name: str, sums: Mapping[str, Tensor]) -> float:
 
 
 class Judge:
-    """The loop's sums over a few examples, in float32 (or wider) whatever the model's type is.
-
-    In 16 bits the loop's own sums are off by rounding; there a sum is wrong if it is off by more than twice that.
-    """
+    """Compares sums over a few examples with those of the loop in float32."""
 
     def __init__(self, model: nn.Module, batch: Batch, way: Callable[[nn.Module], Add] = loop_way) -> None:
         self.batch = batch
-        self.limits: dict[str, float] = {}
         wide = all(parameter.dtype == torch.float32 for parameter in model.parameters())
-        reference = model if wide else copy.deepcopy(model).float()
         self.wanted: Sums = {}
-        way(reference)(batch, self.wanted)
-        reference.zero_grad(set_to_none=True)
+        way(model if wide else copy.deepcopy(model).float())(batch, self.wanted)
         own: Sums = {}
         if not wide:
             way(model)(batch, own)
-            model.zero_grad(set_to_none=True)
         self.loop = errors(own, self.wanted) if own else dict.fromkeys(self.wanted, 0.0)
-        self.limits = {name: WRONG + 2 * error for name, error in self.loop.items()}
+        model.zero_grad(set_to_none=True)
 
-    def judge(self, found: Mapping[str, float]) -> dict[str, Any]:
-        missing = [name for name, error in found.items() if math.isinf(error)]
-        wrong = [name for name, error in found.items() if not error <= self.limits[name]]
-        able = {name: error for name, error in found.items() if math.isfinite(error)}
-        worst = max(able, key=able.__getitem__, default=None)
+    def judge(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
+        found = errors(sums, self.wanted)
+        wrong = [name for name, error in found.items() if not error <= WRONG + 2 * self.loop[name]]
+        able = [error for error in found.values() if math.isfinite(error)]
         return {
-            "error": able[worst] if worst is not None else None,
-            "worst": worst,
+            "error": max(able, default=None),
             "wrong_parameters": len(wrong),
-            "missing_parameters": len(missing),
-            "wrong_names": wrong[:8] + (["…"] if len(wrong) > 8 else []),
+            "missing_parameters": len(found) - len(able),
+            "wrong_names": wrong[:8],
         }
 
 
-# Time and memory.
+def ours(model: nn.Module, batches: Sequence[Batch], kind: str, device: str) -> float:
+    """Return the median seconds of a batch after the first, which also sets up."""
+    stamps: list[float] = []
+
+    def stamped() -> Iterator[Batch]:
+        for batch in batches:
+            stamps.append(seconds(lambda: None, device) + time.perf_counter())
+            yield batch
+        stamps.append(seconds(lambda: None, device) + time.perf_counter())
+
+    gm.estimate_curvature(model, stamped(), kind=kind, progress=False)
+    return statistics.median(after - before for before, after in itertools.pairwise(stamps[1:]))
 
 
-@dataclass
-class Clock:
-    device: torch.device
-
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def timed(self, action: Callable[[], Any]) -> float:
-        begun = self.now()
-        action()
-        return self.now() - begun
-
-
-def time_ours(
-    model: nn.Module, batches: Sequence[Batch], clock: Clock, kind: str = "diagonal"
-) -> tuple[float, list[float]]:
-    """(seconds of the first batch, with setting up and the trial of two examples; seconds of each later batch)."""
-    stamps = [clock.now()]
-    estimate_curvature(model, batches, kind=kind, each_batch=lambda _: stamps.append(clock.now()))
-    first, *later = (after - before for before, after in itertools.pairwise(stamps))
-    return first, later
-
-
-def memory(model: nn.Module, batches: Sequence[Batch], device: torch.device, kronecker: bool) -> dict[str, int]:
-    """Peaks of CUDA memory, the model's weights included."""
+def peaks(model: nn.Module, batch: Batch) -> dict[str, int]:
+    """Return peaks of CUDA memory, the model's weights included."""
 
     def peak(action: Callable[[], Any]) -> int:
         model.zero_grad(set_to_none=True)
-        free()
-        torch.cuda.reset_peak_memory_stats(device)
-        action()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device)
-
-    first: list[int] = []
-
-    def reset(_: Any) -> None:
-        first.append(torch.cuda.max_memory_allocated(device))
-        torch.cuda.reset_peak_memory_stats(device)
-
-    def all_plain() -> None:
-        for batch in batches:
-            plain(model, batch)
-
-    plain_peak = peak(all_plain)
-    later = peak(lambda: estimate_curvature(model, [*batches, *batches], each_batch=reset))
-    factors: dict[str, int] = {}
-    if kronecker:
-        found: list[gm.Curvature] = []
-        twice = [*batches, *batches]
-        factors["kronecker_peak_bytes"] = peak(
-            lambda: found.append(gm.estimate_curvature(model, twice, kind="kronecker"))
-        )
-        factors["kronecker_sum_bytes"] = sum(value.nbytes for value in found[0].values())
-    return {
-        "plain_peak_bytes": plain_peak,
-        "ours_peak_bytes": max(*first, later),
-        "ours_peak_bytes_after_first_batch": max(*first[1:], later),
-        "float32_parameter_bytes": sum(4 * parameter.numel() for parameter in model.parameters()),
-        **factors,
-    }
-
-
-def free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        action()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    return {
+        "plain_peak_bytes": peak(lambda: plain(model, batch)),
+        "ours_peak_bytes": peak(lambda: gm.estimate_curvature(model, [batch, batch], progress=False)),
+        "float32_parameter_bytes": sum(4 * parameter.numel() for parameter in model.parameters()),
+    }
 
 
 class Benchmark:
     """One model, its batches, and what every way does with them."""
 
-    def __init__(self, name: str, size: Size, device: torch.device, dtype: torch.dtype, options: Any) -> None:
-        self.name, self.size, self.device, self.repeats = name, size, device, options.repeats
+    def __init__(self, name: str, size: Size, device: str, dtype: torch.dtype, check_examples: int) -> None:
+        self.name, self.size, self.device = name, size, device
         self.model = make_model(name, size.layers).to(device, dtype)
-        self.batches = make_batches(name, size, BATCHES, device)
-        self.clock = Clock(device)
-        self.results: dict[str, Result] = {"plain": Result(note="the sum of all losses; a training step, no optimizer")}
-        self.sides: dict[str, Callable[[], list[float]]] = {}
-        """What is timed: each gives the seconds per batch that it measured."""
-        self.memory: dict[str, int] = {}
-        self.check_examples = min(options.check_examples, size.batch)
-        self.loop_examples = min(2, size.batch) if device.type == "cuda" and name != "minilm" else size.batch
+        self.batches = make_batches(name, size, BATCHES, torch.device(device))
+        self.judge = Judge(self.model, rows(self.batches[0], 0, min(check_examples, size.batch)))
+        self.results = {"plain": Result(note="the sum of all losses; a training step, no optimizer")}
+        self.sides: dict[str, Callable[[], float]] = {}
 
-    def run(self, methods: Sequence[str]) -> None:
-        say(f"warming up {self.name}")
+    def run(self, methods: Sequence[str], repeats: int) -> None:
         plain(self.model, self.batches[0])
-        time_ours(self.model, self.batches[:2], self.clock)
-        if self.device.type == "cuda":
-            self.memory = memory(self.model, self.batches[:1], self.device, "kronecker" in methods)
-        say(f"the loop over {self.check_examples} examples, to compare with")
-        self.judge = Judge(self.model, rows(self.batches[0], 0, self.check_examples))
         for method in methods:
-            if method == "ours":
-                self.add_ours("ours", self.judge)
-            elif method == "kronecker":
-                self.add_ours("kronecker", Judge(self.model, self.judge.batch, kronecker_loop_way), "kronecker")
+            if method in ("ours", "kronecker"):
+                self.add_ours(method)
             elif method == "loop":
                 self.add_loop()
             else:
                 self.add_peer(method)
-        for number in range(self.repeats):
-            self.measure(number)
-        self.summarise()
+        beside = {f"plain, beside {name}": self.time_plain for name in self.sides}
+        pairs = [pair for name in self.sides for pair in ((f"plain, beside {name}", beside), (name, self.sides))]
+        times = in_turn({name: sides[name] for name, sides in pairs}, repeats)  # type: ignore[index]
+        self.results["plain"].ratio_to_plain = 1.0
+        times["plain"] = [value for name in beside for value in times[name]]
+        for name, result in self.results.items():
+            if name not in times:
+                continue
+            result.seconds_per_batch = statistics.median(times[name])
+            result.examples_per_second = self.size.batch / result.seconds_per_batch
+            if name != "plain":
+                both = zip(times[name], times[f"plain, beside {name}"], strict=True)
+                result.ratio_to_plain = statistics.median(mine / base for mine, base in both)
 
-    def add_ours(self, name: str, judge: Judge, kind: str = "diagonal") -> None:
-        with warnings_of("gradmerge") as notes:
-            sums: Any = gm.estimate_curvature(self.model, [judge.batch], kind=kind)
-        judgement = judge.judge(errors(dict(sums.items()), judge.wanted))
-        result = self.results[name] = Result(**judgement, note="; ".join(notes))
-        firsts: list[float] = []
+    def time_plain(self) -> float:
+        found = [seconds(partial(plain, self.model, batch), self.device) for batch in self.batches]
+        self.model.zero_grad(set_to_none=True)
+        return statistics.median(found)
 
-        def measure() -> list[float]:
-            first, later = time_ours(self.model, [self.batches[0], *self.batches], self.clock, kind)
-            firsts.append(first)
-            result.first_batch_s = statistics.median(firsts)
-            return later
-
-        self.sides[name] = measure
+    def add_ours(self, name: str) -> None:
+        kind = "diagonal" if name == "ours" else "kronecker"
+        judge = self.judge if name == "ours" else Judge(self.model, self.judge.batch, kronecker_loop_way)
+        sums: Any = gm.estimate_curvature(self.model, [judge.batch], kind=kind, progress=False)
+        self.results[name] = Result(**judge.judge(dict(sums.items())))
+        batches = [self.batches[0], *self.batches]
+        self.sides[name] = lambda: ours(self.model, batches, kind, self.device)
 
     def add_loop(self) -> None:
-        count = self.loop_examples
-        result = self.results["loop"] = Result(**self.judge.judge(self.judge.loop))
-        result.note = "what the others are held against"
-        if count < self.size.batch:
-            result.examples_timed = count
+        # On a GPU, the loop over a batch of a language model takes too long.
+        count = 2 if self.device != "cpu" and self.name != "minilm" else self.size.batch
+        result = self.results["loop"] = Result(error=max(self.judge.loop.values()), wrong_parameters=0)
+        result.missing_parameters, result.examples_timed = 0, count if count < self.size.batch else None
         add, sums, batch = loop_way(self.model), Sums(), rows(self.batches[0], 0, count)
         add(rows(batch, 0, 1), sums)
-        self.sides["loop"] = lambda: [self.clock.timed(lambda: add(batch, sums)) * self.size.batch / count]
+        self.sides["loop"] = lambda: seconds(lambda: add(batch, sums), self.device) * self.size.batch / count
 
     def add_peer(self, name: str) -> None:
         result = self.results[name] = Result()
-        if name != "vmap" and find_spec(name) is None:
-            result.note = "not installed"
-            return
-        best: tuple[tuple[int, float], Add, Sums] | None = None
-        for setting in PEERS[name]:
-            say(f"trying {name}: {setting.words}")
-            try:
-                add, sums, judgement, seconds = self.attempt(setting)
-            except Exception as error:  # a peer may fail in any way; what it says is a result
-                result.tried.append({"setting": setting.words, "failed": in_short(error)})
-                continue
-            finally:
-                free()
-            result.tried.append({"setting": setting.words, "seconds": seconds} | judgement)
-            rank = (judgement["wrong_parameters"], seconds)
-            if best is None or rank < best[0]:
-                best, result.setting = (rank, add, sums), setting.words
-                for key, value in judgement.items():
-                    setattr(result, key, value)
-        if best is None:
-            result.note = result.tried[-1]["failed"]
-            return
-        if result.missing_parameters:
-            result.note = (
-                f"cannot do {result.missing_parameters} of {len(self.judge.wanted)} parameters: a time for less work"
+        best: Add | None = None
+        for words, make in PEERS[name].items():
+            say(f"trying {name}: {words}")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    add, few = make(copy.deepcopy(self.model)), Sums()
+                    add(self.judge.batch, few)
+                except Exception as error:  # a peer may fail in any way; its message is a result
+                    result.note = f"{words}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                    continue
+            judgement = self.judge.judge(few)
+            if best is None or judgement["wrong_parameters"] < (result.wrong_parameters or 0):
+                best, result = add, Result(**judgement, setting=words)
+                self.results[name] = result
+        if best is not None:
+            way, sums = best, Sums()
+            self.sides[name] = lambda: statistics.median(
+                seconds(partial(way, batch, sums), self.device) for batch in self.batches
             )
-        _, chosen, kept = best
-
-        def measure() -> list[float]:
-            with quiet():
-                return [self.clock.timed(partial(chosen, batch, kept)) for batch in self.batches]
-
-        self.sides[name] = measure
-
-    def attempt(self, setting: Setting) -> tuple[Add, Sums, dict[str, Any], float]:
-        """The way, its sums, how right it is, and its seconds for a batch."""
-        with quiet():
-            add = setting.make(copy.deepcopy(self.model))
-            few: Sums = {}
-            add(self.judge.batch, few)
-            judgement = self.judge.judge(errors(few, self.judge.wanted))
-            sums: Sums = {}
-            add(self.batches[0], sums)
-            seconds = min(self.clock.timed(lambda: add(self.batches[0], sums)) for _ in range(2))
-        return add, sums, judgement, seconds
-
-    def measure(self, number: int) -> None:
-        """Every way once, each after the plain pass."""
-        for name, side in self.sides.items():
-            beside = [self.clock.timed(partial(plain, self.model, batch)) for batch in self.batches]
-            self.model.zero_grad(set_to_none=True)
-            seconds = side()
-            result = self.results[name]
-            result.seconds.append(statistics.median(seconds))
-            result.ratios.append(statistics.median(seconds) / statistics.median(beside))
-            self.results["plain"].seconds.append(statistics.median(beside))
-            say(f"repeat {number + 1}: {name}: {result.seconds[-1]:.4f} s, {result.ratios[-1]:.2f} × plain")
-
-    def summarise(self) -> None:
-        for name, result in self.results.items():
-            if result.seconds:
-                result.seconds_per_batch = statistics.median(result.seconds)
-                result.examples_per_second = self.size.batch / result.seconds_per_batch
-                result.ratio_to_plain = 1.0 if name == "plain" else statistics.median(result.ratios)
-
-    def bars(self) -> list[Bar]:
-        """Nothing is asked of gradmerge's peers."""
-        ours = self.results.get("ours")
-        if ours is None or ours.ratio_to_plain is None:
-            return []
-        where = (self.device.type, self.name)
-        bars = [Bar.at_most("parameters that are wrong", float(ours.wrong_parameters or 0), 0.0)]
-        if where in SLOWER:
-            bars.append(Bar.at_most("time over the plain pass", ours.ratio_to_plain, SLOWER[where]))
-        factors = self.results.get("kronecker")
-        if factors is not None and factors.ratio_to_plain is not None:
-            bars.append(Bar.at_most("Kronecker factors that are wrong", float(factors.wrong_parameters or 0), 0.0))
-            if where in KRONECKER_SLOWER:
-                what = "time of Kronecker factors over the plain pass"
-                bars.append(Bar.at_most(what, factors.ratio_to_plain, KRONECKER_SLOWER[where]))
-        others = {
-            name: result.ratio_to_plain / ours.ratio_to_plain
-            for name, result in self.results.items()
-            if name not in ("plain", "ours", "kronecker")
-            and result.ratio_to_plain is not None
-            and result.wrong_parameters == 0
-        }
-        if self.device.type == "cpu" and others:
-            name = min(others, key=others.__getitem__)
-            bars.append(
-                Bar.at_least(f"time of {name}, the fastest of the others that is right, over ours", others[name], 1.0)
-            )
-        if where in LOOP_OVER_OURS and "loop" in others:
-            bars.append(Bar.at_least("time of the loop over ours", others["loop"], LOOP_OVER_OURS[where]))
-        if self.memory:
-            allowed = self.memory["plain_peak_bytes"] + self.memory["float32_parameter_bytes"]
-            value = self.memory["ours_peak_bytes"] / allowed
-            bars.append(Bar.at_most("peak memory over (plain pass + a float32 copy of the parameters)", value, MEMORY))
-        return bars
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine(self.device),
-            "versions": versions(),
-            "settings": {
-                "model": self.name,
-                "device": self.device.type,
-                "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
-                "layers": self.size.layers,
-                "batch_size": self.size.batch,
-                "tokens": self.size.tokens,
-                "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-                "repeats": self.repeats,
-                "examples_compared": self.check_examples,
-                "reference": "the loop over examples in float32",
-                "wrong_from": WRONG,
-            },
-            "methods": {name: asdict(result) for name, result in self.results.items()},
-            "memory": self.memory or None,
-            "bars": [asdict(bar) for bar in self.bars()],
-        }
 
 
-# What comes out.
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    return {
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "gradmerge": gm.__version__}
-    for name in ("torch", "transformers", "triton", "opacus", "backpack-for-pytorch"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def table(report: dict[str, Any]) -> str:
-    lines = [("way", "s per batch", "× plain", "examples/s", "largest error", "wrong", "setting, note")]
-    for name, result in report["methods"].items():
-        judged = result["wrong_parameters"] is not None
-        lines.append(
-            (
-                name,
-                number(result["seconds_per_batch"], ".4f"),
-                number(result["ratio_to_plain"], ".2f"),
-                number(result["examples_per_second"], ".1f"),
-                number(result["error"], ".1e"),
-                f"{result['wrong_parameters']} ({result['missing_parameters']} missing)" if judged else "",
-                "; ".join(words for words in (result["setting"], result["note"]) if words),
-            )
-        )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if 0 < column < 6 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
-def text(report: dict[str, Any]) -> str:
-    settings, found = report["settings"], report["machine"]
-    lines = [
-        f"{settings['model']}, {settings['parameters'] / 1e6:.1f} M parameters in {settings['dtype']}, batches of "
-        f"{settings['batch_size']} × {settings['tokens']} tokens, on {found['gpu'] or found['cpu']}",
-        table(report),
-    ]
-    for name, result in report["methods"].items():
-        lines += [f"{name}, {tried['setting']}: {outcome(tried)}" for tried in result["tried"]]
-    if report["memory"]:
-        sizes = {key: f"{value / 2**30:.2f} GiB" for key, value in report["memory"].items()}
-        lines.append(", ".join(f"{key.removesuffix('_bytes').replace('_', ' ')} {size}" for key, size in sizes.items()))
-    for bar in report["bars"]:
-        holds = "holds" if bar["holds"] else "DOES NOT HOLD"
-        lines.append(f"{bar['what']}: {bar['value']:.3g}, bar {bar['sense']} {bar['limit']:g}: {holds}")
-    return "\n".join(lines)
-
-
-def outcome(tried: dict[str, Any]) -> str:
-    if "failed" in tried:
-        return f"fails: {tried['failed']}"
-    wrong = f", wrong: {', '.join(tried['wrong_names'])}" if tried["wrong_names"] else ""
-    return f"{tried['seconds']:.4f} s, {tried['wrong_parameters']} parameters wrong{wrong}"
-
-
-def number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def in_short(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:300]}{'…' if len(words) > 300 else ''}"
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextlib.contextmanager
-def warnings_of(name: str) -> Iterator[list[str]]:
-    """What a logger warns of."""
-    notes: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            notes.append(" ".join(record.getMessage().split()))
-
-    handler = Keep(logging.WARNING)
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield notes
-    finally:
-        logging.getLogger(name).removeHandler(handler)
-
-
-def say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Speed, memory and exactness of measuring curvature.")
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", choices=SIZES, default="minilm")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="float32 on CPU, bfloat16 on CUDA")
@@ -838,26 +467,39 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--check-examples", type=int, default=4, help="examples that are compared with the loop")
     parser.add_argument("--methods", default=",".join(METHODS), help=f"comma-separated, of {', '.join(METHODS)}")
-    parser.add_argument("--json", type=Path, help="where to write the measurements")
     options = parser.parse_args()
     methods = options.methods.split(",")
-    unknown = [method for method in methods if method not in METHODS]
-    if unknown or options.repeats < 1:
-        parser.error(f"unknown method {unknown[0]!r}" if unknown else "--repeats is at least 1")
+    if unknown := [method for method in methods if method not in METHODS]:
+        parser.error(f"unknown method {unknown[0]!r}")
     usual = SIZES[options.model]
     batch = 64 if (options.model, options.device) == ("minilm", "cuda") else usual.batch
-    size = Size(
-        options.layers or usual.layers, options.batch_size or batch, options.tokens or usual.tokens, usual.vocabulary
+    sizes = (options.layers or usual.layers, options.batch_size or batch, options.tokens or usual.tokens)
+    size = Size(*sizes, usual.vocabulary)
+    dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
+    benchmark = Benchmark(options.model, size, options.device, getattr(torch, dtype), options.check_examples)
+    benchmark.run(methods, options.repeats)
+    memory = peaks(benchmark.model, benchmark.batches[0]) if options.device == "cuda" else None
+    settings = {"model": options.model, "device": options.device, "dtype": dtype, "repeats": options.repeats}
+    settings |= {"layers": size.layers, "batch_size": size.batch, "tokens": size.tokens}
+    settings["parameters"] = sum(parameter.numel() for parameter in benchmark.model.parameters())
+    write_report(
+        options.json,
+        machine=machine(options.device),
+        versions=versions("transformers", "triton", "opacus", "backpack-for-pytorch"),
+        settings=settings,
+        methods={name: asdict(result) for name, result in benchmark.results.items()},
+        memory=memory,
     )
-    dtype = getattr(torch, options.dtype or ("bfloat16" if options.device == "cuda" else "float32"))
-    benchmark = Benchmark(options.model, size, torch.device(options.device), dtype, options)
-    benchmark.run(methods)
-    report = benchmark.report()
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    print(text(report))
-    return 0
+    lines = []
+    for name, result in benchmark.results.items():
+        values = (result.seconds_per_batch, result.ratio_to_plain, result.error, result.wrong_parameters)
+        lines.append(
+            [name, *("" if value is None else f"{value:.3g}" for value in values), result.setting or result.note]
+        )
+    print(text_table(["way", "s per batch", "× plain", "largest error", "wrong", "setting, note"], lines))
+    for what, value in (memory or {}).items():
+        print(f"{what}: {value / GIB:.2f} GiB")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

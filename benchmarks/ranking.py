@@ -9,11 +9,9 @@ in memory, and compares per task the predicted excess loss with the loss and the
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from typing import Any
 
-import torch
+from scipy.stats import spearmanr
 
 from gradmerge.compare.candidates import Candidate
 from gradmerge.compare.evaluate import TaskData, merge_in_memory
@@ -22,33 +20,23 @@ from gradmerge.recipe import make_recipe
 from gradmerge.tasks import load_task
 from gradmerge.tasks.models import model_with
 
-from .precision import add_arguments, circumstances, fine_tune_all, measure_all, rows_of
+from .precision import circumstances, fine_tune_all, measure_all, parse, rows_of
+from .timing import text_table, write_report
 
 METHODS = ("gradient-matching", "task-arithmetic", "ties", "fisher-averaging", "average")
 WEIGHTS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    args = parser.parse_args()
-    begun = time.perf_counter()
+    args = parse(__doc__)
     names = args.tasks.split(",")
     fine_tune_all(args, names)
     measure_all(args, names)
     rows = measure_merges(args, names)
-    result = {
-        "command": "python -m benchmarks.ranking",
-        **circumstances(args, names),
-        "merges": len(rows),
-        "spearman": correlations(rows, names[1:]),
-        "best_weight": best_weights(rows, names[1:]),
-        "rows": rows,
-        "seconds": time.perf_counter() - begun,
-    }
-    print_result(result)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    found = {"spearman": correlations(rows, names[1:]), "best_weight": best_weights(rows, names[1:])}
+    write_report(args.json, **circumstances(args, names), merges=len(rows), **found, rows=rows)
+    lines = [[task, f"{values['loss']:+.2f}", f"{values['error']:+.2f}"] for task, values in found["spearman"].items()]
+    print(text_table(["Spearman's ρ", "predicted and true loss", "predicted loss and true error"], lines))
 
 
 def measure_merges(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
@@ -133,22 +121,7 @@ def best_weights(rows: list[dict[str, Any]], tasks: list[str]) -> dict[str, dict
 
 
 def spearman(x: list[float], y: list[float]) -> float:
-    a, b = ranks(x), ranks(y)
-    return float(torch.corrcoef(torch.stack([a, b]))[0, 1])
-
-
-def ranks(values: list[float]) -> torch.Tensor:
-    """Ranks from 1, the mean of places for equal values."""
-    data = torch.tensor(values, dtype=torch.float64)
-    return ((data[:, None] > data[None, :]).double() + 0.5 * (data[:, None] == data[None, :]).double()).sum(1) + 0.5
-
-
-def print_result(result: dict[str, Any]) -> None:
-    print(f"Spearman's ρ over {result['merges']} merges:")
-    for task, values in result["spearman"].items():
-        print(f"  {task:<18} predicted and true loss {values['loss']:+.2f}, predicted and error {values['error']:+.2f}")
-    for method, weights in result["best_weight"].items():
-        print(f"  best weight of {method:<18} " + ", ".join(f"{how} {weight:g}" for how, weight in weights.items()))
+    return float(spearmanr(x, y).statistic)
 
 
 if __name__ == "__main__":

@@ -10,59 +10,55 @@ far, has to agree within one in a hundred. mergekit runs at its faster setting (
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .merge import (
-    BEST_FLAGS,
+from .merge import BEST_FLAGS, make_small, parameters_of
+from .timing import (
     GIB,
     RunFailed,
+    Timed,
     apart,
     compiled,
-    header,
-    make_small,
+    machine,
     mergekit_versions,
+    parser_of,
     say,
     timed,
+    versions,
     warm,
-    weights,
+    write_report,
 )
 
-#: Recipes, each with whether it is random and how many times as fast as mergekit the project wants it to be.
-CASES: dict[str, tuple[dict[str, Any], bool, float | None]] = {
-    "linear": ({"weight": 0.5}, False, 4.0),
-    "task_arithmetic": ({"weight": 0.7}, False, None),
-    "slerp": ({"t": 0.4}, False, 4.0),
-    "nuslerp": ({"weight": 0.5}, False, None),
-    "multislerp": ({"weight": 0.5}, False, None),
-    "karcher": ({}, False, None),
-    "ties": ({"weight": 1.0, "density": 0.5}, False, 20.0),
-    "dare_linear": ({"weight": 0.5, "density": 0.5}, True, None),
-    "dare_ties": ({"weight": 0.5, "density": 0.5}, True, None),
-    "della": ({"weight": 0.5, "density": 0.5, "epsilon": 0.1}, True, None),
-    "della_linear": ({"weight": 0.5, "density": 0.5, "epsilon": 0.1}, True, None),
-    "breadcrumbs": ({"weight": 0.7, "density": 0.9, "gamma": 0.01}, False, 4.0),
-    "breadcrumbs_ties": ({"weight": 0.7, "density": 0.9, "gamma": 0.01}, False, None),
-    "model_stock": ({}, False, 4.0),
-    "nearswap": ({"t": 0.001}, False, None),
-    "arcee_fusion": ({}, False, None),
-    "sce": ({"select_topk": 0.5}, False, None),
-    "passthrough": ({}, False, None),
+#: Recipes, each with whether it is random.
+CASES: dict[str, tuple[dict[str, Any], bool]] = {
+    "linear": ({"weight": 0.5}, False),
+    "task_arithmetic": ({"weight": 0.7}, False),
+    "slerp": ({"t": 0.4}, False),
+    "nuslerp": ({"weight": 0.5}, False),
+    "multislerp": ({"weight": 0.5}, False),
+    "karcher": ({}, False),
+    "ties": ({"weight": 1.0, "density": 0.5}, False),
+    "dare_linear": ({"weight": 0.5, "density": 0.5}, True),
+    "dare_ties": ({"weight": 0.5, "density": 0.5}, True),
+    "della": ({"weight": 0.5, "density": 0.5, "epsilon": 0.1}, True),
+    "della_linear": ({"weight": 0.5, "density": 0.5, "epsilon": 0.1}, True),
+    "breadcrumbs": ({"weight": 0.7, "density": 0.9, "gamma": 0.01}, False),
+    "breadcrumbs_ties": ({"weight": 0.7, "density": 0.9, "gamma": 0.01}, False),
+    "model_stock": ({}, False),
+    "nearswap": ({"t": 0.001}, False),
+    "arcee_fusion": ({}, False),
+    "sce": ({"select_topk": 0.5}, False),
+    "passthrough": ({}, False),
 }
 MODELS = ("base", "tuned-1", "tuned-2")
 WITHOUT_BASE = {"linear", "nuslerp", "multislerp", "karcher"}
 ONE_MODEL = {"slerp", "nearswap", "arcee_fusion"}
 OF_MODELS = {"weight", "density", "gamma", "epsilon"}
-RSS = 0.5
 
 
 def recipe(method: str, folder: Path, layers: int) -> dict[str, Any]:
@@ -100,7 +96,7 @@ def on_threshold(inputs: list[Any], parameters: dict[str, Any]) -> Any:
 
 def agreement(ours: Path, theirs: Path, models: Path, method: str) -> float:
     """The share of entries that agree; for random methods, 1 minus the relative difference of what moved."""
-    parameters, random, _ = CASES[method]
+    parameters, random = CASES[method]
     agree = total = 0
     moved = [[0.0, 0.0], [0.0, 0.0]]
     for name, one, other, *inputs in _tensors(ours, theirs, *(models / name for name in MODELS)):
@@ -154,47 +150,42 @@ def compared(ours: Path, theirs: Path, models: Path, method: str, out: Path) -> 
     out.write_text(json.dumps(agreement(ours, theirs, models, method)))
 
 
-def measure(method: str, folder: Path, data: Path, mergekit: Path, layers: int, repeats: int) -> dict[str, Any]:
-    """Both programs in turn on one recipe."""
-    _, random, bar = CASES[method]
+def measure(method: str, folder: Path, data: Path, mergekit: Path, repeats: int, recipe: dict[str, Any]) -> Any:
+    """Run both programs in turn on one recipe."""
+    random = CASES[method][1]
     file = data / f"{method}.yml"
-    file.write_text(json.dumps(recipe(method, folder, layers), indent=2))  # JSON is YAML
-    ours, theirs = data / "ours", data / "theirs"
+    file.write_text(json.dumps(recipe, indent=2), "utf-8")  # JSON is YAML
+    outs = {"gradmerge": data / "ours", "mergekit": data / "theirs"}
+    commands = {
+        "gradmerge": [sys.executable, "-m", "gradmerge", "merge", str(file), "--quiet", "-o", str(outs["gradmerge"])],
+        "mergekit": [str(mergekit), *BEST_FLAGS, "--no-copy-tokenizer", "--quiet", str(file), str(outs["mergekit"])],
+    }
     warm(folder / name for name in MODELS)
-    runs: dict[str, list[tuple[float, int]]] = {"gradmerge": [], "mergekit": []}
+    runs: dict[str, list[Timed]] = {program: [] for program in commands}
     for _ in range(repeats):
-        command = [sys.executable, "-m", "gradmerge", "merge", str(file), "--quiet", "-o", str(ours)]
-        runs["gradmerge"].append(timed("gradmerge", command, ours)[:2])
-        command = [str(mergekit), *BEST_FLAGS, "--no-copy-tokenizer", "--quiet", str(file), str(theirs)]
-        runs["mergekit"].append(timed("mergekit", command, theirs)[:2])
-    apart(compared, ours, theirs, folder, method, data / "agreement.json")
-    agree = json.loads((data / "agreement.json").read_text())
-    wall = {program: statistics.median(seconds for seconds, _ in each) for program, each in runs.items()}
-    peak = {program: max(peak for _, peak in each) / GIB for program, each in runs.items()}
+        for program, command in commands.items():
+            runs[program].append(timed(program, command, outs[program]))
+    apart(compared, *outs.values(), folder, method, data / "agreement.json")
+    agree = json.loads((data / "agreement.json").read_text("utf-8"))
+    wall = {program: statistics.median(run.wall_s for run in found) for program, found in runs.items()}
     row = {
         "method": method,
         "runs": repeats,
-        "seconds": {program: [seconds for seconds, _ in each] for program, each in runs.items()},
         "wall_s": wall,
-        "peak_rss_gib": peak,
+        "peak_rss_gib": {program: max(run.peak_rss_bytes for run in found) / GIB for program, found in runs.items()},
         "times_as_fast": wall["mergekit"] / wall["gradmerge"],
-        "bar": bar,
         "random": random,
         "agreement": agree,
         "equal": agree >= (0.99 if random else 0.999),
     }
-    say(
-        f"{method}: {wall['gradmerge']:.2f} s against {wall['mergekit']:.2f} s, {row['times_as_fast']:.1f} times, "
-        f"{peak['gradmerge']:.2f} GiB against {peak['mergekit']:.2f}, agreement {agree:.6f}"
-    )
+    say(f"{method}: {row['times_as_fast']:.1f} times as fast, agreement {agree:.6f}")
     return row
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The same recipes by mergekit and by gradmerge.")
+    parser = parser_of(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder for models and outputs")
     parser.add_argument("--mergekit", type=Path, required=True, help="mergekit-yaml of an environment of its own")
-    parser.add_argument("--json", type=Path, help="where to write the measurements (default: DATA/same_work.json)")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model; 4 are 0.31 B parameters, 22 1.1 B")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each program")
     parser.add_argument("--cases", default=",".join(CASES), help=f"comma-separated, of {', '.join(CASES)}")
@@ -202,37 +193,27 @@ def main() -> int:
     cases = options.cases.split(",")
     if unknown := [case for case in cases if case not in CASES]:
         parser.error(f"unknown case {unknown[0]!r}")
-    data = options.data.absolute()
-    folder = data / f"llama-{options.layers}-layers"
-    folder.mkdir(parents=True, exist_ok=True)
-    apart(make_small, folder, options.layers)
+    data, mergekit, layers = options.data.absolute(), options.mergekit.absolute(), options.layers
+    folder = data / f"llama-{layers}-layers"
+    apart(make_small, folder, layers)
     compiled()
-    rows: list[dict[str, Any]] = []
-    failures: list[str] = []
+    rows, failures = [], []
     for case in cases:
         try:
-            rows.append(measure(case, folder, data, options.mergekit.absolute(), options.layers, options.repeats))
+            rows.append(measure(case, folder, data, mergekit, options.repeats, recipe(case, folder, layers)))
         except (RunFailed, OSError) as error:
             failures.append(f"{case}: {error}")
             say(f"FAILED: {failures[-1]}")
     failures += [f"{row['method']}: the results differ" for row in rows if not row["equal"]]
-    report = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cores": os.cpu_count(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "gradmerge": version("gradmerge"),
-            "mergekit": mergekit_versions(options.mergekit),
-        },
-        "layers": options.layers,
-        "parameters": sum(path.stat().st_size - header(path) for path in weights(folder / "base")) // 2,
-        "memory_bar_gib": RSS,
-        "rows": rows,
-        "failures": failures,
-    }
-    path = options.json or data / "same_work.json"
-    path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    write_report(
+        options.json or data / "same_work.json",
+        cores=machine()["cores"],
+        versions=versions() | {"mergekit": mergekit_versions(mergekit)},
+        layers=layers,
+        parameters=parameters_of(folder / "base"),
+        rows=rows,
+        failures=failures,
+    )
     return 1 if failures else 0
 
 

@@ -173,33 +173,6 @@ def ranking_results() -> str:
     )
 
 
-def kronecker_results() -> str:
-    """Merges with Kronecker curvature beside others, from the kept runs of `python -m benchmarks.kronecker`."""
-    runs = json.loads((RESULTS / "kronecker.json").read_text("utf-8"))["runs"]
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for name, run in runs.items():
-        group = next((kind for kind in ("small network", "demo") if name.startswith(kind)), name)
-        groups.setdefault(group, []).append({case.partition(":")[0]: row for case, row in run["rows"].items()})
-    tables = [_kronecker_table(group, parts) for group, parts in groups.items()]
-    removals = [run["removals"] for run in runs.values() if "removals" in run]
-    if removals:
-        rows = []
-        for case in removals[0]:
-            shares = (100 * sum(one[case][key] for one in removals) / len(removals) for key in ("removed", "rest"))
-            rows.append((case, *(f"{share:.1f}" for share in shares)))
-        tables.append(table(("demo, taking one task out", "accuracy on it, %", "on the rest, %"), rows))
-    return "\n\n".join(tables)
-
-
-def _kronecker_table(group: str, runs: list[dict[str, Any]]) -> str:
-    rows = []
-    for case in runs[0]:
-        accuracy, loss = (sum(run[case][key] for run in runs) / len(runs) for key in ("accuracy", "loss"))
-        rows.append((case, f"{100 * accuracy:.1f}", f"{loss:.3f}"))
-    seeds = f", mean of {len(runs)} seeds" if len(runs) > 1 else ""
-    return table((f"{group}{seeds}", "accuracy, %", "loss"), rows)
-
-
 def same_work_results() -> str:
     """mergekit's recipes by both programs, from the runs of `python -m benchmarks.same_work` that were kept."""
     parts = []
@@ -245,7 +218,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "benchmark": benchmark_results,
     "curvature-benchmark": curvature_results,
     "engines": engine_results,
-    "kronecker": kronecker_results,
     "precision": precision_results,
     "ranking": ranking_results,
     "same-work": same_work_results,

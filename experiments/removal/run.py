@@ -7,6 +7,7 @@ risen by the same share, and at their default.
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,6 +46,7 @@ again on a tenth of the forget set. DIR, or DIR/text, has wikitext2, imdb, yelp,
 jigsaw_toxic, real_toxicity_prompts and wizard_of_wikipedia.
 
   python -m experiments.removal --data-dir DIR --seeds 0,1,2 -o runs/toxicity
+  python -m experiments.removal --scale cpu --data-dir DIR          a smaller GPT-2, minutes on a CPU
   python -m experiments.removal --task hallucination --data-dir DIR --seeds 0,1,2 -o runs/hallucination
 """
 #: The δ of the paper's code.
@@ -324,16 +326,22 @@ def prepare(run: Run) -> Any:
     return (toxicity if isinstance(run.settings, Toxicity) else hallucination).prepare(run)
 
 
+def settings_of(args: argparse.Namespace, settings: Mapping[str, Any]) -> Any:
+    if settings[args.task] is None:
+        raise gm.InputError(f"--scale {args.scale} has no --task {args.task}")
+    return settings[args.task]
+
+
 EXPERIMENT = Experiment(
     "removal",
     DESCRIPTION,
-    {scale: {name: scales[scale] for name, scales in TASKS.items()} for scale in TOXICITY},
+    {scale: {name: scales.get(scale) for name, scales in TASKS.items()} for scale in TOXICITY},
     RemovalSeed,
     REPORT,
     prepare,
     facts=noise_floors,  # type: ignore[arg-type]
     sources=SOURCES,
     options={"task": {"choices": list(TASKS), "default": "toxicity", "help": "default: %(default)s"}},
-    adjust=lambda args, settings: settings[args.task],
-    needs={"small": ("data-dir",), "tiny": ("data-dir",)},
+    adjust=settings_of,
+    needs=dict.fromkeys(("small", "cpu", "tiny"), ("data-dir",)),
 )
