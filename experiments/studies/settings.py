@@ -26,9 +26,9 @@ DIALS: Mapping[str, Dial] = {
     ),
     "labels": Dial("Tasks that contradict each other", "digits of ten on which the labels differ", (0, 2, 5, 10)),
     "sizes": Dial("Sizes", "rows of the larger task for one of the smaller", (1, 3, 10, 30)),
-    "epochs": Dial("Tuned plainly", "epochs of plain Adam", (3, 10, 30, 100)),
-    "penalty": Dial("Tuned to the end under the penalty", "strength of the penalty", (1, 10, 100, 1000)),
-    "base": Dial("A base that knows its data by heart", "epochs of the base's training", (10, 30, 100, 300)),
+    "epochs": Dial("Fine-tuned without a penalty", "epochs of plain Adam", (3, 10, 30, 100)),
+    "penalty": Dial("Fine-tuned to convergence under the penalty", "strength of the penalty", (1, 10, 100, 1000)),
+    "base": Dial("A base that has memorized its data", "epochs of the base's training", (10, 30, 100, 300)),
     "network": Dial("The network", "hidden layers", (0, 1, 2, 4, 8, TRANSFORMER, GENTLE)),
 }
 
