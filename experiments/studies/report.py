@@ -206,7 +206,7 @@ def draw_distances(results: Results, path: Path) -> None:
 REPORT = Report(
     "When does curvature help?",
     "How much of the gap between the average and joint training a merge closes, in per cent of loss / accuracy. The "
-    "first two rows are both ends. Loss and accuracy are means over three test sets: the base's kind of rows, and those of "
+    "first two rows are both ends. Loss and accuracy are means over three test sets: the base's rows, and those of "
     "the tasks. P is the penalty that gradient matching assumes. Distance is ‖θ − θ_joint‖ / ‖θ_0 − θ_joint‖. [The "
     "page of the studies](README.md) discusses the results.",
     {**{dial.title: partial(section, dial=name) for name, dial in DIALS.items()}, "Linear models": linear_table},
