@@ -155,12 +155,7 @@ def whole_tensors(jobs: Iterable[Job]) -> list[Block]:
 
 def chunks(plan: Plan, size: int | None = None) -> list[Block]:
     """Return blocks of a size (by default CHUNK) over all merged tensors; layers are not cut."""
-    size = size or CHUNK
-    blocks = [
-        Block(-1, job, start, min(start + size, job.info.numel))
-        for job in plan.block_jobs
-        for start in range(0, job.info.numel, size)
-    ]
+    blocks = [Block(-1, job, *range_) for job in plan.block_jobs for range_ in job.cut(size or CHUNK)]
     return blocks + whole_tensors(plan.kronecker_jobs)
 
 

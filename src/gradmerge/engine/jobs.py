@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,12 @@ class Job(ABC):
     def step(self, block: int) -> int:
         """Return how many entries of the tensor form one block, about ``block``."""
         return block
+
+    def cut(self, step: int) -> Iterator[tuple[int, int]]:
+        """Yield the first entry, and one past the last, of each block of ``step`` entries; one block if it is empty."""
+        numel = self.info.numel
+        for start in range(0, max(numel, 1), step):
+            yield start, min(start + step, numel)
 
     def bytes_read(self, plan: Plan) -> int:
         """Return how many bytes one pass over the job's inputs reads."""

@@ -69,12 +69,10 @@ class Plan:
 
     def blocks(self, size: int | None = None, jobs: Iterable[Job] | None = None) -> Iterator[Block]:
         """Yield all blocks (of some jobs) of about ``size`` entries, in the order of the template's files."""
-        number, size = 0, size or self.block_size
-        for job in self.jobs if jobs is None else jobs:
-            step = job.step(size)
-            for start in range(0, max(job.info.numel, 1), step):
-                yield Block(number, job, start, min(start + step, job.info.numel))
-                number += 1
+        size = size or self.block_size
+        cut = ((job, *range_) for job in (self.jobs if jobs is None else jobs) for range_ in job.cut(job.step(size)))
+        for number, (job, start, stop) in enumerate(cut):
+            yield Block(number, job, start, stop)
 
     @property
     def measures(self) -> Mapping[str, Measure]:

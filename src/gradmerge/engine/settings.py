@@ -8,8 +8,7 @@ from typing import Any
 
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.layers import StackedCheckpoint, find_layer, layer_stacks
-from ..recipe import Case, Varying, leaves, spread_over_layers, value_at
-from ..text import count
+from ..recipe import Case, Varying, leaves, value_at
 
 
 @dataclass(frozen=True)
@@ -109,21 +108,13 @@ class LayerSettings:
         return list({repr(some): some for some in settings}.values())
 
     def notes(self, names: Sequence[str]) -> list[str]:
-        """Return notes on filters that match nothing, and on tensors outside the layers."""
-        notes = []
+        """Return a note for each filter that matches nothing."""
         values = [value for range_ in self._ranges for value in range_.values]
         cases = [item for value in values if isinstance(value, tuple) for item in value if isinstance(item, Case)]
         filtered = {n for range_ in self._ranges for name in names for n in (name, *range_.names_of(name))}
-        for filter_ in dict.fromkeys(case.filter for case in cases):
-            if not any(Case(filter=filter_, value=0.0).fits(name) for name in filtered):
-                notes.append(f"filter: {filter_!r} matches no tensor that is merged")
-        if any(map(spread_over_layers, values)):
-            stacks = layer_stacks(names)
-            outside = [name for name in names if find_layer(name, stacks) is None]
-            if outside:
-                some = f"{outside[0]} and {count(len(outside) - 1)} more" if len(outside) > 1 else outside[0]
-                notes.append(f"a list over the layers: tensors outside the layers take its first value: {some}")
-        return notes
+        filters = dict.fromkeys(case.filter for case in cases)
+        unused = [f for f in filters if not any(Case(filter=f, value=0.0).fits(name) for name in filtered)]
+        return [f"filter: {filter_!r} matches no tensor that is merged" for filter_ in unused]
 
 
 def varies(value: Any) -> bool:

@@ -121,8 +121,7 @@ def tensor_thresholds(plan: Plan, block: Block, buffers: Buffers) -> list[tuple[
     """Return the thresholds of one tensor."""
     job = block.job
     assert isinstance(job, BlockJob)
-    starts = range(0, job.info.numel, plan.block)
-    blocks = [Block(-1, job, start, min(start + plan.block, job.info.numel)) for start in starts]
+    blocks = [Block(-1, job, *range_) for range_ in job.cut(plan.block)]
 
     def count_all(search: QuantileSearch) -> Counts:
         total: Counts = add_up(count_magnitudes(plan, part, buffers, search=search) for part in blocks)
@@ -152,9 +151,7 @@ def measure_tensor(plan: Plan, block: Block, buffers: Buffers, *, statistics: St
     rule, settings, known = job.rule, plan.inputs.settings.of(job.name), statistics.inputs_of(job.name)
 
     def blocks() -> Iterator[dict[str, Any]]:
-        step = job.step(CHUNK)
-        for start in range(0, max(job.info.numel, 1), step):
-            stop = min(start + step, job.info.numel)
+        for start, stop in job.cut(job.step(CHUNK)):
             tensors = job.read(plan, start, stop, buffers) | known
             yield rule_arguments(rule, plan, job.shaped(start, stop, tensors), settings)
 
