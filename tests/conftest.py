@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 # All that collecting tests imports stays: nothing of it is garbage.
 gc.disable()
 
-LONG = ("test_studio_page.py", "test_processes.py", "test_browser.py", "test_kill.py")
+LONG = ("test_pages_run.py", "test_studio_page.py", "test_processes.py", "test_browser.py", "test_kill.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
