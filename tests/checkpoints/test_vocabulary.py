@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from gradmerge.checkpoints.chat_template import chat_templates
+from gradmerge.checkpoints.chat_template import read_chat_template
 from gradmerge.checkpoints.checkpoint import Buffers, Checkpoint
 from gradmerge.checkpoints.embedding_rows import (
     MISSING,
@@ -133,18 +133,12 @@ def test_gaps_between_ids_are_kept_and_refused_where_they_cannot_be(tmp_path: Pa
 
 
 def test_chat_templates_are_read_from_files_or_the_config(tmp_path: Path) -> None:
-    assert chat_templates(tmp_path) is None
+    assert read_chat_template(tmp_path) is None
     config = tmp_path / "tokenizer_config.json"
     config.write_text("{}")
-    assert chat_templates(tmp_path) == {}
-    named = [
-        {"name": "default", "template": "a"},
-        {"name": "tools", "template": "b"},
-        {"name": "../x", "template": "c"},
-    ]
+    assert read_chat_template(tmp_path) == ""
+    named = [{"name": "tools", "template": "b"}, {"name": "default", "template": "a"}]
     config.write_text(json.dumps({"chat_template": named}))
-    assert chat_templates(tmp_path) == {"default": "a", "tools": "b"}
+    assert read_chat_template(tmp_path) == "a"
     (tmp_path / "chat_template.jinja").write_text("plain")
-    (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates/rag.jinja").write_text("more")
-    assert chat_templates(tmp_path) == {"default": "plain", "rag": "more"}
+    assert read_chat_template(tmp_path) == "plain"

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import InputError
 from ..io.small_files import read_json
 from ..text import first_line, some, to_json
-from .chat_template import TEMPLATE_PATTERNS, Templates, write_templates
+from .chat_template import TEMPLATE_PATTERNS, write_template
 from .config_diff import parts
 from .vocabulary import EXTRA, PLAIN, TOKENIZER_FILES, VOCABULARY_FILES, Vocabulary
 
@@ -159,8 +159,8 @@ class ResultFiles:
     """The tokenizer is that of the template model, possibly extended."""
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The configs beside a tokenizer of another model. Their token ids replace those of the template model."""
-    templates: Templates | None = None
-    """Chat templates that replace those of the tokenizer."""
+    chat_template: str | None = None
+    """Replaces that of the tokenizer."""
     reads: list[Path] = field(default_factory=list)
     """Files that the result depends on."""
     notes: list[str] = field(default_factory=list)
@@ -175,8 +175,8 @@ class ResultFiles:
                     after = self._config(before, path.name, self.tokenizer)
                     if after != before:
                         path.write_text(json.dumps(after, indent=2) + "\n", "utf-8")
-        if self.templates is not None:
-            write_templates(folder, self.templates)
+        if self.chat_template is not None:
+            write_template(folder, self.chat_template)
 
     def _write_tokenizer(self, folder: Path, tokenizer: OutputTokenizer) -> None:
         source = tokenizer.source.folder

@@ -10,14 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from ..checkpoints.chat_template import (
-    DEFAULT,
-    Templates,
-    alike,
-    chat_templates,
+    chat_template_of,
     parse_template,
+    read_chat_template,
     read_template_file,
     template_files,
-    templates_of,
 )
 from ..checkpoints.checkpoint import Checkpoint, is_same
 from ..checkpoints.embedding_rows import (
@@ -73,7 +70,7 @@ def with_one_vocabulary(
     if recipe.tokenizer is None and recipe.chat_template == AUTO and models.donor is models.template:
         return views, None
     files = ResultFiles()
-    templates, label = templates_of(models.template), models.template.label
+    template, label = chat_template_of(models.template), models.template.label
     if recipe.tokenizer is not None:
         alignment = _Alignment(recipe, models)
         views |= alignment.views()
@@ -83,8 +80,8 @@ def with_one_vocabulary(
                 "(`output.format: model`)"
             )
         files = alignment.files()
-        templates, label = chat_templates(alignment.source.folder), alignment.source.label
-    _choose_template(recipe, models, files, templates, label)
+        template, label = read_chat_template(alignment.source.folder), alignment.source.label
+    _choose_template(recipe, models, files, template, label)
     return views, files
 
 
@@ -106,7 +103,7 @@ class _Models:
         """The model whose chat template the result gets: the base, or else the first named merge that has a base."""
         if base is None:
             merged = (model for text, model in tuned if text in recipe.merges and recipe.merges[text].base is not None)
-            self.donor = next((model for model in merged if templates_of(model) is not None), self.template)
+            self.donor = next((model for model in merged if chat_template_of(model) is not None), self.template)
 
     @property
     def distinct(self) -> list[Checkpoint]:
@@ -281,36 +278,34 @@ class _Alignment:
                 )
 
 
-def _choose_template(
-    recipe: Recipe, models: _Models, files: ResultFiles, current: Templates | None, label: str
-) -> None:
-    """Set the chat templates of the result, and note the models whose templates differ.
+def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, current: str | None, label: str) -> None:
+    """Set the chat template of the result, and note the models whose templates differ.
 
     Args:
         recipe: The recipe, whose `chat_template` is applied.
         models: Its models.
-        files: Gets the templates, if they replace those of the tokenizer, and the notes.
-        current: The templates of the result's tokenizer.
+        files: Gets the template, if it replaces that of the tokenizer, and the notes.
+        current: The template of the result's tokenizer.
         label: The model of that tokenizer.
     """
     value, chosen = recipe.chat_template, current
     if value == AUTO:
         from_template = recipe.tokenizer is None or recipe.tokenizer.source in (BASE, UNION)
         if models.donor is not models.template and from_template:
-            label, chosen = models.donor.label, templates_of(models.donor)
+            label, chosen = models.donor.label, chat_template_of(models.donor)
     elif value == COMMON:
         texts: dict[Checkpoint, str] = {}
         for model in dict.fromkeys((models.donor, *models.distinct)):
-            if text := (templates_of(model) or {}).get(DEFAULT, "").strip():
+            if text := (chat_template_of(model) or "").strip():
                 texts[model] = text
         if texts:  # the donor's is first, so it wins a tie
             text = Counter(texts.values()).most_common(1)[0][0]
             label = next(model.label for model in texts if texts[model] == text)
-            chosen = {DEFAULT: text}
+            chosen = text
     elif "{" in value or "\n" in value:
-        label, chosen = "the recipe", {DEFAULT: parse_template(value, "chat_template")}
+        label, chosen = "the recipe", parse_template(value, "chat_template")
     elif (model_named := models.find(value)) is not None:
-        label, chosen = model_named.label, templates_of(model_named) or {}
+        label, chosen = model_named.label, chat_template_of(model_named) or ""
         if not chosen and value != BASE:
             raise InputError(f"chat_template: {label} has none")
     elif (path := models.path(value)) is not None and path.is_file():
@@ -319,8 +314,8 @@ def _choose_template(
     else:
         known = [AUTO, BASE, COMMON, *(text for text, _ in models.named)]
         raise InputError(f"chat_template: {value!r} is not a model of the recipe or a file{nearest(value, known)}")
-    if chosen is not None and (current is None or not alike(chosen, current)):
-        files.templates = chosen
+    if chosen is not None and (current is None or chosen.strip() != current.strip()):
+        files.chat_template = chosen
     files.reads += [path for model in models.all for path in template_files(model) if path not in files.reads]
     if label != models.template.label:
         files.notes.append(f"chat_template: the result has that of {label}" + ("" if chosen else ", which has none"))
