@@ -14,7 +14,7 @@ class LoadOptions(TypedDict, total=False):
     architecture."""
     columns: Mapping[str, str] | None
     """The columns of the data if their names are not common ones, such as `text=review,label=stars`. Keys: text,
-    text2, label, labels, prompt, completion, messages, source, target, image, anchor, positive, negative, score.
+    text2, label, prompt, completion, messages, source, target, image, anchor, positive, negative, score.
     Several columns are joined by +."""
     limit: int | None
     """The maximum number of rows of each data source."""
