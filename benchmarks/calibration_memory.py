@@ -26,6 +26,7 @@ import gradmerge as gm
 WIDTH, INNER, HEADS, KEY_HEADS, VOCABULARY = 1024, 2816, 16, 4, 8000
 ROWS, TOKENS = 16, 64
 TASKS = ("one", "two", "three")
+OPTIONS = "curvature='none', check=False, progress=False"
 
 
 def write_model(folder: Path, layers: int, seed: int) -> None:
@@ -104,11 +105,11 @@ def measure(data: Path, layers: int) -> dict[str, float]:
         write_rows(data / f"{name}.jsonl", seed)
     out = data / "calibrated"
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", "gradmerge", "calibrate", str(place / "merged"), "--curvature", "none"]
-    for name in TASKS:
-        command += ["--data", f"{name}={data / name}.jsonl", "--teacher", f"{name}={place / name}"]
+    data_paths = {name: f"{data / name}.jsonl" for name in TASKS}
+    teachers = {name: str(place / name) for name in TASKS}
+    call = f"gm.calibrate({str(place / 'merged')!r}, {data_paths}, teachers={teachers}, out={str(out)!r}, {OPTIONS})"
     begun = time.perf_counter()
-    process = subprocess.Popen([*command, "--quiet", "-o", str(out)])
+    process = subprocess.Popen([sys.executable, "-c", f"import gradmerge as gm; {call}"])
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - begun
     if status:
