@@ -52,6 +52,19 @@ def test_a_calibrated_model_knows_the_teachers_of_its_merge(chats, tmp_path):
     assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
 
 
+def test_what_the_recipe_excludes_stays_that_of_the_base_through_both_steps(chats, tmp_path):
+    for name in ("base", "yelp", "imdb"):
+        (tmp_path / name).symlink_to(chats / name)
+    gm.merge(merge_recipe(tmp_path, exclude=["*.0.mlp.*"]), tmp_path / "merged", progress=False)
+    data = data_of(chats, "yelp", "imdb")
+    first = invoke("calibrate", tmp_path / "merged", *data, "--curvature", "none", "-o", tmp_path / "calibrated")
+    second = invoke("distill", tmp_path / "calibrated", *data, *STEPS, "-o", tmp_path / "distilled")
+    assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
+    base, found = state_of(chats / "base"), state_of(tmp_path / "distilled")
+    changed = {name for name in base if not torch.equal(base[name], found[name])}
+    assert any(".1.mlp." in name for name in changed) and not any(".0.mlp." in name for name in changed)
+
+
 def test_of_an_adapter_only_the_adapter_is_trained_and_written(tmp_path):
     base = write_adapters(tmp_path)
     out = tmp_path / "out"

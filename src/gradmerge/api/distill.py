@@ -177,9 +177,10 @@ def distill(
             for name, teacher in inputs.teachers.items()
         }
         student = load_trainable(inputs.merged, device)
-        if not inputs.shared_head:  # a head that tasks do not share is frozen
-            for name, parameter in student.module.named_parameters():
-                parameter.requires_grad_(parameter.requires_grad and encoder_prefix(student.module) in name)
+        encoder = "" if inputs.shared_head else encoder_prefix(student.module)
+        for name, parameter in student.module.named_parameters():  # frozen: heads that tasks do not share, and excluded
+            frozen = encoder not in name or inputs.excludes(student.tensors_of(name))
+            parameter.requires_grad_(parameter.requires_grad and not frozen)
         result = train(student.module, loaders, inputs.rows, task, inputs.shared_head, device)
         trained = {n: p for n, p in student.module.named_parameters() if p.requires_grad and result.improved}
         result.model = None

@@ -242,6 +242,7 @@ def refine_folder(
                 facts={
                     "merged": model_reference(merged, Path(), out),
                     "models": {name: model_reference(model, Path(), out) for name, model in known.items()},
+                    "exclude": list(inputs.excluded),
                     action: facts,
                 },
                 inputs=[input_entry("merged", merged, [])],

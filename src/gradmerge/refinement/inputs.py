@@ -56,8 +56,11 @@ class MergeInputs:
         """Whether a layer keeps the merge's weights: a head that tasks do not share, or one the recipe excludes."""
         if not self.shared_head and not layer.path.startswith(encoder_prefix(self.merged.module)):
             return True
-        weights = self.merged.tensors_of(layer.parameters[0])
-        return any(fnmatch.fnmatchcase(weight, pattern) for weight in weights for pattern in self.excluded)
+        return self.excludes(self.merged.tensors_of(layer.parameters[0]))
+
+    def excludes(self, tensors: Sequence[str]) -> bool:
+        """Whether the merge's recipe excludes one of these tensors."""
+        return any(fnmatch.fnmatchcase(tensor, pattern) for tensor in tensors for pattern in self.excluded)
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -131,7 +134,8 @@ def opened_inputs(
         for task, reference in teachers.items():
             files[task] = open_model_files(reference, opened.info.task, args.attn_implementation)
             stack.callback(files[task].checkpoint.close)
-        excluded = read_record(opened.info.folder).get("recipe", {}).get("exclude", [])
+        record = read_record(opened.info.folder)
+        excluded = record.get("exclude") or record.get("recipe", {}).get("exclude", [])
         shared = shares_head(opened, files, excluded)
         check_teachers(opened, files, shared)
         rows, notes = {}, []
