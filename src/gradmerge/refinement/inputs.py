@@ -100,7 +100,7 @@ def find_teachers(merged: str, tasks: Sequence[str], teachers: Mapping[str, str]
             known = f"The record of {merged} names {', '.join(recorded)}." if recorded else f"{merged} has no record."
             raise InputError(
                 f"{task}: no fine-tuned model has this name{nearest(task, recorded)}. {known} "
-                "Name it in teachers, such as teachers={'" + task + "': './" + task + "'}"
+                f"Give the fine-tuned model of {task} as its teacher."
             )
         references[task] = reference
     return references
