@@ -178,7 +178,7 @@ def check_answers(result: Verification, runs: ModelRuns) -> None:
             compared.append(result.add("answers", name, distance <= base, detail, distance=distance, base=base))
     if any(check.passed for check in compared):  # a merge may be bad for one task
         for check in compared:
-            check.detail += "" if check.passed else ": farther than the base"
+            check.detail += "" if check.passed else ": farther than the base, but another model is closer"
             check.passed = True
     if generated:
         _check_generation(result, runs.run(runs.model), generated)

@@ -155,7 +155,7 @@ class Preview(Displayed):
         best = self.best()
         found = f"best: {best.setting.name}" if best is not None else "no best"
         if (tied := len(self.all_tied())) > 1:
-            found += f" of {tied} that are tied"
+            found += f", tied with {tied - 1} more"
         return [f"{len(self.rows)} settings", found, "measured" if self.measured else "predicted"]
 
     def _view(self) -> View:

@@ -280,7 +280,7 @@ def _interference_results(found: Diagnosis) -> list[str]:
     (one, other), worst = max(shares.items(), key=lambda item: item[1])
     share = f"{100 * worst:.0f} % of shared weights in opposite directions"
     if worst <= 0.5:
-        return [f"No two tasks move more than {share} (chance: 50 %)."]
+        return [f"Any two tasks move at most {share} (chance: 50 %)."]
     if {one, other} <= set(found.examples) and not _loss(found, one) and not _loss(found, other):
         return [f"{one} and {other} move {share}, but neither measured worse than its fine-tuned model."]
     return [f"{one} and {other} move {share}: expect a trade-off between them."]

@@ -84,7 +84,8 @@ def calibration_verdict(chosen: str, distances: Mapping[str, Distances]) -> list
     before, after = distances[MERGE].total, distances[chosen].total
     if chosen == MERGE:
         return ["Calibration did not bring the merge closer to the fine-tuned models. **The merge was kept.**"]
-    fell = f"On held-out rows, the mean distance to the fine-tuned models fell from {before:.4g} to **{after:.4g}**."
+    measure = "distance to the fine-tuned models" + (" plus KL" if distances[MERGE].answers else "")
+    fell = f"On held-out rows, the {measure}, averaged over tasks, fell from {before:.4g} to **{after:.4g}**."
     return [fell, _EVALUATE]
 
 
