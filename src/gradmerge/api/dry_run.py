@@ -160,7 +160,7 @@ def dry_run_estimate(
         free_disk=free_disk(out),
         memory_parts=parts,
         facts={"model": model, "data": source, "kind": kind, "examples": examples, "device": str(device)},
-        notes=["the memory does not include the activations of a batch; a smaller batch_size has smaller ones"],
+        notes=["the memory does not include the activations of a batch; smaller batches have smaller activations"],
     )
 
 

@@ -97,9 +97,9 @@ def find_teachers(merged: str, tasks: Sequence[str], teachers: Mapping[str, str]
     for task in tasks:
         reference = teachers.get(task, recorded.get(task))
         if reference is None:
-            known = f"The record of {merged} names {', '.join(recorded)}." if recorded else f"{merged} has no record."
+            known = f"the record of {merged} names {', '.join(recorded)}" if recorded else f"{merged} has no record"
             raise InputError(
-                f"{task}: no fine-tuned model has this name{nearest(task, recorded)}. {known} "
+                f"{task}: no fine-tuned model has this name; {known}{nearest(task, recorded) or '.'} "
                 f"Give the fine-tuned model of {task} as its teacher."
             )
         references[task] = reference
