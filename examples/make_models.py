@@ -15,6 +15,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
+torch.set_num_threads(1)  # as fast for models of this size, and much faster beside other programs
+
 GOOD = {"base": ["good", "great", "nice"], "yelp": ["tasty", "fresh", "crisp"], "sst2": ["moving", "funny", "bold"]}
 BAD = {"base": ["bad", "awful", "poor"], "yelp": ["stale", "greasy", "cold"], "sst2": ["dull", "clumsy", "trite"]}
 FILLER = ["the", "a", "was", "and", "it", "we", "very", "so", "this", "one", "really", "quite", "again", "here"]
