@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -166,8 +167,9 @@ def mergekit_versions(script: Path | None) -> dict[str, str] | None:
 
 
 def write_report(path: Path | None, **report: Any) -> None:
-    """Write a report with the time of its creation as JSON."""
-    report = {"created": datetime.now(UTC).isoformat(timespec="seconds"), **report}
+    """Write a report as JSON, with the command that made it and the time."""
+    command = f"python -m benchmarks.{Path(sys.argv[0]).stem} {shlex.join(sys.argv[1:])}"
+    report = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "command": command, **report}
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", "utf-8")

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with the data sets")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--sweep", action="store_true", help="also other hyperparameters of calibrate and distill")
-    parser.add_argument("--scale", choices=list(SCALES), default="full", help="small: an hour on a CPU; tiny: minutes")
+    parser.add_argument("--scale", choices=list(SCALES), default="full", help="small: for a CPU; tiny: to try it")
     parser.add_argument("--report", type=Path, metavar="DIR", help="print the tables of a folder of results")
     parser.add_argument("-o", "--out", type=Path, default=Path("runs/recovery"))
     options = parser.parse_args()

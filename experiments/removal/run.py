@@ -46,7 +46,6 @@ again on a tenth of the forget set. DIR, or DIR/text, has wikitext2, imdb, yelp,
 jigsaw_toxic, real_toxicity_prompts and wizard_of_wikipedia.
 
   python -m experiments.removal --data-dir DIR --seeds 0,1,2 -o runs/toxicity
-  python -m experiments.removal --scale cpu --data-dir DIR          a smaller GPT-2, minutes on a CPU
   python -m experiments.removal --task hallucination --data-dir DIR --seeds 0,1,2 -o runs/hallucination
 """
 #: The δ of the paper's code.
@@ -343,5 +342,5 @@ EXPERIMENT = Experiment(
     sources=SOURCES,
     options={"task": {"choices": list(TASKS), "default": "toxicity", "help": "default: %(default)s"}},
     adjust=settings_of,
-    needs=dict.fromkeys(("small", "cpu", "tiny"), ("data-dir",)),
+    needs=dict.fromkeys(("small", "tiny"), ("data-dir",)),
 )

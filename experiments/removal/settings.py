@@ -153,26 +153,6 @@ TOXICITY = {
         test_tokens=1 << 15,
         prompts=1000,
     ),
-    # Ten minutes on two cores.
-    "cpu": Toxicity(
-        Shape(2000, 2, 96, 4),
-        Training(3e-3, 4, 64, warmup_steps=50, schedule="cosine", weight_decay=0.01),
-        Methods(
-            plain=Training(3e-4, 2, 16, warmup_steps=10),
-            theory=Training(3e-4, 6, 32, warmup_steps=10),
-            npo=Training(3e-4, 2, 16),
-            strengths=(0.25, 0.5, 1.0, 2.0, 4.0),
-            retain_rows=600,
-            curvature_rows=1 << 11,
-            batch=128,
-        ),
-        length=64,
-        characters=400_000,
-        held_out=200,
-        validation_tokens=1 << 13,
-        test_tokens=1 << 14,
-        prompts=200,
-    ),
     "tiny": Toxicity(
         Shape(300, 1, 16, 2),
         Training(1e-2, 4, 8, warmup_steps=2),

@@ -155,7 +155,7 @@ def calibrate(
             half of the free memory.
         check: Hold out rows and compare with the merge. Without it, all rows are used once.
         seed: Seed of the labels that are sampled for output factors.
-        progress: Show a bar; or an object that is told how far it is.
+        progress: Show a bar; or an object that receives the progress.
         force: Replace the output if gradmerge wrote it, or if it is empty.
         command: What the report says to repeat the run with.
         loading: For folders: how models and rows are loaded, as :class:`gradmerge.LoadOptions` says. ``limit`` is the

@@ -125,7 +125,7 @@ def distill(
             answers are matched (91).
         lr: Highest learning rate. Default: 0.06 over the width of the model, or a quarter of it if that is too high.
         seed: Seed of the order of batches.
-        progress: Show a bar; or an object that is told how far it is.
+        progress: Show a bar; or an object that receives the progress.
         force: Replace the output if gradmerge wrote it, or if it is empty.
         command: What the report says to repeat the run with.
         loading: For folders: how models and rows are loaded, as :class:`gradmerge.LoadOptions` says. ``limit`` is the

@@ -1,6 +1,6 @@
 """Save the sums of an unfinished estimate from time to time, so that ``resume=True`` can continue from them.
 
-Each process of each run saves the sums over its rows in a file of its own. A resumed run estimates the rows that are in
+In each run, every process saves the sums over its rows in its own file. A resumed run estimates the rows that are in
 no file, and adds the sums of all files at the end.
 """
 

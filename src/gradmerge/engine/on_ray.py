@@ -310,11 +310,11 @@ class RayCluster:
         """Return the number of workers and of threads of each."""
         cores = [int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]]
         threads = self.threads or max(1, min(4, sum(cores) // (self.workers or 1)))
-        room = sum(node // threads for node in cores)
-        workers = self.workers or room
-        if not 0 < workers <= room:
+        possible = sum(node // threads for node in cores)
+        workers = self.workers or possible
+        if not 0 < workers <= possible:
             raise InputError(
-                f"workers: the cluster has {sum(cores)} cores on {len(cores)} nodes, enough for {room} workers of "
+                f"workers: the cluster has {sum(cores)} cores on {len(cores)} nodes, enough for {possible} workers of "
                 f"{threads} threads, not for {max(1, workers)}. Change workers or threads."
             )
         return workers, threads

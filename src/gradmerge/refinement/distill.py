@@ -32,7 +32,7 @@ WARMUP_SHARE = 0.1
 EVALUATIONS = 5
 #: If no step is better by this evaluation, the default learning rate is too high: training starts again with less. The
 #: evaluation before it comes soon after the warm-up, where the loss is often high for a while.
-LAST_CHANCE, RESTART_FACTOR, MAX_RESTARTS = 2, 0.25, 2
+RESTART_AFTER, RESTART_FACTOR, MAX_RESTARTS = 2, 0.25, 2
 MAX_NORM = 1.0
 #: On a GPU, batches of several tasks share a pass that takes at most this share of the free memory.
 PASS_SHARE = 0.4
@@ -190,7 +190,7 @@ def _train(
             if value < lowest:
                 lowest, done.best_step = value, step
                 best = _copied(trained)
-            elif may_stop and not done.best_step and step == LAST_CHANCE * every:
+            elif may_stop and not done.best_step and step == RESTART_AFTER * every:
                 _restore(trained, best)
                 return False
     _restore(trained, best)

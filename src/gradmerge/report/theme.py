@@ -56,7 +56,7 @@ def _number(method: str) -> int:
 
 
 def is_known(name: str) -> bool:
-    """Whether a series is a model or a method with a color of its own."""
+    """Whether a series is a model or a method that has its own color."""
     from ..rules import METHODS
 
     return name in _MODELS or _method(name) in METHODS

@@ -32,7 +32,7 @@ def check_extra() -> None:
 
 
 def check_port(port: int | None) -> int | None:
-    """Return a free port for 0, or a port that is free; None stands for Gradio's choice, from 7860 on."""
+    """Return a free port for 0, or the port if it is free. With None Gradio chooses one, from 7860 on."""
     if port is None:
         return None
     try:
