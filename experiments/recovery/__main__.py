@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with the data sets")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--sweep", action="store_true", help="also other hyperparameters of calibrate and distill")
+    parser.add_argument("--robustness", action="store_true", help="also other rows, merges to start from, and bfloat16")
     parser.add_argument("--scale", choices=list(SCALES), default="full", help="small: for a CPU; tiny: to try it")
     parser.add_argument("--report", type=Path, metavar="DIR", help="print the tables of a folder of results")
     parser.add_argument("-o", "--out", type=Path, default=Path("runs/recovery"))
@@ -48,10 +49,11 @@ def main() -> None:
     if not (options.workload and options.model and options.data):
         parser.error("give a workload, --model and --data")
     settings = SCALES[options.scale](ALL[options.workload])
+    flags = {"sweep": options.sweep, "robustness": options.robustness}
     for seed in map(int, options.seeds.split(",")):
         name = options.workload if options.scale == "full" else f"{options.workload}-{options.scale}"
         path = options.out / f"{name}-{seed}.json"
-        described = json.loads(json.dumps(dataclasses.asdict(settings) | {"sweep": options.sweep}))
+        described = json.loads(json.dumps(dataclasses.asdict(settings) | flags))
         if path.exists() and json.loads(path.read_text("utf-8")).get("complete") == described:
             print(f"{path}: exists, with the same settings")
             continue
@@ -78,7 +80,7 @@ def main() -> None:
             text = json.dumps({**facts, "complete": complete, "results": results}, indent=1)
             path.write_text(text + "\n", "utf-8")
 
-        results = run_seed(workload, settings, save, options.sweep)
+        results = run_seed(workload, settings, save, **flags)
         facts["seconds"] = time.perf_counter() - begun
         save(results, described)
 

@@ -11,6 +11,7 @@ import torch
 import gradmerge as gm
 from gradmerge.curvature.checkpoint_names import stored_sources
 
+from .robustness import Variant, calibrate_variant, variants
 from .settings import Settings
 from .workloads import State, Workload
 
@@ -53,7 +54,11 @@ class Recorder:
 
 
 def run_seed(
-    workload: Workload, settings: Settings, save: Callable[[dict[str, Any]], None], sweep: bool = False
+    workload: Workload,
+    settings: Settings,
+    save: Callable[[dict[str, Any]], None],
+    sweep: bool = False,
+    robustness: bool = False,
 ) -> dict[str, Any]:
     """Return name → results of one seed."""
     record, tasks = Recorder(workload, save), list(settings.tasks)
@@ -80,7 +85,30 @@ def run_seed(
     merges = dict(_merges(record, workload, settings, base, tuned))
     anchor = merges[settings.anchor]
     _recover(record, workload, settings, anchor, tuned, sweep)
+    if robustness:
+        for variant in variants(settings):
+            _add_variant(record, workload, settings, variant, merges, tuned)
     return record.results
+
+
+def _add_variant(
+    record: Recorder,
+    workload: Workload,
+    settings: Settings,
+    variant: Variant,
+    merges: Mapping[str, State],
+    tuned: Mapping[str, State],
+) -> None:
+    facts: dict[str, Any] = {}
+
+    def run() -> State:
+        state, found = calibrate_variant(workload, settings, variant, merges, tuned)
+        facts.update(found)
+        return state
+
+    name = f"robustness: {variant.name}"
+    record.add(name, run)
+    record.results[name].update(facts)
 
 
 def _merges(

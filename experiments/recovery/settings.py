@@ -28,6 +28,8 @@ class Settings:
     """Of the training of the base on the first task; 0: the pre-trained model is the base."""
     rows: int = 256
     """Unlabeled rows of a task for calibration and distillation."""
+    row_counts: tuple[int, ...] = (16, 64, 256, 1024)
+    """Numbers of rows that ``--robustness`` compares."""
     calibration_batch: int = 32
     distillation_batch: int = 16
     anchor: str = "average"
@@ -89,7 +91,8 @@ def small(settings: Settings) -> Settings:
         changes = {"tasks": ("dialogue", "encyclopedia", "sentiment"), "length": 48, "task_arithmetic": (0.3, 0.5)}
         changes |= {"train_rows": 64, "test_rows": 48, "validation_rows": 12, "rows": 16}
         changes |= {"batch_size": 8, "distillation_batch": 4}
-    return replace(settings, rate_factors=(), **changes)
+    counts = tuple(count for count in settings.row_counts if count <= 4 * changes["rows"])
+    return replace(settings, rate_factors=(), row_counts=counts, **changes)
 
 
 def tiny(settings: Settings) -> Settings:
@@ -104,6 +107,7 @@ def tiny(settings: Settings) -> Settings:
         test_rows=16,
         length=min(settings.length, 48),
         rows=24,
+        row_counts=(8, 24),
         calibration_batch=8,
         distillation_batch=4,
         task_arithmetic=settings.task_arithmetic[:2],

@@ -92,15 +92,16 @@ class Workload(ABC):
         """Return the keyword arguments of the model, without labels that it has to predict."""
         return {name: value for name, value in batch.items() if name != "labels"}
 
-    def random_rows(self, task: str, count: int) -> Tensor:
-        """Return indices of random training rows of a task."""
+    def random_rows(self, task: str, count: int, sample: int = 0) -> Tensor:
+        """Return indices of random training rows of a task; another ``sample`` gives other rows."""
         number = len(self.data[task]["train"]["labels"])
-        return torch.randperm(number, generator=torch.Generator().manual_seed(self.seed + 1))[:count]
+        generator = torch.Generator().manual_seed(self.seed + 1 + 1000 * sample)
+        return torch.randperm(number, generator=generator)[:count]
 
-    def unlabeled(self, task: str, batch_size: int) -> list[Rows]:
-        """Return the unlabeled rows of a task in batches."""
-        rows = self.data[task]["train"]
-        return [self.inputs(self.select(rows, i)) for i in self.random_rows(task, self.settings.rows).split(batch_size)]
+    def unlabeled(self, task: str, batch_size: int, count: int | None = None, sample: int = 0) -> list[Rows]:
+        """Return unlabeled rows of a task in batches, by default as many as the settings say."""
+        index = self.random_rows(task, self.settings.rows if count is None else count, sample)
+        return [self.inputs(self.select(self.data[task]["train"], part)) for part in index.split(batch_size)]
 
     def labeled(self, task: str, batch_size: int) -> list[Rows]:
         """Return the same rows with labels, for methods that need curvature."""
@@ -141,11 +142,20 @@ class Workload(ABC):
         sums, terms, _ = self.losses(_joined(parts), "")
         return (sums / terms.clamp(min=1)).mean()
 
-    @torch.no_grad()
     def evaluate(
         self, state: Mapping[str, Tensor], split: str = "test", tasks: Sequence[str] = ()
     ) -> dict[str, dict[str, float]]:
         """Return task → loss and accuracy, by default for all tasks."""
+        found = {}
+        for task, (sums, terms, right) in self.evaluate_rows(state, split, tasks).items():
+            found[task] = {"loss": float(sums.sum() / terms.sum()), "accuracy": float(right.mean())}
+        return found
+
+    @torch.no_grad()
+    def evaluate_rows(
+        self, state: Mapping[str, Tensor], split: str = "test", tasks: Sequence[str] = ()
+    ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """Return task → what ``losses`` returns for all its rows, in a fixed order."""
         self.put(state)
         self.model.eval()
         found = {}
@@ -156,7 +166,20 @@ class Workload(ABC):
                 order = rows["attention_mask"].sum(1).argsort().cpu()
             batches = [self.losses(self.select(rows, i), task) for i in order.split(self.evaluation_batch)]
             sums, terms, right = (torch.cat(values).double() for values in zip(*batches, strict=True))
-            found[task] = {"loss": float(sums.sum() / terms.sum()), "accuracy": float(right.mean())}
+            found[task] = (sums, terms, right)
+        return found
+
+    def gains(self, state: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+        """Return task → how much better ``state`` is than ``other`` on test rows, and the paired standard error."""
+        rows, other_rows = self.evaluate_rows(state), self.evaluate_rows(other)
+        found = {}
+        for task, (sums, terms, right) in rows.items():
+            other_sums, _, other_right = other_rows[task]
+            if self.metric == "accuracy":
+                differences = right - other_right
+            else:  # a row counts with its number of tokens
+                differences = (other_sums - sums) / terms.mean()
+            found[task] = (float(differences.mean()), float(differences.std() / len(differences) ** 0.5))
         return found
 
 

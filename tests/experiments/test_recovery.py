@@ -34,7 +34,7 @@ def workload(tmp_path):
 
 
 def test_a_seed_has_results_of_every_method(workload, tmp_path):
-    results = run_seed(workload, workload.settings, lambda found: None)
+    results = run_seed(workload, workload.settings, lambda found: None, robustness=True)
     for name in ("average", "regmean", "calibrate", "distill", "calibrate, distill"):
         assert set(results[name]["tasks"]) == set(workload.settings.tasks)
     found = {"workload": "images", "metric": "loss", "seed": 0, "results": results}
