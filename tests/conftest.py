@@ -54,4 +54,3 @@ def _as_if_alone() -> Iterator[None]:
 def _methods_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that a test adds to METHODS is removed after the test."""
     monkeypatch.setattr(METHODS, "_rules", dict(METHODS._rules))
-    monkeypatch.setattr(METHODS, "_sorted", [])

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradmerge.rules.gradient_matching import Penalty, penalties
+from gradmerge.rules.gradient_matching import Penalty
+from gradmerge.rules.kronecker_matching import penalty_of_each
 
 
 def gradient_matching_full(
@@ -25,7 +26,7 @@ def gradient_matching_full(
     """
     weights = [1.0] * len(tuned) if weights is None else weights
     precision, pull = prior.clone(), torch.zeros_like(base)
-    every = penalties(penalty, prior, len(tuned))
+    every = penalty_of_each(penalty, len(tuned), prior)
     for model, hessian, weight, p in zip(tuned, curvature, weights, every, strict=True):
         precision += weight * hessian
         pull += weight * (p + hessian) @ (model - base)

@@ -42,8 +42,6 @@ def combined(base, parts, weights, combine, normalize, scale, vote="strict"):
             step, whole = math.fsum(w * x for w, x in agreeing), math.fsum(w for w, _ in agreeing)
             if normalize is not False and abs(whole) > 1e-12 * math.fsum(abs(w) for w, _ in agreeing):
                 step /= whole
-            elif normalize is not False and vote == "strict":
-                step = 0.0
         result.reshape(-1)[place] = b + scale * step
     return result
 

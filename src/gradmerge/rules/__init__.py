@@ -32,7 +32,6 @@ class Methods(Mapping[str, Rule]):
         self._rules = {rule.name: rule for rule in rules}
         self._built_in = frozenset(self._rules)
         self._installed = False
-        self._sorted: list[str] = []
 
     def __getitem__(self, name: str) -> Rule:
         if name not in self._rules:
@@ -41,9 +40,7 @@ class Methods(Mapping[str, Rule]):
 
     def __iter__(self) -> Iterator[str]:
         self._load_installed()
-        if not self._sorted:
-            self._sorted = sorted(self._rules, key=lambda name: _order(self._rules[name]))
-        return iter(self._sorted)
+        return iter(sorted(self._rules, key=lambda name: _order(self._rules[name])))
 
     def __len__(self) -> int:
         self._load_installed()
@@ -60,7 +57,6 @@ class Methods(Mapping[str, Rule]):
         rule = replace(rule, function=_checked(rule))
         _ = rule.inputs, rule.options  # reads the signature
         self._rules[rule.name] = rule
-        self._sorted = []
         return rule
 
     def _load_installed(self) -> None:
@@ -71,10 +67,7 @@ class Methods(Mapping[str, Rule]):
 
         for entry in entry_points(group=ENTRY_POINTS):
             try:
-                rule = entry.load()
-                if not isinstance(rule, Rule):
-                    raise TypeError(f"{entry.value} is not a function with @rule")
-                self.add(rule)
+                self.add(entry.load())
             except Exception as error:  # whatever the package's code raises
                 warnings.warn(f"method {entry.name!r} cannot be loaded: {type(error).__name__}: {error}", stacklevel=2)
 

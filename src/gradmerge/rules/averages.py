@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from .measures import DELTA_PRODUCTS, spanned, square
-from .spec import Help, negative_weights, rule
+from .measures import DELTA_PRODUCTS, normalized, spanned, square
+from .spec import Help, Numbers, Tensors, negative_weights, rule
 
 
 @rule(
@@ -21,7 +20,7 @@ from .spec import Help, negative_weights, rule
     when={"base": "include_base"},
 )
 def average(
-    tuned: Sequence[Tensor],
+    tuned: Tensors,
     base: Tensor | None = None,
     *,
     include_base: Annotated[bool, Help("include the base in the mean")] = False,
@@ -46,8 +45,8 @@ def average(
 )
 def weighted_average(
     base: Tensor | None,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
+    tuned: Tensors,
+    weights: Numbers,
     base_weight: float | None,
     *,
     normalize: Annotated[bool, Help("divide by the sum of the weights")] = True,
@@ -57,26 +56,15 @@ def weighted_average(
     The base takes part only if it has a weight (`base: {model: …, weight: …}`). With `normalize: false` the sum is not
     divided, so the weights should add up to 1.
     """
-    models = list(zip(tuned, weights, strict=True))
     if base is not None and base_weight is not None:
-        models.append((base, base_weight))
-    whole = math.fsum(weight for _, weight in models) if normalize else 1.0
-    # Weights such as 0.1, 0.2 and -0.3 sum to 0 up to rounding.
-    if normalize and abs(whole) <= 1e-12 * math.fsum(abs(weight) for _, weight in models):
-        raise ValueError(
-            "the weights sum to 0, so the average is not defined; change them, or set options.normalize: false"
-        )
-    (first, weight), *others = models
-    total = first * (weight / whole)
-    for model, weight in others:
-        total.add_(model, alpha=weight / whole)
-    return total
+        tuned, weights = [*tuned, base], [*weights, base_weight]
+    return spanned(None, tuned, normalized(weights) if normalize else weights)
 
 
 _TINY = 1e-6
 
 
-def _by_row(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
+def _by_row(base: Tensor, tuned: Tensors) -> Tensor:
     """Model Stock for every vector along the last axis, each with its angle."""
     shape = base.shape or (1,)
     deltas = [(model - base).reshape(shape).double() for model in tuned]
@@ -102,8 +90,8 @@ def _by_row(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
 )
 def model_stock(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    products: Sequence[float] | None = None,
+    tuned: Tensors,
+    products: Numbers | None = None,
     *,
     filter_wise: Annotated[bool, Help("use an angle per vector along the last axis instead of one per tensor")] = False,
 ) -> Tensor:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .sparse import (
-    Combine,
-    Normalize,
-    Probability,
-    RandomRescale,
-    Scale,
-    Seed,
-    Vote,
-    combined,
-    l1_norms,
-    rescale_to,
-)
-from .spec import Help, per_model, rule
+from .sparse import Combine, Normalize, Probability, RandomRescale, Scale, Seed, Vote, combined, l1_norms, rescale_to
+from .spec import Help, Numbers, Tensors, per_model, rule
 
 
-def _dropped(base: Tensor, tuned: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+def _dropped(base: Tensor, tuned: Tensors, kept: Tensors) -> list[Tensor]:
     return [(model - base).mul_(mask.to(base.dtype)) for model, mask in zip(tuned, kept, strict=True)]
 
 
@@ -37,10 +25,10 @@ def _dropped(base: Tensor, tuned: Sequence[Tensor], kept: Sequence[Tensor]) -> l
 )
 def dare(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    kept: Sequence[Tensor],
-    norms: Sequence[float] | None = None,
+    tuned: Tensors,
+    weights: Numbers,
+    kept: Tensors,
+    norms: Numbers | None = None,
     *,
     density: Probability = 0.5,
     combine: Combine = "task-arithmetic",
@@ -91,12 +79,7 @@ def _probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
 
 
 def _dropped_by_size(
-    base: Tensor,
-    tuned: Sequence[Tensor],
-    uniform: Sequence[Tensor],
-    density: float | Sequence[float],
-    epsilon: float | Sequence[float],
-    rescale: str,
+    base: Tensor, tuned: Tensors, uniform: Tensors, density: float | Numbers, epsilon: float | Numbers, rescale: str
 ) -> list[Tensor]:
     kept = []
     for model, number, share, width in zip(
@@ -121,10 +104,10 @@ def _dropped_by_size(
 )
 def della(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    uniform: Sequence[Tensor],
-    norms: Sequence[float] | None = None,
+    tuned: Tensors,
+    weights: Numbers,
+    uniform: Tensors,
+    norms: Numbers | None = None,
     *,
     density: Probability = 0.5,
     epsilon: Annotated[

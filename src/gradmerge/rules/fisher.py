@@ -2,57 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from .averages import weighted_average
-from .spec import Help, extreme_weights, rule
-from .task_arithmetic import all_positive, task_arithmetic
+from .gradient_matching import all_positive, share
+from .spec import Help, Numbers, Tensors, extreme_weights, rule
+from .task_arithmetic import task_arithmetic
 
 
-def _terms(
-    base: Tensor | None,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    curvature: Sequence[Tensor],
-    damping: float,
-    prior: Tensor | None,
-    include_base: bool,
-) -> list[tuple[Tensor, Tensor]]:
-    """(θ, w (F + δ)) of every model in the average."""
-    terms = [
-        (model, (fisher + damping).mul_(weight))
-        for model, fisher, weight in zip(tuned, curvature, weights, strict=True)
-    ]
-    if include_base:
-        if base is None or prior is None:
-            raise ValueError("options.include_base: needs the base and its curvature")
-        terms.append((base, prior + damping))
-    return terms
+def _precisions(
+    weights: Numbers, curvature: Tensors, damping: float, prior: Tensor | None = None, include_base: bool = False
+) -> list[Tensor]:
+    """w_t (F_t + δ) of every model, and F_0 + δ of the base if it is included."""
+    precisions = [(fisher + damping).mul_(weight) for fisher, weight in zip(curvature, weights, strict=True)]
+    return [*precisions, prior + damping] if include_base and prior is not None else precisions
 
 
-def _sum(terms: list[tuple[Tensor, Tensor]]) -> Tensor:
-    total = torch.zeros_like(terms[0][0])
-    for _, precision in terms:
+def _total(tuned: Tensors, precisions: Tensors) -> Tensor:
+    total = torch.zeros_like(tuned[0])
+    for precision in precisions:
         total += precision
     return total
 
 
-def _fisher_precision(
-    base: Tensor | None,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    curvature: Sequence[Tensor],
+def fisher_precision(
+    tuned: Tensors,
+    weights: Numbers,
+    curvature: Tensors,
     damping: float,
     prior: Tensor | None = None,
-    *,
     include_base: bool = False,
+    **_: Any,
 ) -> Tensor:
     """H̄ = Σ w_t (F_t + δ)."""
-    return _sum(_terms(base, tuned, weights, curvature, damping, prior, include_base))
+    return _total(tuned, _precisions(weights, curvature, damping, prior, include_base))
 
 
 @rule(
@@ -62,14 +48,14 @@ def _fisher_precision(
     when={"prior": "include_base"},
     optional={"base"},
     propagates_nonfinite=False,
-    precision=_fisher_precision,
+    precision=fisher_precision,
     needs_float64=extreme_weights,
 )
 def fisher_averaging(
     base: Tensor | None,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    curvature: Sequence[Tensor],
+    tuned: Tensors,
+    weights: Numbers,
+    curvature: Tensors,
     damping: float,
     prior: Tensor | None = None,
     *,
@@ -80,11 +66,16 @@ def fisher_averaging(
     Where the denominator is 0 (no damping, and every Fisher 0) the entry falls back to task arithmetic, or without a
     base to the weighted average.
     """
-    terms = _terms(base, tuned, weights, curvature, damping, prior, include_base)
-    total = _sum(terms)
+    models = list(tuned)
+    if include_base:
+        if base is None or prior is None:
+            raise ValueError("options.include_base: needs the base and its curvature")
+        models.append(base)
+    precisions = _precisions(weights, curvature, damping, prior, include_base)
+    total = _total(tuned, precisions)
     # (F / total) · θ, not (F · θ) / total: the product underflows where F is tiny, the share does not.
     merged = torch.zeros_like(total)
-    for model, precision in terms:
+    for model, precision in zip(models, precisions, strict=True):
         merged += (precision / total).mul_(model)
     if all_positive(total):
         return merged
@@ -98,14 +89,7 @@ def fisher_averaging(
     reference="Daheim et al., Elastic weight removal, NAACL 2024",
     needs_float64=extreme_weights,
 )
-def fa1(
-    base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    prior: Tensor,
-    curvature: Sequence[Tensor],
-    damping: float,
-) -> Tensor:
+def fa1(base: Tensor, tuned: Tensors, weights: Numbers, prior: Tensor, curvature: Tensors, damping: float) -> Tensor:
     """(F_0 θ_0 + Σ w_t F_t Δ_t) / (F_0 + Σ |w_t| F_t), with F_t evaluated at Δ_t.
 
     F_0 includes the damping. The curvature files of the fine-tuned models must hold the Fisher estimated with the
@@ -115,7 +99,7 @@ def fa1(
     total = torch.zeros_like(base).add_(scaling)
     for fisher, weight in zip(curvature, weights, strict=True):
         total += fisher * abs(weight)
-    merged = (scaling / total).mul(base)
+    merged = share(scaling, total).mul(base)
     for model, fisher, weight in zip(tuned, curvature, weights, strict=True):
-        merged += (fisher / total).mul_(weight).mul_(model - base)
-    return merged if all_positive(total) else torch.where(total == 0, task_arithmetic(base, tuned, weights), merged)
+        merged += share(fisher, total).mul_(weight).mul_(model - base)
+    return merged

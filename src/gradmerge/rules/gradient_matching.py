@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from .kronecker_matching import match_layer, remove_layer
-from .spec import Help, OrNone, extreme_weights, rule
-from .task_arithmetic import all_positive
+from .kronecker_matching import match_layer, penalty_of_each
+from .spec import Help, Numbers, OrNone, Tensors, extreme_weights, rule
 
 PAPER = "Daheim et al., Model merging by uncertainty-based gradient matching, ICLR 2024"
 Penalty = Sequence[Tensor | None] | Tensor | None
 """P_t of every model, None for H_0; or one P for all models."""
 
 
-def _share(part: Tensor, whole: Tensor) -> Tensor:
+def all_positive(values: Tensor) -> bool:
+    """Return whether every value is above 0. The minimum is ten times faster than a comparison of every value."""
+    return values.numel() == 0 or float(values.amin()) > 0
+
+
+def share(part: Tensor, whole: Tensor) -> Tensor:
     """part / whole, and 1 where whole is 0, so that the entry falls back to task arithmetic."""
     ratio = part / whole
     return ratio if all_positive(whole) else torch.where(whole == 0, 1.0, ratio)
 
 
-def penalties(penalty: Penalty, prior: Tensor, models: int) -> list[Tensor]:
-    """P_t of every model, with ``prior`` = H_0 as the default."""
-    every = [penalty] * models if penalty is None or isinstance(penalty, Tensor) else penalty
-    return [prior if p is None else p for p in every]
-
-
 def merged_precision(
-    base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    prior: Tensor,
-    curvature: Sequence[Tensor],
-    damping: float,
-    penalty: Penalty = None,
+    base: Tensor, weights: Numbers, prior: Tensor, curvature: Tensors, damping: float, **_: Any
 ) -> Tensor:
     """H̄ = H_0 + Σ α_t H_t, with H_0 = F_0 + δ: the precision of the merged posterior."""
     precision = torch.zeros_like(base).add_(prior).add_(damping)
@@ -57,10 +50,10 @@ def merged_precision(
 )
 def gradient_matching(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
+    tuned: Tensors,
+    weights: Numbers,
     prior: Tensor,
-    curvature: Sequence[Tensor],
+    curvature: Tensors,
     damping: float,
     penalty: Penalty = None,
 ) -> Tensor:
@@ -71,25 +64,22 @@ def gradient_matching(
     one recorded beside each model, else H_0. Where H̄ is 0 the entry falls back to task arithmetic. With Kronecker
     curvature the weight and bias of a linear layer are solved for together.
     """
-    precision = merged_precision(base, tuned, weights, prior, curvature, damping)
-    every = penalties(penalty, prior + damping, len(tuned))
+    precision = merged_precision(base, weights, prior, curvature, damping)
+    penalties = penalty_of_each(penalty, len(tuned), default=prior + damping)
     merged = base
-    for model, hessian, weight, p in zip(tuned, curvature, weights, every, strict=True):
-        merged = _share(p + hessian, precision).mul_(model - base).mul_(weight).add_(merged)
+    for model, hessian, weight, p in zip(tuned, curvature, weights, penalties, strict=True):
+        merged = share(p + hessian, precision).mul_(model - base).mul_(weight).add_(merged)
     return merged
 
 
-def _rest(
+def rest_precision(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
+    weights: Numbers,
     prior: Tensor,
-    curvature: Sequence[Tensor],
+    curvature: Tensors,
     damping: float,
-    penalty: Penalty = None,
-    *,
     base_saw_removed: bool = False,
-    cap: OrNone = "none",
+    **_: Any,
 ) -> Tensor:
     """H̄_rest: the curvature of the retain set at the base, plus δ."""
     rest = torch.zeros_like(base).add_(prior)
@@ -105,8 +95,8 @@ def _rest(
     matching_form=("−w_t (−1)", "F_0 + δ, or P", "F_t"),
     reference=PAPER,
     optional={"penalty"},
-    precision=_rest,
-    layers=remove_layer,
+    precision=rest_precision,
+    layers=functools.partial(match_layer, removes=True),
     needs_float64=lambda weights, options: bool(options.get("base_saw_removed")) or extreme_weights(weights, options),
     auto_damping="mean-curvature",
     checks={"step-size"},
@@ -114,10 +104,10 @@ def _rest(
 )
 def removal(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
+    tuned: Tensors,
+    weights: Numbers,
     prior: Tensor,
-    curvature: Sequence[Tensor],
+    curvature: Tensors,
     damping: float,
     penalty: Penalty = None,
     *,
@@ -126,8 +116,7 @@ def removal(
         Help("the base's curvature was estimated on data that include the removed data: subtract Σ α_t F_t from it"),
     ] = False,
     cap: Annotated[
-        OrNone,
-        Help("limit (P + H_t) / H̄_rest to 1 + cap; with 0 no weight moves farther than under negation", ge=0),
+        OrNone, Help("limit (P + H_t) / H̄_rest to 1 + cap; with 0 no weight moves farther than under negation", ge=0)
     ] = 1.0,
 ) -> Tensor:
     """θ_0 − Σ α_t H̄_rest⁻¹ (P + H_t) Δ_t, the base without what the fine-tuned models learned.
@@ -140,11 +129,11 @@ def removal(
     entry falls back to task arithmetic. With Kronecker curvature the weight and bias of a linear layer are solved for
     together, and only δ bounds their step.
     """
-    rest = _rest(base, tuned, weights, prior, curvature, damping, base_saw_removed=base_saw_removed)
-    every = penalties(penalty, prior + damping, len(tuned))
+    rest = rest_precision(base, weights, prior, curvature, damping, base_saw_removed)
+    penalties = penalty_of_each(penalty, len(tuned), default=prior + damping)
     merged = base.clone()
-    for model, hessian, weight, p in zip(tuned, curvature, weights, every, strict=True):
-        ratio = _share(p + hessian, rest)
+    for model, hessian, weight, p in zip(tuned, curvature, weights, penalties, strict=True):
+        ratio = share(p + hessian, rest)
         if cap != "none":
             ratio = ratio.clamp_(max=1 + cap)
         merged -= ratio.mul_(model - base).mul_(weight)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .spec import Numbers, Tensors
+
 #: Conjugate gradients stop when the residual, in the preconditioner's norm, falls to this share of the first residual.
 TOLERANCE = 1e-9
 #: They stop after this many steps; a residual above LOOSE is then an error.
@@ -48,6 +50,14 @@ def applied(hessian: LayerHessian, x: Tensor) -> Tensor:
     return x * hessian
 
 
+def applied_sum(parts: Sequence[tuple[float, LayerHessian]], x: Tensor) -> Tensor:
+    """Σ w H x."""
+    total = torch.zeros_like(x)
+    for weight, hessian in parts:
+        total += applied(hessian, x).mul_(weight)
+    return total
+
+
 def diagonal_of(hessian: LayerHessian) -> Tensor:
     """The diagonal of H, in the shape of X."""
     if isinstance(hessian, KroneckerFactors):
@@ -55,74 +65,52 @@ def diagonal_of(hessian: LayerHessian) -> Tensor:
     return hessian
 
 
+def penalty_of_each(penalty: Any, models: int, default: Any = None) -> list[Any]:
+    """P_t of every model, from one P for all models, or from a list in which None is the default."""
+    shared = penalty is None or isinstance(penalty, KroneckerFactors | Tensor)
+    return [default if p is None else p for p in ([penalty] * models if shared else penalty)]
+
+
 def match_layer(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
+    tuned: Tensors,
+    weights: Numbers,
     prior: LayerHessian,
     curvature: Sequence[LayerHessian],
     damping: float,
     penalty: LayerPenalty = None,
+    *,
+    removes: bool = False,
 ) -> Tensor:
     """θ_0 + H̄⁻¹ Σ α_t (P_t + H_t) Δ_t, with H_0 = F_0 + δ, H̄ = H_0 + Σ α_t H_t, and P_t = H_0 if it is None.
 
-    In directions where H̄ is 0 the result is task arithmetic.
+    With ``removes`` θ_0 − H_0⁻¹ Σ α_t (P_t + H_t) Δ_t. In directions where the divisor is 0 it is task arithmetic.
     """
-    prior, curvature = sound(prior), [sound(hessian) for hessian in curvature]
-    parts = [(1.0, prior), (damping, base.new_ones(())), *zip(weights, curvature, strict=True)]
-    arithmetic, right = _arithmetic(base, tuned, weights, parts[:2], penalty)
-    # Solve for the difference from task arithmetic: Σ α_t [(P_t − H_0) Δ_t + H_t (Δ_t − Σ_s α_s Δ_s)].
-    for model, hessian, weight in zip(tuned, curvature, weights, strict=True):
-        right += applied(hessian, model - base - arithmetic).mul_(weight)
-    return base + arithmetic + solve(parts, right)
+    curvature = [sound(hessian) for hessian in curvature]
+    initial = [(1.0, sound(prior)), (damping, base.new_ones(()))]
+    divisor = initial if removes else [*initial, *zip(weights, curvature, strict=True)]
+    arithmetic = torch.zeros_like(base)
+    for model, weight in zip(tuned, weights, strict=True):
+        arithmetic += (model - base) * weight
+    # Solve for the difference from task arithmetic: Σ α_t [(P_t − H_0) Δ_t + H_t (Δ_t − Σ_s α_s Δ_s)]. In a removal the
+    # last sum is 0. H_0 Δ_t is subtracted only if there is a P_t, because it may be much larger than the rest.
+    right = torch.zeros_like(base)
+    for model, hessian, weight, p in zip(tuned, curvature, weights, penalty_of_each(penalty, len(tuned)), strict=True):
+        delta = model - base
+        right += applied(hessian, delta if removes else delta - arithmetic).mul_(weight)
+        if p is not None:
+            right += (applied(sound(p), delta) - applied_sum(initial, delta)).mul_(weight)
+    step = arithmetic + solve(divisor, right)
+    return base - step if removes else base + step
 
 
-def remove_layer(
-    base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    prior: LayerHessian,
-    curvature: Sequence[LayerHessian],
-    damping: float,
-    penalty: LayerPenalty = None,
-) -> Tensor:
-    """θ_0 − H̄_rest⁻¹ Σ α_t (P_t + H_t) Δ_t, with H̄_rest = H_0 = F_0 + δ, and P_t = H_0 if it is None."""
-    prior, curvature = sound(prior), [sound(hessian) for hessian in curvature]
-    rest = [(1.0, prior), (damping, base.new_ones(()))]
-    arithmetic, right = _arithmetic(base, tuned, weights, rest, penalty)
-    for model, hessian, weight in zip(tuned, curvature, weights, strict=True):
-        right += applied(hessian, model - base).mul_(weight)
-    return base - arithmetic - solve(rest, right)
-
-
-def mean_eigenvalue(weights: Sequence[float], curvature: Sequence[LayerHessian], numel: int) -> float:
+def mean_eigenvalue(weights: Numbers, curvature: Sequence[LayerHessian], numel: int) -> float:
     """The trace of Σ |α_t| H_t divided by its size."""
     total = 0.0
     for weight, hessian in zip(weights, curvature, strict=True):
         diagonal = diagonal_of(hessian)
         total += abs(weight) * float(diagonal.sum()) * numel / diagonal.numel()
     return total / numel
-
-
-def _arithmetic(
-    base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    prior: Sequence[tuple[float, LayerHessian]],
-    penalty: LayerPenalty,
-) -> tuple[Tensor, Tensor]:
-    """Σ α_t Δ_t, and Σ α_t (P_t − H_0) Δ_t."""
-    shared = penalty is None or isinstance(penalty, KroneckerFactors | Tensor)
-    every: Sequence[Any] = [penalty] * len(tuned) if shared else penalty  # type: ignore[assignment]
-    moved, right = torch.zeros_like(base), torch.zeros_like(base)
-    for model, weight, p in zip(tuned, weights, every, strict=True):
-        delta = (model - base) * weight
-        moved += delta
-        if p is not None:
-            right += applied(sound(p), delta)
-            for share, hessian in prior:
-                right -= applied(hessian, delta).mul_(share)
-    return moved, right
 
 
 def solve(parts: Sequence[tuple[float, LayerHessian]], right: Tensor) -> Tensor:
@@ -137,9 +125,7 @@ def solve(parts: Sequence[tuple[float, LayerHessian]], right: Tensor) -> Tensor:
     for _ in range(STEPS):
         if size <= TOLERANCE**2 * first:
             return x
-        bent = torch.zeros_like(right)
-        for weight, hessian in parts:
-            bent += applied(hessian, towards).mul_(weight)
+        bent = applied_sum(parts, towards)
         curve = float((towards * bent).sum())
         if not curve > 0:
             if min(weight for weight, _ in parts) >= 0:  # the rest is rounding

@@ -7,12 +7,15 @@ functions take inputs and options of the rule by name, and the measures before t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .spec import Numbers, Tensors
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ Measure = Sums | Ranked
 RUN = 1 << 12
 
 
-def inner_products(vectors: Sequence[Tensor], origin: Tensor | None = None) -> Iterator[float]:
+def inner_products(vectors: Tensors, origin: Tensor | None = None) -> Iterator[float]:
     """The inner products of vectors, minus an origin: the upper triangle of their matrix, row by row."""
     flat = [_array(vector if origin is None else vector - origin) for vector in vectors]
     # NumPy handles many runs in one call, three times faster than PyTorch with so few rows.
@@ -63,7 +66,7 @@ PRODUCTS = Sums(lambda base, tuned: inner_products([*([] if base is None else [b
 DELTA_PRODUCTS = Sums(lambda base, tuned: inner_products(tuned, base))
 
 
-def square(products: Sequence[float]) -> Tensor:
+def square(products: Numbers) -> Tensor:
     """The symmetric matrix with this upper triangle, given row by row."""
     size = int((8 * len(products) + 1) ** 0.5) // 2
     matrix = torch.zeros(size, size, dtype=torch.float64)
@@ -72,7 +75,15 @@ def square(products: Sequence[float]) -> Tensor:
     return matrix
 
 
-def spanned(base: Tensor | None, tuned: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+def normalized(weights: Numbers) -> list[float]:
+    """w_t / Σ w."""
+    whole = math.fsum(weights)
+    if abs(whole) <= 1e-12 * math.fsum(map(abs, weights)):  # such as 0.1 + 0.2 − 0.3, which is 0 up to rounding
+        raise ValueError("the weights sum to 0; change them, or set options.normalize: false")
+    return [weight / whole for weight in weights]
+
+
+def spanned(base: Tensor | None, tuned: Tensors, factors: Numbers) -> Tensor:
     """θ_0 + Σ c_t Δ_t, or Σ c_t θ_t if there is no base."""
     parts = (model if base is None else model - base for model in tuned)
     total = next(parts) * factors[0]

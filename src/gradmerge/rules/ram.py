@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from .measures import Sums
-from .spec import Help, rule
+from .spec import Help, Numbers, Tensors, rule
 
 
-def _changed(base: Tensor, tuned: Sequence[Tensor], epsilon: float) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def _changed(base: Tensor, tuned: Tensors, epsilon: float) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Every Δ_t, the masks |Δ_t| > ε, and the number of models that changed each entry."""
     deltas = [model - base for model in tuned]
     masks = [delta.abs() > epsilon for delta in deltas]
     return deltas, masks, torch.stack(masks).sum(0)
 
 
-def _overlap(base: Tensor, tuned: Sequence[Tensor], epsilon: float) -> list[Tensor]:
+def _overlap(base: Tensor, tuned: Tensors, epsilon: float) -> list[Tensor]:
     _, masks, count = _changed(base, tuned, epsilon)
     alone = count == 1
     return [*((mask & ~alone).double() for mask in masks), *((mask & alone).double() for mask in masks)]
@@ -35,8 +34,8 @@ def _overlap(base: Tensor, tuned: Sequence[Tensor], epsilon: float) -> list[Tens
 )
 def ram(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    overlap: Sequence[float] | None = None,
+    tuned: Tensors,
+    overlap: Numbers | None = None,
     *,
     epsilon: Annotated[float, Help("an entry counts as changed if |Δ_t| exceeds it", ge=0)] = 1e-5,
     r: Annotated[float, Help("extra factor of entries that a single model changed (RAM+); 0 is RAM", ge=0)] = 0.0,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from .averages import weighted_average
-from .spec import Help, rule
+from .spec import Help, Numbers, Tensors, rule
 
 
 @rule(
@@ -19,9 +18,9 @@ from .spec import Help, rule
     fallback=weighted_average,
 )
 def regmean(
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    grams: Sequence[Tensor],
+    tuned: Tensors,
+    weights: Numbers,
+    grams: Tensors,
     damping: float,
     *,
     off_diagonal: Annotated[float, Help("factor of the off-diagonal entries of XᵀX", ge=0, le=1)] = 0.9,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from .measures import Ranked, Sums
-from .spec import Help, rule
+from .spec import Help, Numbers, Tensors, rule
 
 
-def _variance(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
+def _variance(base: Tensor, tuned: Tensors) -> Tensor:
     """The variance between models, by Welford's formula in float64: 0 for equal models, faster than torch.var."""
     mean = (tuned[0] - base).double()
     total = torch.zeros_like(mean)
@@ -24,7 +23,7 @@ def _variance(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
     return total.div_(len(tuned)).to(base.dtype)
 
 
-def _selected(base: Tensor, tuned: Sequence[Tensor], variance: Sequence[float]) -> list[Tensor]:
+def _selected(base: Tensor, tuned: Tensors, variance: Numbers) -> list[Tensor]:
     deltas = [model - base for model in tuned]
     if variance[0] == 0:
         return deltas
@@ -32,11 +31,11 @@ def _selected(base: Tensor, tuned: Sequence[Tensor], variance: Sequence[float]) 
     return [delta.mul_(mask) for delta in deltas]
 
 
-def _ranks(entries: int, varying: Sequence[float], select_topk: float) -> list[int]:
+def _ranks(entries: int, varying: Numbers, select_topk: float) -> list[int]:
     return [-1 if select_topk >= 1 else int(varying[0] * select_topk)]
 
 
-def _squares(base: Tensor, tuned: Sequence[Tensor], variance: Sequence[float]) -> list[Tensor]:
+def _squares(base: Tensor, tuned: Tensors, variance: Numbers) -> list[Tensor]:
     squares = [delta.double().square_() for delta in _selected(base, tuned, variance)]
     return [*squares, torch.ones_like(squares[0])]
 
@@ -54,9 +53,9 @@ def _squares(base: Tensor, tuned: Sequence[Tensor], variance: Sequence[float]) -
 )
 def sce(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    variance: Sequence[float],
-    squares: Sequence[float],
+    tuned: Tensors,
+    variance: Numbers,
+    squares: Numbers,
     *,
     select_topk: Annotated[float, Help("share of the entries that differ between models to keep", ge=0, le=1)] = 1.0,
 ) -> Tensor:

@@ -1,15 +1,15 @@
-"""Rules for one model: passthrough, NearSwap and Arcee Fusion."""
+"""Rules for one model: passthrough, NearSwap, Arcee Fusion, and samples from the posterior of a merged model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from .measures import Ranked
-from .spec import Help, per_model, rule
+from .sparse import Seed
+from .spec import Help, Numbers, Tensors, per_model, rule
 
 
 @rule(
@@ -20,9 +20,7 @@ from .spec import Help, per_model, rule
     propagates_nonfinite=False,
 )
 def passthrough(
-    tuned: Sequence[Tensor],
-    *,
-    scale: Annotated[float, Help("factor of the model's entries", per_model=True)] = 1.0,
+    tuned: Tensors, *, scale: Annotated[float, Help("factor of the model's entries", per_model=True)] = 1.0
 ) -> Tensor:
     """scale · θ_1, the tensors of one model.
 
@@ -40,7 +38,7 @@ def passthrough(
 )
 def nearswap(
     base: Tensor,
-    tuned: Sequence[Tensor],
+    tuned: Tensors,
     *,
     t: Annotated[float, Help("entries that differ by at most t are replaced", ge=0)] = 1e-4,
 ) -> Tensor:
@@ -52,7 +50,7 @@ def nearswap(
     return delta.mul_((t / delta.abs().clamp_(min=1e-6)).clamp_(max=1.0)).add_(base)
 
 
-def importance(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
+def importance(base: Tensor, tuned: Tensors) -> Tensor:
     """|Δ| · KL(softmax θ_1 ‖ softmax θ_0), with the softmax of each vector along the last axis.
 
     The divergence is of the order of Δ², so it is computed in float64.
@@ -79,7 +77,7 @@ def _quartile_ranks(entries: int) -> list[int]:
     granularity="rows",
     propagates_nonfinite=False,
 )
-def arcee_fusion(base: Tensor, tuned: Sequence[Tensor], quartiles: Sequence[float]) -> Tensor:
+def arcee_fusion(base: Tensor, tuned: Tensors, quartiles: Numbers) -> Tensor:
     """θ_0 + m Δ, where m keeps the entries whose importance exceeds the median by 1.5 interquartile ranges.
 
     The importance of an entry is |Δ| · KL(softmax θ_1 ‖ softmax θ_0). The divergence is that of the vector along the
@@ -88,3 +86,31 @@ def arcee_fusion(base: Tensor, tuned: Sequence[Tensor], quartiles: Sequence[floa
     lower, median, upper = torch.tensor(quartiles, dtype=base.dtype)
     taken = importance(base, tuned) >= median + 1.5 * (upper - lower)
     return torch.where(taken, tuned[0], base)
+
+
+@rule(
+    "posterior-sample",
+    matching_form=("1", "0", "1"),
+    reference="Daheim et al., Model Merging by Uncertainty-Based Gradient Matching, ICLR 2024",
+    only_one_model=True,
+    needs_float64=lambda weights, options: True,
+)
+def posterior_sample(
+    tuned: Tensors,
+    curvature: Tensors,
+    damping: float,
+    normal: Tensors,
+    *,
+    temperature: Annotated[float, Help("factor of the variance", ge=0)] = 1.0,
+    sample: Annotated[int, Help("number of the sample: others are independent", ge=0)] = 0,
+    seed: Seed = 0,
+) -> Tensor:
+    """θ_1 + √(temperature / (F_1 + δ)) z with z ~ N(0, I): a sample from the posterior of a merged model.
+
+    The model is a merge written with `output.curvature: true`, whose curvature is the precision H̄ of the posterior.
+    Entries whose F_1 + δ is 0 have no finite variance and stay at θ_1. Set `damping`: with `auto`, δ is 1e-10. The
+    random numbers depend only on the seed, the sample, the tensor's name and the entry's position.
+    """
+    precision = curvature[0] + damping
+    spread = torch.where(precision > 0, (temperature / precision).sqrt(), 0.0)
+    return normal[0] * spread + tuned[0]

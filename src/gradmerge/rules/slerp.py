@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from .measures import DELTA_PRODUCTS, PRODUCTS, Sums, inner_products, spanned, square
-from .spec import Help, negative_weights, rule
+from .measures import DELTA_PRODUCTS, PRODUCTS, Sums, inner_products, normalized, spanned, square
+from .spec import Help, Numbers, Tensors, negative_weights, rule
 
 
 def arc_factors(cosine: float, t: float) -> tuple[float, float]:
@@ -28,8 +27,8 @@ def arc_factors(cosine: float, t: float) -> tuple[float, float]:
 )
 def slerp(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    products: Sequence[float],
+    tuned: Tensors,
+    products: Numbers,
     *,
     t: Annotated[float, Help("0 is the base, 1 the fine-tuned model", ge=0, le=1)] = 0.5,
     parallel: Annotated[float, Help("tensors with a larger |cosine| are interpolated linearly", gt=0, le=1)] = 0.9995,
@@ -83,9 +82,9 @@ def _along(first: Tensor, second: Tensor, t: float, axis: int) -> Tensor:
 )
 def nuslerp(
     base: Tensor | None,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    products: Sequence[float] | None = None,
+    tuned: Tensors,
+    weights: Numbers,
+    products: Numbers | None = None,
     *,
     axis: Annotated[
         Literal["all", "last", "first"],
@@ -130,9 +129,9 @@ _CANCELLED = 1e-6
 )
 def multislerp(
     base: Tensor | None,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    products: Sequence[float],
+    tuned: Tensors,
+    weights: Numbers,
+    products: Numbers,
     *,
     normalize: Annotated[bool, Help("divide the weights by their sum")] = True,
 ) -> Tensor:
@@ -145,10 +144,7 @@ def multislerp(
     if len(tuned) == 1:
         return tuned[0].clone()
     if normalize:
-        whole = math.fsum(weights)
-        if abs(whole) <= 1e-12 * math.fsum(map(abs, weights)):
-            raise ValueError("the weights sum to 0; change them, or set options.normalize: false")
-        weights = [weight / whole for weight in weights]
+        weights = normalized(weights)
     inner, shares = square(products), torch.tensor(weights, dtype=torch.float64)
     lengths = inner.diagonal().sqrt()
     factors = shares / (lengths + _SMALL)
@@ -191,9 +187,9 @@ def _mean_direction(inner: Tensor, shares: Tensor, steps: int, tolerance: float)
     propagates_nonfinite=False,
 )
 def karcher(
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    products: Sequence[float],
+    tuned: Tensors,
+    weights: Numbers,
+    products: Numbers,
     *,
     steps: Annotated[int, Help("maximum number of iterations", ge=0)] = 10,
     tolerance: Annotated[float, Help("steps and angles below it count as 0", gt=0, le=1)] = 1e-5,

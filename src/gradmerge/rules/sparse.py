@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from .measures import Sums
-from .spec import Auto, Help, extreme_weights, per_model, rule
+from .spec import Auto, Help, Numbers, Tensors, extreme_weights, per_model, rule
 
 Share = Annotated[float, Help("share of the entries of each Δ_t to keep", ge=0, le=1, per_model=True)]
 Probability = Annotated[float, Help("probability of keeping an entry of Δ_t", ge=0, le=1, per_model=True)]
 Scope = Annotated[
-    Literal["model", "tensor"],
-    Help("one threshold per model over all merged tensors, or one per tensor"),
+    Literal["model", "tensor"], Help("one threshold per model over all merged tensors, or one per tensor")
 ]
 Combine = Annotated[
     Literal["task-arithmetic", "ties"],
@@ -54,43 +53,28 @@ def _just_below(value: float, dtype: torch.dtype) -> float:
     return float(number.nextafter(torch.zeros_like(number)))
 
 
-def _weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def _weighted_sum(parts: Tensors, weights: Numbers) -> Tensor:
     """Σ w_t x_t, in a new tensor."""
-    total: Tensor | None = None
-    for part, weight in zip(parts, weights, strict=True):
-        scaled = part if weight == 1 else part * weight
-        if total is None:
-            total = scaled
-        else:
-            total = total + scaled if total is parts[0] else total.add_(scaled)
-    assert total is not None
-    return total.clone() if total is parts[0] else total
+    total = parts[0] * weights[0]
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        total += part if weight == 1 else part * weight  # a fused product would not cancel exactly
+    return total
 
 
-def _cancelled(count: Tensor, sizes: Tensor) -> Tensor:
-    """Where a sum of weights is 0 up to rounding, such as 0.1 + 0.2 − 0.3; ``sizes`` is the sum of their sizes."""
-    return count.abs() <= sizes.mul_(4 * torch.finfo(count.dtype).eps)
+def _without_cancelled(count: Tensor, sizes: Tensor) -> Tensor:
+    """Sums of weights as divisors: 1 where one is 0 up to rounding. ``sizes`` is the sum of the weights' sizes."""
+    return count.masked_fill_(count.abs() <= sizes.mul_(4 * torch.finfo(count.dtype).eps), 1.0)
 
 
-def elect_and_average(
-    deltas: Sequence[Tensor],
-    weights: Sequence[float],
-    base: Tensor,
-    scale: float = 1.0,
-    normalize: bool = True,
-    vote: str = "strict",
-) -> Tensor:
-    """θ_0 + scale · the weighted average of the entries whose sign is that of Σ w_t τ_t; θ_0 where none agrees.
+def _elect(deltas: Tensors, weights: Numbers, normalize: bool, vote: str) -> tuple[Tensor, Tensor]:
+    """The elected sign of every entry, and |Σ w_t τ_t| over the τ_t that have it, divided by Σ w_t of the same.
 
-    Without ``normalize`` their sum. Overwrites ``deltas`` to use little memory.
+    Overwrites ``deltas`` to use little memory.
     """
-    if extreme_weights(weights, {}):  # Δ keeps its rounding, because thresholds were computed with it
-        base, deltas = base.double(), [delta.double() for delta in deltas]
     factors = weights
     if vote == "mergekit":  # w_t τ_t has the sign, and a tie is +
         for delta, weight in zip(deltas, weights, strict=True):
-            if weight != 1:
-                delta.mul_(weight)
+            delta.mul_(weight)
         factors = [1.0] * len(weights)
     elected = _weighted_sum(deltas, factors)
     if vote == "mergekit":
@@ -102,46 +86,36 @@ def elect_and_average(
         delta.mul_(elected).relu_()  # |τ| where the signs agree, else 0
     average = _weighted_sum(deltas, factors)
     if normalize:
-        for delta, weight in zip(deltas, weights, strict=True):
-            delta.sign_()
-            if weight != 1:
-                delta.mul_(weight)
-        smallest = min(weights)
-        if smallest > 0:  # the count is 0 or at least this, and where it is 0 the sum is 0
-            average.div_(functools.reduce(Tensor.add_, deltas).clamp_(min=smallest))
+        agreeing = [
+            delta.sign_() if weight == 1 else delta.sign_().mul_(weight)
+            for delta, weight in zip(deltas, weights, strict=True)
+        ]
+        if min(weights) > 0:  # the count is 0 or at least the smallest weight, and where it is 0 the sum is 0
+            count = functools.reduce(Tensor.add_, agreeing).clamp_(min=min(weights))
         else:
-            sizes = functools.reduce(Tensor.add_, [delta.abs() for delta in deltas])
-            count = functools.reduce(Tensor.add_, deltas)
-            none = _cancelled(count, sizes)
-            if vote == "mergekit":
-                average.div_(count.masked_fill_(none, 1.0))
-            else:
-                average.div_(count).masked_fill_(none, 0.0)
-    if scale != 1:
-        average *= scale
-    return torch.addcmul(base, average, elected, out=average)  # times ±1 or 0, so it rounds once, fused or not
+            sizes = functools.reduce(Tensor.add_, [weight.abs() for weight in agreeing])
+            count = _without_cancelled(functools.reduce(Tensor.add_, agreeing), sizes)
+        average.div_(count)
+    return elected, average
 
 
 def combined(
-    base: Tensor,
-    deltas: Sequence[Tensor],
-    weights: Sequence[float],
-    combine: str,
-    normalize: bool | str,
-    scale: float,
-    vote: str,
+    base: Tensor, deltas: Tensors, weights: Numbers, combine: str, normalize: bool | str, scale: float, vote: str
 ) -> Tensor:
     """θ_0 plus the kept entries, added up or after a vote. Overwrites ``deltas``."""
+    if extreme_weights(weights, {}):  # Δ keeps its rounding, because thresholds were computed with it
+        base, deltas = base.double(), [delta.double() for delta in deltas]
     if combine == "ties":
-        return elect_and_average(deltas, weights, base, scale, normalize is not False, vote)
-    total = torch.zeros_like(base, dtype=torch.float64 if extreme_weights(weights, {}) else base.dtype)
-    for delta, weight in zip(deltas, weights, strict=True):
-        total += delta.to(total.dtype).mul_(weight)
-    factor = scale / (summed(weights) if normalize is True else 1.0)
-    return (total if factor == 1 else total.mul_(factor)).add_(base)
+        signs, total = _elect(deltas, weights, normalize is not False, vote)
+    else:
+        signs, total = base.new_ones(()), _weighted_sum(deltas, weights)
+        scale /= summed(weights) if normalize is True else 1.0
+    if scale != 1:
+        total *= scale
+    return torch.addcmul(base, total, signs, out=total)  # times ±1 or 0, so it rounds once, fused or not
 
 
-def summed(weights: Sequence[float]) -> float:
+def summed(weights: Numbers) -> float:
     """Σ w_t as a divisor; 1 if it is 0 up to rounding."""
     whole = math.fsum(weights)
     return whole if abs(whole) >= 1e-8 else 1.0
@@ -164,7 +138,7 @@ def l1_norms(keep: Callable[..., list[Tensor]]) -> Sums:
     return Sums(norms)
 
 
-def rescale_to(norms: Sequence[float] | None, kept: list[Tensor]) -> list[Tensor]:
+def rescale_to(norms: Numbers | None, kept: list[Tensor]) -> list[Tensor]:
     """Scale the kept entries of every Δ_t to the L1 norm of Δ_t, unless a norm is 0."""
     if norms is not None:
         for delta, before, after in zip(kept, norms, norms[len(kept) :], strict=False):
@@ -181,9 +155,9 @@ def rescale_to(norms: Sequence[float] | None, kept: list[Tensor]) -> list[Tensor
 )
 def sparse_finetuning(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    thresholds: Sequence[float],
+    tuned: Tensors,
+    weights: Numbers,
+    thresholds: Numbers,
     *,
     density: Annotated[float, Help("share of the entries of each Δ_t to keep", gt=0, le=1, per_model=True)] = 0.1,
     scope: Scope = "model",
@@ -204,11 +178,11 @@ def sparse_finetuning(
             count, sizes = count + kept, sizes + kept.abs()
         total += trim(delta, threshold).to(dtype).mul_(weight)
     if normalize:
-        total.div_(count.masked_fill_(_cancelled(count, sizes), 1.0))
+        total.div_(_without_cancelled(count, sizes))
     return total.add_(base)
 
 
-def _trimmed(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[float]) -> list[Tensor]:
+def _trimmed(base: Tensor, tuned: Tensors, thresholds: Numbers) -> list[Tensor]:
     return [trim(model - base, threshold) for model, threshold in zip(tuned, thresholds, strict=True)]
 
 
@@ -222,10 +196,10 @@ def _trimmed(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[float])
 )
 def ties(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    thresholds: Sequence[float],
-    norms: Sequence[float] | None = None,
+    tuned: Tensors,
+    weights: Numbers,
+    thresholds: Numbers,
+    norms: Numbers | None = None,
     *,
     density: Share = 0.2,
     scope: Scope = "model",
@@ -241,7 +215,7 @@ def ties(
     averaged with weights w_t.
     """
     trimmed = rescale_to(norms, _trimmed(base, tuned, thresholds))
-    return elect_and_average(trimmed, weights, base, scale, normalize, vote)
+    return combined(base, trimmed, weights, "ties", normalize, scale, vote)
 
 
 def middle(entries: int, models: int, options: Mapping[str, Any]) -> list[list[int]]:
@@ -254,7 +228,7 @@ def middle(entries: int, models: int, options: Mapping[str, Any]) -> list[list[i
     return ranks
 
 
-def _kept(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[Sequence[float]]) -> list[Tensor]:
+def _kept(base: Tensor, tuned: Tensors, thresholds: Sequence[Numbers]) -> list[Tensor]:
     kept = []
     for model, (high, low) in zip(tuned, thresholds, strict=True):
         delta = trim(model - base, low)
@@ -274,10 +248,10 @@ def _kept(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[Sequence[f
 )
 def breadcrumbs(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    thresholds: Sequence[Sequence[float]],
-    norms: Sequence[float] | None = None,
+    tuned: Tensors,
+    weights: Numbers,
+    thresholds: Sequence[Numbers],
+    norms: Numbers | None = None,
     *,
     density: Share = 0.15,
     gamma: Annotated[

@@ -3,7 +3,7 @@
 A rule is written once, as an annotated function::
 
     @rule("task-arithmetic", matching_form=("w_t", "I", "0"), reference="Ilharco et al., ICLR 2023")
-    def task_arithmetic(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    def task_arithmetic(base: Tensor, tuned: Sequence[Tensor], weights: Numbers) -> Tensor:
         '''θ_0 + Σ w_t Δ_t.'''
 
 Its positional parameters are *inputs*, named as in :data:`INPUTS`. Its keyword-only parameters are *options*, whose
@@ -24,6 +24,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .measures import Measure
 
+Tensors = Sequence[Tensor]
+"""One tensor per fine-tuned model."""
+Numbers = Sequence[float]
+"""Numbers, such as one per fine-tuned model."""
 OrNone = float | Literal["none"]
 """The type of an option that takes a number or the word ``none``."""
 Auto = bool | Literal["auto"]
@@ -66,21 +70,14 @@ NORMAL_WEIGHTS = (1e-3, 1e3)
 """With weights at least this large, whose sum is at most this large, products with curvature fit float32."""
 
 
-def never(weights: Sequence[float], options: Mapping[str, Any]) -> bool:
-    """Compute in float32 whatever the weights are."""
-    return False
-
-
-def negative_weights(weights: Sequence[float], options: Mapping[str, Any]) -> bool:
+def negative_weights(weights: Numbers, options: Mapping[str, Any]) -> bool:
     """Return whether a weight is negative: the divisor may then be a difference of nearly equal numbers."""
     return min(weights) < 0
 
 
-def extreme_weights(weights: Sequence[float], options: Mapping[str, Any]) -> bool:
+def extreme_weights(weights: Numbers, options: Mapping[str, Any]) -> bool:
     """Return whether a weight is negative, or its product with curvature may underflow or overflow float32."""
-    if negative_weights(weights, options):
-        return True
-    sizes = [abs(weight) for weight in weights if weight != 0]
+    sizes = [weight for weight in weights if weight != 0]
     return min(sizes, default=1.0) < NORMAL_WEIGHTS[0] or sum(sizes) > NORMAL_WEIGHTS[1]
 
 
@@ -96,7 +93,7 @@ class Help:
     """Models may have different values; the rule then gets a list with one value per fine-tuned model."""
 
 
-def per_model(value: float | Sequence[float], models: Sequence[Any]) -> Sequence[float]:
+def per_model(value: float | Numbers, models: Sequence[Any]) -> Numbers:
     """Return an option that is one number or a list as one number per model."""
     return value if isinstance(value, Sequence) else [value] * len(models)
 
@@ -130,7 +127,8 @@ class Option:
         low = f"{self.help.gt:g} < " if self.help.gt is not None else ""
         low = f"{self.help.ge:g} ≤ " if self.help.ge is not None else low
         high = f" ≤ {self.help.le:g}" if self.help.le is not None else ""
-        word = f"{word}, {low}x{high}" if low or high else word
+        if low or high:
+            word = f"{word}, {low}x{high}"
         return f"{word}; or none" if self.type == OrNone else word
 
 
@@ -159,7 +157,7 @@ class Rule:
     """The rule for tensors without a Gram matrix; a rule with a fallback works on whole matrices."""
     layers: Callable[..., Tensor] | None = None
     """The rule for a linear layer with Kronecker curvature: a function of the same inputs, as matrices [W b]."""
-    needs_float64: Callable[[Sequence[float], Mapping[str, Any]], bool] = never
+    needs_float64: Callable[[Numbers, Mapping[str, Any]], bool] = lambda weights, options: False
     """(weights, options) → whether the rule computes in float64 even if the files hold float32."""
     measures: Mapping[str, Measure] = field(default_factory=dict)
     """Statistics of whole tensors that the engine computes first, in this order; inputs of the same names get them."""
@@ -186,11 +184,11 @@ class Rule:
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
         """The names of the positional parameters."""
-        names = [p.name for p in self._parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        names = tuple(p.name for p in self._parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY)
         for name in names:
             if name not in INPUTS and name not in self.measures:
                 raise TypeError(f"rule {self.name}: unknown input {name!r}; the inputs are {', '.join(INPUTS)}")
-        return tuple(names)
+        return names
 
     @functools.cached_property
     def options(self) -> tuple[Option, ...]:

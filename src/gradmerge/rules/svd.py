@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .measures import spanned
 from .sparse import Scale
-from .spec import extreme_weights, rule
-
-
-def plain_mean(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], scale: float) -> Tensor:
-    """θ_0 + (scale/T) Σ w_t Δ_t, for tensors that are not matrices."""
-    merged = base
-    for model, weight in zip(tuned, weights, strict=True):
-        merged = (model - base).mul_(weight * scale / len(tuned)).add_(merged)
-    return merged
+from .spec import Numbers, Tensors, extreme_weights, rule
+from .task_arithmetic import task_arithmetic
 
 
 def svd(matrix: Tensor, noise: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +52,7 @@ def rounding(base: Tensor) -> float:
     needs_float64=extreme_weights,
     workspace=8,
 )
-def tsv(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
+def tsv(base: Tensor, tuned: Tensors, weights: Numbers, *, scale: Scale = 1.0) -> Tensor:
     """θ_0 + scale · U_⊥ Σ V_⊥ᵀ for matrices: the leading 1/T of each Δ_t's singular vectors, orthogonalized together.
 
     U has the leading ⌊r/T⌋ (at least 1) left singular vectors of every Δ_t side by side, where r is the shorter side of
@@ -71,7 +63,7 @@ def tsv(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scal
     Each matrix is decomposed on one thread or the device. The time grows with the cube of the width.
     """
     if base.dim() != 2 or min(base.shape) == 0:
-        return plain_mean(base, tuned, weights, scale)
+        return task_arithmetic(base, tuned, weights, scale=scale / len(tuned))
     kept = max(1, min(base.shape) // len(tuned))
     noise, left, values, right = rounding(base), [], [], []
     for model, weight in zip(tuned, weights, strict=True):
@@ -99,7 +91,7 @@ def _orthogonal(vectors: Tensor) -> Tensor:
     needs_float64=extreme_weights,
     workspace=6,
 )
-def iso_c(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
+def iso_c(base: Tensor, tuned: Tensors, weights: Numbers, *, scale: Scale = 1.0) -> Tensor:
     """θ_0 + scale · σ̄ U Vᵀ for matrices, with U Σ Vᵀ = Σ w_t Δ_t and σ̄ the mean of its singular values.
 
     No direction counts more because several tasks share it. Directions where Σ w_t Δ_t is 0, such as those outside the
@@ -108,6 +100,6 @@ def iso_c(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, sc
     Each matrix is decomposed on one thread or the device. The time grows with the cube of the width.
     """
     if base.dim() != 2 or min(base.shape) == 0:
-        return plain_mean(base, tuned, weights, scale)
+        return task_arithmetic(base, tuned, weights, scale=scale / len(tuned))
     u, sigma, vh = svd(spanned(None, [model - base for model in tuned], weights), rounding(base))
     return (u @ vh).mul_(float(sigma.mean()) * scale).add_(base) if len(sigma) else base.clone()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 from torch import Tensor
 
 from .sparse import Scale, summed
-from .spec import Help, rule
+from .spec import Help, Numbers, Tensors, rule
 
 
 @rule(
@@ -18,8 +17,8 @@ from .spec import Help, rule
 )
 def task_arithmetic(
     base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
+    tuned: Tensors,
+    weights: Numbers,
     *,
     normalize: Annotated[bool, Help("divide by the sum of the weights unless it is 0")] = False,
     scale: Scale = 1.0,
@@ -33,8 +32,3 @@ def task_arithmetic(
     for model, weight in zip(tuned, weights, strict=True):
         merged = (model - base).mul_(weight * factor).add_(merged)
     return merged
-
-
-def all_positive(values: Tensor) -> bool:
-    """Return whether every value is above 0. The minimum is ten times faster than a comparison of every value."""
-    return values.numel() == 0 or float(values.amin()) > 0
