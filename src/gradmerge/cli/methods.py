@@ -15,6 +15,10 @@ from .output import print_json, print_table
 from .stdio import echo
 
 EXAMPLE = "Examples: gradmerge methods   ·   gradmerge methods ties"
+LEGEND = """
+θ_0 is the base, θ_t the fine-tuned model t of T, Δ_t = θ_t − θ_0, w_t its weight (in brackets: the default).
+F_0 and F_t are the curvature of the base and of model t, δ is the damping, P the penalty matrix used in training.
+I is the identity matrix. Other symbols are options, or the text of the method explains them."""
 
 
 @command()
@@ -44,7 +48,8 @@ def methods(
         print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.matching_form] for r in METHODS.values()])
         if not printing.quiet:
             echo("\nEach is a special case of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
-            echo("gradmerge methods NAME explains one, with its options.")
+            echo(LEGEND)
+            echo("\ngradmerge methods NAME explains one, with its options.")
         return
     rule = METHODS[name]
     echo(f"{rule.name}\n")
@@ -60,6 +65,8 @@ def methods(
             [f"  {o.name}", o.kind, "required" if o.required else _shown(o.default), o.meaning] for o in rule.options
         ]
         print_table(["  name", "value", "default", "meaning"], rows)
+    if not printing.quiet:
+        echo(LEGEND)
 
 
 def _shown(value: Any) -> str:
