@@ -83,9 +83,11 @@ def _write(
     (folder / "done").touch()
 
 
-def make_models(root: Path, layers: int, tuned: int = 2, shards: int = 3) -> list[Path]:
-    """A base and some tuned models near it, bf16, in shards."""
-    config = llama_config(layers)
+def make_models(
+    root: Path, layers: int, tuned: int = 2, shards: int = 3, config: dict[str, Any] | None = None
+) -> list[Path]:
+    """A base and some tuned models near it, bf16, in shards; by default of the default width."""
+    config = config or llama_config(layers)
     shapes = llama_shapes(config)
     total = 2 * sum(torch.Size(s).numel() for s in shapes.values())
     folders = []
