@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from experiments.common.report import markdown, spread
+from experiments.recovery.report import read_results, share_of
 from experiments.removal import report as removal
 from experiments.sentiment import report as sentiment
-from experiments.studies import report as studies
-from experiments.studies.settings import DIALS
 from experiments.vision import report as vision
 
 RESULTS = Path(__file__).parent / "results"
@@ -83,15 +80,6 @@ def demo_table() -> str:
         accuracies, losses = zip(*found, strict=True)
         rows.append([title, f"{accuracies[0]:.1f}", spread(accuracies), spread(losses, 3)])
     return markdown(["", "seed 0", "five seeds", "loss, five seeds"], rows)
-
-
-def demo_removal() -> str:
-    rows = []
-    for found in zip(*(run["removal"] for run in demo_runs()), strict=True):
-        tilted = fmean(100 * one["scores"]["tilted"] for one in found)
-        rest = fmean(100 * one["mean_of_rest"] for one in found)
-        rows.append([found[0]["name"], f"{tilted:.1f}", f"{rest:.1f}", spread([one["kl"] for one in found], 3)])
-    return markdown(["", "tilted", "rest", "KL"], rows)
 
 
 def _sentiment() -> Points:
@@ -206,6 +194,46 @@ def _summary(what: str, experiments: Mapping[str, Points], rows: Sequence[str], 
     return markdown(header, cells)
 
 
+#: Step of the recovery experiment → its name in the JSON files.
+RECOVERY_STEPS = {
+    "average": "average",
+    "task arithmetic, weight chosen on validation rows": "task arithmetic, weight chosen on validation rows",
+    "TIES": "ties",
+    "Fisher averaging": "fisher-averaging",
+    "RegMean": "regmean",
+    "Iso-C": "iso-c",
+    "TSV": "tsv",
+    "gradient matching": "gradient-matching",
+    "`calibrate --curvature none`": "calibrate --curvature none",
+    "`calibrate`": "calibrate",
+    "`distill` without calibration": "distill",
+    "`calibrate --curvature none`, then `distill`": "calibrate --curvature none, distill",
+    "each fine-tuned model on its own task": "fine-tuned, each on its own task",
+}
+#: Workload of the recovery experiment → its title.
+RECOVERY_WORKLOADS = {
+    "language-model": "SmolLM2-135M, five tasks: loss",
+    "sentiment": "MPNet, five sentiment sets: accuracy",
+    "sentiment-small": "MiniLM, five sentiment sets, CPU scale: accuracy",
+    "images-small": "DeiT-tiny, eight image sets, CPU scale: accuracy",
+}
+
+
+def recovery_table() -> str:
+    """Return how much of joint training's gain merges, calibration and distillation keep."""
+    results = read_results(RESULTS / "recovery")
+    header = [f"{title}, {_seeds(len(results[name]))}" for name, title in RECOVERY_WORKLOADS.items()]
+    rows = [
+        [title, *(share_of(results[workload], step) for workload in RECOVERY_WORKLOADS)]
+        for title, step in RECOVERY_STEPS.items()
+    ]
+    return markdown(["of joint training's gain", *header], rows)
+
+
+def _seeds(count: int) -> str:
+    return "one seed" if count == 1 else f"{count} seeds"
+
+
 def _of(table: Callable[..., str], *parts: str, **options: Any) -> Callable[[], str]:
     """Return a function that reads results and makes a table of them."""
     return lambda: table(read(*parts), **options)
@@ -213,16 +241,9 @@ def _of(table: Callable[..., str], *parts: str, **options: Any) -> Callable[[], 
 
 #: What a page may ask for, by the name that it uses.
 TABLES: dict[str, Callable[[], str]] = {
+    "results-recovery": recovery_table,
     "results-merging": merging_summary,
     "results-removal": removal_summary,
     "results-demo": demo_table,
-    "results-demo-removal": demo_removal,
     "results-sentiment": _of(sentiment.merging_table, "sentiment"),
-    "results-grid": _of(sentiment.grid_table, "sentiment", "grid"),
-    "results-vision": _of(vision.merging_table, "vision"),
-    "results-deit-tiny": _of(vision.merging_table, "vision", "deit-tiny"),
-    "results-toxicity": _of(removal.comparison_table, "removal", "toxicity"),
-    "results-hallucination": _of(removal.comparison_table, "removal", "hallucination"),
-    "results-studies-linear": _of(studies.linear_table, "studies"),
-    **{f"results-studies-{dial}": _of(partial(studies.share_table, dial=dial), "studies") for dial in DIALS},
 }

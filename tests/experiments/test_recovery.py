@@ -37,7 +37,7 @@ def test_a_seed_has_results_of_every_method(workload, tmp_path):
     results = run_seed(workload, workload.settings, lambda found: None, robustness=True)
     for name in ("average", "regmean", "calibrate", "distill", "calibrate, distill"):
         assert set(results[name]["tasks"]) == set(workload.settings.tasks)
-    found = {"workload": "images", "metric": "loss", "seed": 0, "results": results}
+    found = {"workload": "images", "metric": "loss", "seed": 0, "command": "", "device": "cpu", "results": results}
     (tmp_path / "images-0.json").write_text(json.dumps(found), "utf-8")
     means = {
         name: np.mean([results[name]["tasks"][task]["loss"] for task in workload.settings.tasks])

@@ -9,14 +9,14 @@ import torch
 from experiments.studies.data import Rows, digits
 from experiments.studies.linear import compare
 from experiments.studies.run import EXPERIMENT
-from experiments.studies.settings import DIALS
+from experiments.studies.settings import FACTORS
 
 from .making import smoke_run
 
 
 def test_a_tiny_run_has_every_study(tmp_path: Path) -> None:
     (seed,) = smoke_run(EXPERIMENT, [], tmp_path)["seeds"]
-    assert seed["studies"].keys() == DIALS.keys()
+    assert seed["studies"].keys() == FACTORS.keys()
     for (case,) in seed["studies"].values():
         assert {"average", "joint", "joint again", "kronecker, P = 0", "diagonal, P = H_0"} <= case["scores"].keys()
         assert all(one["kl"] == 0 for one in case["scores"]["joint"].values())
@@ -24,9 +24,9 @@ def test_a_tiny_run_has_every_study(tmp_path: Path) -> None:
 
 
 def parts() -> list[Rows]:
-    rows = digits().take(torch.arange(60))
+    rows = digits().select(torch.arange(60))
     rows = Rows(rows.pixels.double(), rows.labels)
-    return [rows.take(torch.arange(start, start + 20)) for start in (0, 20, 40)]
+    return [rows.select(torch.arange(start, start + 20)) for start in (0, 20, 40)]
 
 
 def test_matching_is_joint_training_for_linear_regression_and_not_by_diagonals() -> None:

@@ -1,4 +1,4 @@
-"""Gradient matching with the whole Gauss-Newton matrix of a network, which no file could hold: by products with it."""
+"""Gradient matching with the full Gauss-Newton matrix of a network, which is used through matrix-vector products."""
 
 from __future__ import annotations
 
@@ -10,41 +10,43 @@ from torch.func import functional_call, jvp, vjp
 
 from ..common.states import State
 from .data import Rows
-from .models import Shape, network
+from .models import Shape, make_network
 
 STEPS = 100
-#: Conjugate gradients end when the residual has fallen to this share of the first.
+#: Conjugate gradients stop at this relative residual.
 TOLERANCE = 1e-4
 
 
-def match_whole(
+def match_gauss_newton(
     shape: Shape, base: State, tuned: Sequence[State], base_rows: Rows, tasks: Sequence[Rows], damping: float
 ) -> dict[str, Tensor]:
-    """θ_0 + (G_0 + δ + Σ G_t)⁻¹ Σ G_t Δ_t: P = 0, and G = Σ_i Jᵀ (diag p − ppᵀ) J of every model on its rows."""
-    own = [products(shape, state, rows) for state, rows in zip(tuned, tasks, strict=True)]
-    every = [products(shape, base, base_rows), *own]
+    """Return θ_0 + (G_0 + δ + Σ G_t)⁻¹ Σ G_t Δ_t, which has P = 0. G of a model is Σ_i Jᵀ (diag p − ppᵀ) J."""
+    task_products = [products(shape, state, rows) for state, rows in zip(tuned, tasks, strict=True)]
+    all_products = [products(shape, base, base_rows), *task_products]
     start = _flat(base)
-    right = torch.stack([by(_flat(state) - start) for by, state in zip(own, tuned, strict=True)]).sum(0)
+    right = torch.stack(
+        [product(_flat(state) - start) for product, state in zip(task_products, tuned, strict=True)]
+    ).sum(0)
     step = torch.zeros_like(start)
-    rest, direction = right, right
+    residual, direction = right, right
     for _ in range(STEPS):
-        image = sum((by(direction) for by in every), damping * direction)
-        length = rest @ rest / (direction @ image)
-        step, left = step + length * direction, rest - length * image
-        if left.norm() < TOLERANCE * right.norm():
+        image = sum((product(direction) for product in all_products), damping * direction)
+        length = residual @ residual / (direction @ image)
+        step, following = step + length * direction, residual - length * image
+        if following.norm() < TOLERANCE * right.norm():
             break
-        direction = left + (left @ left) / (rest @ rest) * direction
-        rest = left
+        direction = following + (following @ following) / (residual @ residual) * direction
+        residual = following
     return _shaped(start + step, base)
 
 
 def products(shape: Shape, state: State, rows: Rows) -> Callable[[Tensor], Tensor]:
-    """v → G v."""
-    model, weights = network(shape, state), dict(state)
+    """Return the function v → G v."""
+    model, weights = make_network(shape, state), dict(state)
 
     def outputs(values: Mapping[str, Tensor]) -> Tensor:
-        found: Tensor = functional_call(model, dict(values), (rows.pixels,))
-        return found
+        logits: Tensor = functional_call(model, dict(values), (rows.pixels,))
+        return logits
 
     logits, back = vjp(outputs, weights)
     p = logits.softmax(-1).detach()
