@@ -221,6 +221,6 @@ def test_out_of_memory_is_a_machine_error(monkeypatch: pytest.MonkeyPatch) -> No
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     model, examples = FAMILIES["bert"].model(), FAMILIES["bert"].examples()
-    monkeypatch.setattr("gradmerge.curvature.accumulate.add_squares", full)
+    monkeypatch.setattr("gradmerge.curvature.hooks.kernels.add_squares", full)
     with pytest.raises(gm.MachineError):
         estimate_curvature(model, [batch_of(examples)])

@@ -88,7 +88,7 @@ def test_uses_of_a_parameter_add_up_before_they_are_squared(
     total = before.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "HELD_CPU", held)
-        add_squares(total, terms)
+        add_squares(total, terms, examples)
     assert torch.allclose(total - before, squares(terms, examples, out, width), atol=1e-12)
 
 
@@ -124,12 +124,12 @@ def test_experts_add_up_their_tokens_of_each_example(rows: int, bias: bool) -> N
         for row in range(rows):
             gradient[examples[row], experts[row]] += y[row] if x is None else y[row].outer(x[row])
         total = torch.zeros(shape, dtype=torch.float64)
-        add_squares(total, [ExpertGradient(experts, examples, y, x), *more])
+        add_squares(total, [ExpertGradient(experts, examples, y, x), *more], 3)
         torch.testing.assert_close(total, gradient.square().sum(0))
     again = torch.zeros(shape, dtype=torch.float64)
     halves = [ExpertGradient(experts[k::2], examples[k::2], y[k::2], None if x is None else x[k::2]) for k in (0, 1)]
-    add_squares(again, halves)
-    add_experts(again, ExpertGradient(experts[:0], examples[:0], y[:0], None if x is None else x[:0]))
+    add_squares(again, halves, 3)
+    add_experts(again, [ExpertGradient(experts[:0], examples[:0], y[:0], None if x is None else x[:0])])
     whole = torch.zeros(shape, dtype=torch.float64)
-    add_experts(whole, ExpertGradient(experts, examples, y, x))
+    add_experts(whole, [ExpertGradient(experts, examples, y, x)])
     torch.testing.assert_close(again, whole)

@@ -11,9 +11,9 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from ..curvature.accumulate import kronecker_layers
 from ..curvature.checkpoint_names import stored_unchanged
-from ..curvature.kfac import MAX_KRONECKER_DIM
+from ..curvature.estimate import kronecker_layers
+from ..curvature.kernels import MAX_KRONECKER_DIM
 from ..curvature.per_example_gradients import is_conv1d
 from ..engine.executor import LocalExecutor
 from ..engine.run import check_merge

@@ -337,7 +337,7 @@ def check_estimate_options(
 
 def _check_kind(kind: str, max_kronecker_dim: int) -> None:
     from ..curvature.format import KINDS
-    from ..curvature.kfac import MAX_KRONECKER_DIM
+    from ..curvature.kernels import MAX_KRONECKER_DIM
 
     check_known(f"kind {kind}", kind, tuple(KINDS))
     if max_kronecker_dim < 1:

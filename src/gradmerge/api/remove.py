@@ -90,7 +90,7 @@ def remove(
     """
     from torch import nn
 
-    from ..curvature.kfac import MAX_KRONECKER_DIM
+    from ..curvature.kernels import MAX_KRONECKER_DIM
     from ..curvature.losses import loss_named
     from ..refinement.influence import Dataset
     from ..refinement.rows import as_batches

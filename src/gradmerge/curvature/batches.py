@@ -49,14 +49,22 @@ def with_progress(batches: Iterable[Any], progress: Progress, what: str) -> Iter
 
 
 def values_of(batch: Any) -> Iterable[Any]:
+    """Return the tensors, and what else is in a batch."""
+    if not isinstance(batch, Mapping | Sequence) or isinstance(batch, str) or not batch:
+        raise InputError(
+            f"a batch must be a mapping with labels, or a tuple ending with them, not {type(batch).__name__}"
+        )
     return batch.values() if isinstance(batch, Mapping) else batch
 
 
 def examples_in(batch: Any) -> int:
-    labels = batch.get("labels") if isinstance(batch, Mapping) else batch[-1]
-    if not isinstance(labels, Tensor):
-        labels = next(value for value in values_of(batch) if isinstance(value, Tensor))
-    return len(labels)
+    """Return the number of examples: the length of the labels, or else of the first tensor."""
+    values = list(values_of(batch))
+    values.insert(0, batch.get("labels") if isinstance(batch, Mapping) else batch[-1])
+    lengths = [len(value) for value in values if isinstance(value, Tensor) and value.dim()]
+    if not lengths:
+        raise InputError("a batch has no tensor with an axis of examples")
+    return lengths[0]
 
 
 def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -68,10 +76,6 @@ def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def moved(batch: Any, device: torch.device) -> Any:
     """Return a batch on a device."""
-    if not isinstance(batch, Mapping | Sequence) or isinstance(batch, str) or not batch:
-        raise InputError(
-            f"a batch must be a mapping with labels, or a tuple ending with them, not {type(batch).__name__}"
-        )
     # A non-blocking copy to the CPU could be read before it is complete.
     return _each(batch, lambda value: value.to(device, non_blocking=device.type != "cpu"))
 

@@ -1,14 +1,15 @@
 """Capture the input of each layer and the gradient of its output, in one forward and backward pass over a batch.
 
-The hooks of a :class:`LayerFormula` work as follows:
+A :class:`LayerFormula` does this with hooks:
 
-1. Before the layer runs, its parameters are hidden from autograd, which would add up their gradients over examples.
-2. After it ran, its output gets a hook that receives y, the gradient of the output, in the backward pass.
-3. That hook passes y and the layer's input x to ``LayerFormula.use``, which makes a term (:mod:`.kernels`) of them and
-   passes it to ``Recorder.add_term``.
+1. Before its module runs, the parameters are hidden from autograd, which would add up their gradients over examples.
+2. The output gets a hook that receives y, the gradient of the output, in the backward pass.
+3. That hook makes a term of the gradient (:mod:`.kernels`) from y and the input x, and passes it to the
+   :class:`Recorder`.
 
 Everything that can exclude a formula for a batch is known after the forward pass (:meth:`Recorder.check_shapes`), so
-nothing has been added by then.
+nothing has been added by then. Parameters without a formula are differentiated one example at a time
+(:func:`for_each_example`).
 """
 
 from __future__ import annotations
@@ -16,25 +17,95 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .batches import examples_in, values_of
-from .kernels import DirectGradient, Term, sum_type
-from .parameter_sum import ParameterSum, Sums
+from . import kernels
+from .batches import batch_rows, examples_in, values_of
+from .kernels import DirectGradient, KroneckerSums, OuterGradient, RowGradient, Term, sum_type
+from .offload import StoredSum
 
 
-class Recorder:
+class ParameterSum:
+    """Σ_i g_i² of one parameter over examples, or instead the Kronecker factors of its layer."""
+
+    def __init__(self, parameter: nn.Parameter, accumulate_on: str = "device") -> None:
+        self.parameter = parameter
+        self.dtype = sum_type(parameter)
+        self.factors: KroneckerSums | None = None
+        self.weight: ParameterSum | None = None
+        """For a bias: its layer's weight, if the factors of that include the bias."""
+        self.slow = False
+        """No formula fits: autograd computes the gradients, one example at a time."""
+        self.uses: list[type[Term]] = []
+        """For each use in this forward pass, the kind of term that the backward pass gives."""
+        self.ids: list[Tensor] = []
+        """For each use as a table in this forward pass, the rows that the examples use."""
+        self.terms: list[Term] = []
+        """Terms of this backward pass. All uses of a parameter add up before they are squared."""
+        self._accumulate_on = accumulate_on
+        self._head: tuple[Tensor, Tensor] | None = None
+
+    @functools.cached_property
+    def stored(self) -> StoredSum:
+        """Σ_i g_i², made when it is first used."""
+        return StoredSum(self.parameter.shape, self.dtype, self.parameter.device, self._accumulate_on)
+
+    @property
+    def is_tied_table(self) -> bool:
+        """Whether it is an embedding that is also the matrix of a linear layer."""
+        return self.uses.count(OuterGradient) == 1 and self.uses.count(RowGradient) == len(self.uses) - 1 > 0
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add the square of one example's gradient."""
+        wide = gradient.to(self.dtype)
+        self.stored.add(lambda total: total.addcmul_(wide, wide))
+
+    def add_head(self, term: OuterGradient) -> None:
+        """Add the squares of a tied table's head, and keep what the embedding needs of it.
+
+        With the head's gradient A and the embedding's S, (A + S)² = A² + S (2A + S). S has few rows, and only those of
+        A are kept: all of A is as large as the logits.
+        """
+        rows = kernels.unique_rows(torch.cat(self.ids, 1))
+        self._head = rows, kernels.outer_at_rows(term, rows, self.dtype)
+        self.stored.add(lambda total: kernels.add_outer(total, term))
+
+    def add_terms(self, examples: int) -> None:
+        """Add the squares of all terms of this backward pass."""
+        terms, self.terms = self.terms, []
+        if self._head is None:
+            self.stored.add(lambda total: kernels.add_squares(total, terms, examples))
+            return
+        rows, head = self._head
+        table = [term for term in terms if isinstance(term, RowGradient)]
+        if len(table) < len(self.ids):  # a use without a gradient
+            table += [RowGradient(ids, table[0].y.new_zeros(*ids.shape, head.shape[2])) for ids in self.ids]
+        sums = kernels.merge_rows(table, self.dtype).y[:, : rows.shape[1]]
+        self.stored.add(lambda total: kernels.add_rows(total, rows, sums * (2 * head + sums)))
+
+    def end_pass(self) -> None:
+        """Drop what is left of the backward pass."""
+        self.terms, self._head = [], None
+
+    def end_batch(self) -> None:
+        """Drop everything of this batch."""
+        self.end_pass()
+        self.uses, self.ids = [], []
+
+
+class Recorder(ABC):
     """The state that the formulas of a model share while a batch runs. Each passes its terms to ``add_term``.
 
-    Subclasses differ in ``add_term``: the verifier compares terms with autograd, and the
-    :class:`~gradmerge.curvature.accumulate.Accumulator` adds up their squares.
+    The verifier compares terms with autograd, and the :class:`~gradmerge.curvature.estimate.Accumulator` adds up their
+    squares.
     """
 
-    def __init__(self, model: nn.Module, sums: Sums) -> None:
+    def __init__(self, model: nn.Module, sums: Mapping[nn.Parameter, ParameterSum]) -> None:
         self.sums = sums
         self.examples = 0
         self.tokens: set[int] = set()
@@ -49,32 +120,25 @@ class Recorder:
         """Formulas that do not fit the shapes of this batch."""
         self._shapes: list[tuple[LayerFormula, torch.Size, int]] = []
         """Shapes to check after the forward pass: formula, shape, and number of last axes of one token."""
-        self._hooks = contextlib.ExitStack()
         trained = (module for module in model.modules() if module.training)
         self.recomputes = any(getattr(module, "gradient_checkpointing", False) is True for module in trained)
         self.anchor = torch.zeros((), device=next(iter(sums)).device, requires_grad=True)
         self._active = self._forward = False
 
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
-
-    def needs_term(self, entry: ParameterSum) -> bool:
-        """Return whether a bias needs separate terms."""
-        return True
-
+    @abstractmethod
     def add_term(self, entry: ParameterSum, term: Term) -> None:
         """Handle a term of the gradients of this batch's examples, for one parameter."""
-        raise NotImplementedError
 
-    def attach(self, formulas: Iterable[Callable[[Recorder], LayerFormula]]) -> None:
-        """Register the hooks of these formulas, and remove those of earlier ones."""
-        self._hooks.close()
-        for make in formulas:
-            for remove in make(self).attach():
-                self._hooks.callback(remove)
+    @contextlib.contextmanager
+    def attached(self, formulas: Iterable[LayerFormula]) -> Iterator[None]:
+        """Register the hooks of formulas with parameters that are not slow; remove them at the end."""
+        with contextlib.ExitStack() as hooks:
+            for formula in formulas:
+                formula.bind(self)
+                if formula.sums:
+                    for remove in formula.attach():
+                        hooks.callback(remove)
+            yield
 
     @property
     def listening(self) -> bool:
@@ -85,19 +149,14 @@ class Recorder:
     def recording(self, batch: Any) -> Iterator[None]:
         """Let the hooks capture this batch inside."""
         self._active = self._forward = True
-        self.examples = examples_in(batch)
-        self.tokens = _tokens_in(batch)
-        self.rows.clear()
-        self.changed = None
-        self.failed.clear()
-        self.unfit.clear()
-        self._shapes.clear()
+        self.examples, self.tokens = examples_in(batch), _tokens_in(batch)
+        self.rows, self.changed, self.failed, self.unfit, self._shapes = {}, None, [], set(), []
         try:
             yield
         finally:
             self._active = False
             for entry in self.sums.values():
-                entry.forget()
+                entry.end_batch()
 
     def expect_shape(self, formula: LayerFormula, shape: torch.Size, keep: int) -> None:
         """Note a shape to check after the forward pass: (examples, everything between, *``keep`` axes of one token)."""
@@ -124,22 +183,21 @@ def _tokens_in(batch: Any) -> set[int]:
     return {math.prod(shape[1:]) for shape in shapes} | {math.prod(shape[1:-1]) for shape in shapes}
 
 
-class LayerFormula:
-    """Computes each example's gradient of a module's own parameters, from its input and the gradient of its output."""
+class LayerFormula(ABC):
+    """Computes each example's gradient of a module's own parameters, from one backward pass over a batch."""
 
-    def __init__(self, recorder: Recorder, module: nn.Module) -> None:
-        self.recorder = recorder
+    recorder: Recorder
+    sums: dict[str, ParameterSum]
+    """The sums of the module's parameters that are not slow, by name."""
+
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        named = [(name, recorder.sums.get(p)) for name, p in module._parameters.items() if p is not None]
+
+    def bind(self, recorder: Recorder) -> None:
+        """Set where the terms go."""
+        self.recorder = recorder
+        named = [(name, recorder.sums.get(p)) for name, p in self.module._parameters.items() if p is not None]
         self.sums = {name: entry for name, entry in named if entry is not None and not entry.slow}
-
-    def expect(self, output: Tensor, x: Tensor) -> None:
-        """Note the shapes that the formula needs in this call, and the kind of term that each parameter gets."""
-        raise NotImplementedError
-
-    def use(self, y: Tensor, *seen: Tensor) -> None:
-        """Make terms of the gradient of the output and of the inputs, and pass them to the recorder."""
-        raise NotImplementedError
 
     def attach(self) -> Iterator[Callable[[], Any]]:
         """Register the hooks, and yield functions that remove them."""
@@ -148,49 +206,51 @@ class LayerFormula:
         yield self._restore
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hide the parameters from autograd while the module runs. A gradient that reaches them comes from elsewhere.
+        """Replace the parameters while the module runs. A gradient that reaches them comes from elsewhere.
 
         An entry of ``module.__dict__`` takes precedence over a parameter of the same name. Returns changed arguments,
         or None.
         """
-        if self.recorder.listening:
-            for name in self.sums:
-                module.__dict__[name] = getattr(module, name).detach()
+        if not self.recorder.listening:
+            return None
+        for name, entry in self.sums.items():
+            module.__dict__[name] = self.replace(entry, getattr(module, name).detach())
+        return self.change_input(args, kwargs)
+
+    def replace(self, entry: ParameterSum, value: Tensor) -> Tensor:
+        """Return what the module sees instead of a parameter, whose value this is."""
+        return value
+
+    def change_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return changed arguments of the module, or None."""
         return None
+
+    @abstractmethod
+    def _after(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        """Restore the parameters and return the output, which is None if the module raised an error."""
 
     def _restore(self) -> None:
         for name in self.module._parameters:
             self.module.__dict__.pop(name, None)
 
-    def _after(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        self._restore()
-        if output is None or not self.recorder.listening:  # None if the module's forward raised
-            return output
-        if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
-            self.unfit()  # the module does not map a tensor to a tensor
-            return output
-        seen = inputs[0] if inputs[0].device == output.device else inputs[0].to(output.device)
-        self.expect(output, seen)
-        return self._tap(output, self.use, seen)
-
     def unfit(self) -> None:
         """Report that the formula does not fit the shapes of this batch."""
         self.recorder.unfit.add(self)
 
-    def _expect_product(self, output: Tensor, x: Tensor) -> None:
+    def note_uses(self, kind: type[Term]) -> None:
+        """Note that the weight and the bias are used. The weight gets a term of this kind."""
+        for name, entry in self.sums.items():
+            self.recorder.note_use(entry, kind if name == "weight" else DirectGradient)
+
+    def expect_product(self, output: Tensor, x: Tensor) -> None:
         """Note a product with a matrix: the output has as many rows as the input."""
-        self._note_rows(x)
+        self.note_rows(x)
         if output.shape[:-1].numel() != x.shape[:-1].numel():
             self.unfit()
         self.recorder.expect_shape(self, output.shape, 1)
         self.recorder.expect_shape(self, x.shape, 1)
 
-    def _note_uses(self, kind: type[Term]) -> None:
-        """Note that the weight and the bias are used. The weight gets a term of this kind."""
-        for name, entry in self.sums.items():
-            self.recorder.note_use(entry, kind if name == "weight" else DirectGradient)
-
-    def _note_rows(self, value: Tensor) -> None:
+    def note_rows(self, value: Tensor) -> None:
         """Note the numbers of rows and tokens of an input, by which `fits` recognizes whole examples."""
         if value.dim() == 2:
             self.recorder.rows.setdefault(self._shapes(), set()).add(value.shape[0])
@@ -199,28 +259,6 @@ class LayerFormula:
 
     def _shapes(self) -> tuple[torch.Size, ...]:
         return tuple(p.shape for p in self.module._parameters.values() if p is not None)
-
-    def _tap(self, output: Tensor, use: Callable[..., None], *seen: Tensor) -> Tensor:
-        """Return the output unchanged; the backward pass calls ``use(y, *seen)`` with its gradient y."""
-        seen = tuple(value.detach() for value in seen)
-        if output.requires_grad and not self.recorder.recomputes:
-            versions = [value._version for value in seen]
-
-            def hook(y: Tensor) -> None:
-                if [value._version for value in seen] != versions:
-                    raise RuntimeError("a layer's input was changed in place before the backward pass")
-                self._use_if_fit(use, y, *seen)
-
-            output.register_hook(hook)
-            return output
-        # The anchor makes the output part of the graph although no parameter requires a gradient. Saved by autograd,
-        # ``seen`` is recomputed under gradient checkpointing, as activations are.
-        use = functools.partial(self._use_if_fit, use)
-        return _Tap.apply(output, self.recorder.anchor, use, *seen)  # type: ignore[no-any-return,no-untyped-call]
-
-    def _use_if_fit(self, use: Callable[..., None], *values: Tensor) -> None:
-        if self not in self.recorder.unfit:
-            use(*values)
 
     def fits(self, shape: torch.Size, keep: int) -> bool:
         """Return whether a tensor has all tokens of every example: its last ``keep`` axes are those of one token.
@@ -240,21 +278,72 @@ class LayerFormula:
         return examples == 1 or all(map(self._are_whole, counts))
 
     def _are_whole(self, rows: int) -> bool:
-        """Whether this many rows can be one per example, or all tokens of every example."""
+        """Return whether this many rows can be one per example, or all tokens of every example."""
         examples = self.recorder.examples
         return rows == examples or (rows % examples == 0 and rows // examples in self.recorder.tokens)
 
-    def _per_example(self, value: Tensor, keep: int) -> Tensor:
+    def per_example(self, value: Tensor, keep: int = 1) -> Tensor:
         """Return ``value`` as (examples, everything between, *the last ``keep`` axes)."""
         if value.dim() == keep + 2 and value.shape[0] == self.recorder.examples:
             return value
         return value.reshape(self.recorder.examples, -1, *value.shape[value.dim() - keep :])
 
-    def _take_bias(self, y: Tensor) -> None:
-        """Pass on the term of the bias; ``y`` is (examples, tokens, width)."""
-        bias = self.sums.get("bias")
-        if bias is not None and self.recorder.needs_term(bias):
+    def add_product(self, weight: ParameterSum | None, bias: ParameterSum | None, y: Tensor, x: Tensor) -> None:
+        """Pass on the terms of x Wᵀ + b: g_i = Σ_t y_it x_itᵀ for W, and Σ_t y_it for b."""
+        y, x = self.per_example(y), self.per_example(x)
+        if weight is not None:
+            self.recorder.add_term(weight, OuterGradient(y, x))
+        self.add_bias(bias, y)
+
+    def add_bias(self, bias: ParameterSum | None, y: Tensor) -> None:
+        """Pass on the term of a bias, unless Kronecker factors include it; ``y`` is (examples, tokens, width)."""
+        if bias is not None and bias.weight is None:
             self.recorder.add_term(bias, DirectGradient(y.sum(1, dtype=sum_type(y))))
+
+    def tap(self, output: Tensor, use: Callable[..., None], *seen: Tensor) -> Tensor:
+        """Return the output unchanged; the backward pass calls ``use(y, *seen)`` with its gradient y."""
+        seen = tuple(value.detach() for value in seen)
+
+        def use_if_fit(y: Tensor, *values: Tensor) -> None:
+            if self not in self.recorder.unfit:
+                use(y, *values)
+
+        if output.requires_grad and not self.recorder.recomputes:
+            versions = [value._version for value in seen]
+
+            def hook(y: Tensor) -> None:
+                if [value._version for value in seen] != versions:
+                    raise RuntimeError("a layer's input was changed in place before the backward pass")
+                use_if_fit(y, *seen)
+
+            output.register_hook(hook)
+            return output
+        # The anchor makes the output part of the graph although no parameter requires a gradient. Saved by autograd,
+        # ``seen`` is recomputed under gradient checkpointing, as activations are.
+        return _Tap.apply(output, self.recorder.anchor, use_if_fit, *seen)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class OutputFormula(LayerFormula):
+    """A formula of the module's input x and the gradient y of its output."""
+
+    @abstractmethod
+    def expect(self, output: Tensor, x: Tensor) -> None:
+        """Note the shapes that the formula needs in this call, and the kind of term that each parameter gets."""
+
+    @abstractmethod
+    def use(self, y: Tensor, x: Tensor) -> None:
+        """Make terms of the gradient of the output and of the input, and pass them to the recorder."""
+
+    def _after(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        self._restore()
+        if output is None or not self.recorder.listening:
+            return output
+        if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
+            self.unfit()  # the module does not map a tensor to a tensor
+            return output
+        x = inputs[0].to(output.device)
+        self.expect(output, x)
+        return self.tap(output, self.use, x)
 
 
 class InsideFormula(LayerFormula):
@@ -262,36 +351,44 @@ class InsideFormula(LayerFormula):
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         self._restore()
-        if output is None:  # the module's forward raised
+        if output is None:
             self.recorder.failed.append(self)
         return output
 
 
 class FollowedTensor(Tensor):
-    """A tensor that passes every function that it is used in to the ``called`` of ``follower``."""
+    """A tensor that passes every function that it is used in to the ``called`` of a formula.
 
-    follower: Any
+    ``what`` says what it is to the formula.
+    """
+
+    formula: Any
+    what: Any
 
     @classmethod
-    def of(cls, value: Tensor, follower: Any, **attributes: Any) -> FollowedTensor:
+    def of(cls, value: Tensor, formula: Any, what: Any) -> FollowedTensor:
         followed = value.as_subclass(cls)
-        followed.follower = follower
-        followed.__dict__.update(attributes)
+        followed.formula, followed.what = formula, what
         return followed
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = (*args, *(kwargs or {}).values())
-        followed = next((v for v in values if isinstance(v, FollowedTensor) and hasattr(v, "follower")), None)
+        followed = next((v for v in values if isinstance(v, FollowedTensor) and hasattr(v, "formula")), None)
         if followed is None:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
-            return followed.follower.called(func, args, kwargs or {})
+            return followed.formula.called(func, args, kwargs or {})
 
 
 def unfollowed(value: Any) -> Any:
     """Return a plain tensor for a followed one, and anything else unchanged."""
     return value.as_subclass(Tensor) if isinstance(value, FollowedTensor) else value
+
+
+def what_is(value: Any) -> Any:
+    """Return the ``what`` of a followed tensor, and None for anything else."""
+    return getattr(value, "what", None) if isinstance(value, FollowedTensor) else None
 
 
 class _Tap(torch.autograd.Function):
@@ -310,3 +407,53 @@ class _Tap(torch.autograd.Function):
         seen = ctx.saved_tensors
         ctx.use(y, *seen)
         return (y, None, None, *(None for _ in seen))
+
+
+def for_each_example(
+    batch: Any,
+    objectives: Callable[[Any, int], Sequence[Callable[[], Tensor]]],
+    sums: Iterable[ParameterSum],
+    use: Callable[[ParameterSum, Tensor], None],
+) -> None:
+    """Call ``use`` with each example's gradient of each parameter that is used, by plain autograd.
+
+    This is right for every model, and takes a forward and backward pass per example. ``objectives(example, row)``
+    returns a function for each backward pass over one example, as a batch of one.
+    """
+    with gradient_handlers({entry.parameter: functools.partial(use, entry) for entry in sums}):
+        for row in range(examples_in(batch)):
+            passes = objectives(batch_rows(batch, slice(row, row + 1)), row)
+            for number, objective in enumerate(passes):
+                value = objective()
+                if value.requires_grad:
+                    value.backward(retain_graph=number + 1 < len(passes))
+
+
+@contextlib.contextmanager
+def gradient_handlers(handlers: Mapping[nn.Parameter, Callable[[Tensor], Any]]) -> Iterator[None]:
+    """Pass each parameter's gradient to its handler as soon as it is complete, and do not keep it."""
+
+    def accumulated(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:  # the gradient of an embedding may be sparse
+            handlers[parameter](gradient.to_dense())  # type: ignore[index]
+
+    with contextlib.ExitStack() as stack, differentiable(list(handlers)):
+        for parameter in handlers:
+            stack.callback(parameter.register_post_accumulate_grad_hook(accumulated).remove)
+        yield
+
+
+@contextlib.contextmanager
+def differentiable(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let the parameters require a gradient inside, with ``grad`` None. Restore their ``grad`` at the end."""
+    saved = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, saved, strict=True):
+            parameter.requires_grad_(False)
+            parameter.grad = gradient

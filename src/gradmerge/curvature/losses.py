@@ -10,11 +10,13 @@ The loss ℓ of an example is its negative log-likelihood, up to a constant:
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -294,3 +296,62 @@ def check_classes(labels: Tensor, classes: int, masked: bool) -> None:
         raise InputError(
             f"row {index[0]}: label {label} is not one of the model's {classes} classes (0 to {classes - 1})"
         )
+
+
+class BatchLosses:
+    """The losses of a batch under a likelihood, which backward passes differentiate."""
+
+    def __init__(self, model: nn.Module, likelihood: str, output: str | ExampleLoss | None, seed: int) -> None:
+        self._model, self._likelihood, self._loss = model, likelihood, loss_named(output)
+        self._key = int.from_bytes(hashlib.sha256(f"gradmerge labels {seed}".encode()).digest()[:16], "little")
+        self._unchecked: tuple[int, Tensor] | None = None
+
+    def logits(self, batch: Any) -> Tensor:
+        """Run the model."""
+        return logits_of(self._model, batch)
+
+    def objectives(self, batch: Any, first: int) -> list[Callable[[], Tensor]]:
+        """Run the model. Return one function per backward pass; each returns the sum over examples to differentiate.
+
+        ``first`` is the index of the batch's first example.
+        """
+        self.check()
+        labels = labels_of(batch)
+        loss = self._loss or loss_of(self._model, labels)
+        try:
+            config = getattr(self._model, "config", None)
+            words = getattr(config, "vocab_size", None) if getattr(config, "is_encoder_decoder", False) else None
+            if isinstance(loss, TokenLoss) and isinstance(batch, Mapping) and isinstance(words, int):
+                check_classes(labels, words, masked=True)  # labels may be the decoder's inputs
+            logits = self.logits(batch)
+            loss.check(logits.shape, labels)
+        except InputError as error:
+            raise InputError(f"in the batch that begins with example {first}: {error}") from None
+        if self._likelihood == "exact":
+            self._unchecked = first, logits.detach().flatten(1).abs().amax(1)  # a sum of masked classes may overflow
+            return [lambda s=s: (logits * s).sum() for s in loss.factors(logits)]  # type: ignore[misc]
+        if self._likelihood == "sampled":
+            labels = loss.draw(logits.detach(), labels, lambda row, n: self._uniform(first + row, n))
+        losses = loss.losses(logits, labels)
+        self._unchecked = first, losses.detach()
+        return [losses.sum]
+
+    def _uniform(self, example: int, count: int) -> Tensor:
+        """Return random numbers in [0, 1) for one example: its part of one random stream."""
+        stream = np.random.PCG64DXSM(self._key)
+        stream.advance(example << 32)
+        return torch.from_numpy(np.random.Generator(stream).random(count))
+
+    def check(self) -> None:
+        """Raise InputError if a loss of the last batch is not finite. Called late, so that a GPU need not wait."""
+        if self._unchecked is None:
+            return
+        first, losses = self._unchecked
+        self._unchecked = None
+        finite = losses.isfinite()
+        if not bool(finite.all()):
+            row = int((~finite).nonzero()[0])
+            raise InputError(
+                f"example {first + row} (counted from 0): the loss is {float(losses[row])}. Check this example, the "
+                "model's weights, and whether dtype is too narrow for the model."
+            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from ..text import listed
 from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory
-from .hooks import LayerFormula, Recorder
-from .kernels import DirectGradient, ExpertGradient, OuterGradient, RowGradient, Term, add_squares
-from .parameter_sum import ParameterSum, for_each_example
+from .hooks import LayerFormula, ParameterSum, Recorder, for_each_example
+from .kernels import Term, add_squares
 from .per_example_gradients import formulas_for
 
 #: How much a formula may differ from autograd by rounding, relative to the mean of a parameter's squares.
@@ -28,25 +27,16 @@ _ROUNDING = {torch.float64: 1e-4, torch.float32: 2e-2}
 _ROUNDING_16_BIT = 0.5
 _log = logging.getLogger(__name__)
 
-MakeFormula = Callable[[Recorder], LayerFormula]
-
 
 @dataclass
 class Formulas:
     """The verified formulas of a model's layers."""
 
-    chosen: dict[nn.Module, MakeFormula]
-    """Modules without a formula are missing."""
+    chosen: list[LayerFormula]
     slow: set[nn.Parameter]
     """Parameters that no formula fits."""
     kinds: dict[nn.Parameter, list[type[Term]]]
     """The kinds of the terms of each parameter that a gradient of the two examples reaches."""
-
-    def attached(self, sums: Mapping[nn.Parameter, ParameterSum]) -> list[MakeFormula]:
-        """Return the formulas of modules with parameters that are not slow."""
-        return [
-            make for module, make in self.chosen.items() if any(not sums[p].slow for p in _parameters_of(module, sums))
-        ]
 
 
 def choose_formulas(
@@ -56,12 +46,9 @@ def choose_formulas(
 
     A single example is used twice, because formulas must tell examples apart.
     """
-    parameters, two = list(parameters), torch.tensor([0, min(1, examples_in(batch) - 1)])
-    owners = {child: module for module in model.modules() for child in module.children()}
-    known = set(parameters)
-    candidates = {m: formulas_for(m, owners.get(m)) for m in model.modules() if known & {*m._parameters.values()}}
+    two = batch_rows(batch, torch.tensor([0, min(1, examples_in(batch) - 1)]))
     with enough_memory("two examples, on which formulas are verified"), _exact_products():
-        formulas = _Verifier(model, parameters, outputs).choose(candidates, batch_rows(batch, two))
+        formulas = _Verifier(model, parameters, outputs).choose(two)
     warn_slow(name for name, parameter in model.named_parameters() if parameter in formulas.slow)
     return formulas
 
@@ -72,33 +59,33 @@ def warn_slow(names: Iterable[str]) -> None:
         _log.warning("no formula gives the exact gradient; one example at a time, which is slow:\n%s", listed(slow))
 
 
-def _parameters_of(module: nn.Module, sums: Mapping[nn.Parameter, ParameterSum]) -> list[nn.Parameter]:
-    return [p for p in module._parameters.values() if p is not None and p in sums]
-
-
 class _Verifier(Recorder):
     """Runs the model with candidate formulas, and compares their terms with autograd."""
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], outputs: Callable[[Any], Tensor]) -> None:
         super().__init__(model, {p: ParameterSum(p) for p in parameters})
         self._outputs = outputs
+        owners = {child: module for module in model.modules() for child in module.children()}
+        self._candidates = {
+            module: formulas_for(module, owners.get(module)) for module in model.modules() if self._entries(module)
+        }
 
-    def choose(self, candidates: dict[nn.Module, list[MakeFormula]], batch: Any) -> Formulas:
+    def _entries(self, module: nn.Module) -> set[ParameterSum]:
+        return {self.sums[p] for p in module._parameters.values() if p is not None and p in self.sums}
+
+    def choose(self, batch: Any) -> Formulas:
         """Return the first candidate of every module that equals autograd."""
         while True:
-            for module in (module for module, left in candidates.items() if not left):
-                for parameter in _parameters_of(module, self.sums):
-                    self.sums[parameter].slow = True
+            for module, left in self._candidates.items():
+                for entry in self._entries(module) if not left else ():
+                    entry.slow = True
             slow = {parameter for parameter, entry in self.sums.items() if entry.slow}
-            formulas = Formulas({module: left[0] for module, left in candidates.items() if left}, slow, {})
-            if len(slow) == len(self.sums):
-                return formulas
-            with self:
-                wrong = self._wrong_modules(formulas, batch)
+            formulas = Formulas([left[0] for left in self._candidates.values() if left], slow, {})
+            wrong = self._wrong_modules(formulas, batch) if len(slow) < len(self.sums) else set()
             if not wrong:
                 return formulas
             for module in wrong:
-                candidates[module] = candidates[module][1:]
+                del self._candidates[module][0]
 
     def add_term(self, entry: ParameterSum, term: Term) -> None:
         if not entry.slow:
@@ -106,9 +93,8 @@ class _Verifier(Recorder):
 
     def _wrong_modules(self, formulas: Formulas, batch: Any) -> set[nn.Module]:
         """Return the modules whose formula fails, or differs from autograd. Fill in the kinds of terms."""
-        self.attach(formulas.attached(self.sums))
         try:
-            with self.recording(batch):
+            with self.attached(formulas.chosen), self.recording(batch):
                 objective = _mixed(self._outputs(batch))
                 if unfit := self.check_shapes():
                     return {formula.module for formula in unfit}
@@ -116,17 +102,17 @@ class _Verifier(Recorder):
                     objective.backward()
                 wrong = self._differing(batch)
                 formulas.kinds = {p: [type(t) for t in entry.terms] for p, entry in self.sums.items() if entry.terms}
-                return {module for module in formulas.chosen if wrong & {*_parameters_of(module, self.sums)}}
+                return {formula.module for formula in formulas.chosen if wrong & self._entries(formula.module)}
         except Exception as error:
             # The model runs without formulas, so one of them caused the error.
-            formula = self.failed[0] if self.failed else self.changed
-            if formula is None or is_out_of_memory(error):
+            cause = self.failed[0] if self.failed else self.changed
+            if cause is None or is_out_of_memory(error):
                 raise
             # What raises in one module raises in all of its class.
-            kind, make = type(formula.module), type(formula)
-            return {m for m, other in formulas.chosen.items() if type(m) is kind and type(other(self)) is make}
+            alike = (type(cause), type(cause.module))
+            return {other.module for other in formulas.chosen if (type(other), type(other.module)) == alike}
 
-    def _differing(self, batch: Any) -> set[nn.Parameter]:
+    def _differing(self, batch: Any) -> set[ParameterSum]:
         """Compare the terms' squares with those of autograd's gradients, one example and one parameter at a time."""
         fast, row = [entry for entry in self.sums.values() if not entry.slow], 0
         squares, errors = dict.fromkeys(fast, 0.0), dict.fromkeys(fast, 0.0)
@@ -142,7 +128,7 @@ class _Verifier(Recorder):
             square = gradient.to(entry.dtype).square()
             by_formula = torch.zeros_like(square, memory_format=torch.contiguous_format)
             if entry.terms:
-                add_squares(by_formula, [_of_row(term, row) for term in entry.terms])
+                add_squares(by_formula, [term.of_examples(row, row + 1) for term in entry.terms], 1)
             compared[entry] += 1
             squares[entry] += float(square.mean())
             errors[entry] += float(by_formula.sub_(square).abs_().mean())
@@ -157,7 +143,7 @@ class _Verifier(Recorder):
             unused = bool(entry.terms) and compared[entry] < examples_in(batch)
             return unused or not errors[entry] <= _ROUNDING.get(dtype, _ROUNDING_16_BIT) * squares[entry] + noise
 
-        return {entry.parameter for entry in fast if differs(entry)}
+        return {entry for entry in fast if differs(entry)}
 
 
 @contextlib.contextmanager
@@ -181,20 +167,6 @@ def _exact_products() -> Iterator[None]:
     finally:
         for entry, value in zip(settings, before, strict=True):
             setattr(entry, name, value)
-
-
-def _of_row(term: Term, row: int) -> Term:
-    """Return the term of one example."""
-    rows = slice(row, row + 1)
-    if isinstance(term, DirectGradient):
-        return DirectGradient(term.gradient[rows])
-    if isinstance(term, OuterGradient):
-        return OuterGradient(term.y[rows], term.x[rows])
-    if isinstance(term, ExpertGradient):
-        of_row = term.examples == row
-        x = None if term.x is None else term.x[of_row]
-        return ExpertGradient(term.experts[of_row], term.examples[of_row] - row, term.y[of_row], x)
-    return RowGradient(term.ids[rows], term.y[rows])
 
 
 def _mixed(outputs: Tensor, row: int = 0) -> Tensor:

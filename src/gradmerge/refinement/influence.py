@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ..curvature.batches import moved, with_progress
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import estimate_curvature, estimate_gradient, prepared
-from ..curvature.kfac import MAX_KRONECKER_DIM
+from ..curvature.kernels import MAX_KRONECKER_DIM
 from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, loss_of
 from ..display import Displayed, View
 from ..errors import InputError
