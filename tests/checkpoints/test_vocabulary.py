@@ -11,34 +11,28 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from gradmerge.checkpoints.chat_template import read_chat_template
 from gradmerge.checkpoints.checkpoint import Buffers, Checkpoint
 from gradmerge.checkpoints.embedding_rows import (
     MISSING,
     PADDING,
-    WHOLE,
     VocabularyCheckpoint,
     VocabularyRows,
     read_rows,
     vocabulary_tensors,
 )
-from gradmerge.checkpoints.output_tokenizer import make_tokenizer
-from gradmerge.checkpoints.vocabulary import read_vocabulary
+from gradmerge.checkpoints.tokenizer import make_tokenizer, read_chat_template, read_vocabulary
 from gradmerge.errors import InputError
 
-from .vocabularies import ENGLISH, KINDS, MERGING, save_tokenizer, vocabulary
+from .vocabularies import ENGLISH, KINDS, MERGING, save_tokenizer
 
 NAME = "model.embed_tokens.weight"
 
 
-@given(
-    rows=st.lists(st.integers(0, 30), min_size=1, max_size=40),
-    columns=st.sampled_from([1, 3, WHOLE // 30]),
-)
+@given(rows=st.lists(st.integers(0, 30), min_size=1, max_size=40), columns=st.sampled_from([1, 3]))
 @settings(max_examples=30, deadline=None)
 def test_rows_are_read_in_any_order(rows: list[int], columns: int) -> None:
-    source = torch.arange(31 * columns, dtype=torch.float32)
-    found = read_rows(lambda start, stop: source[start:stop], 31, columns, np.array(rows))
+    source = torch.arange(31 * columns, dtype=torch.float64)
+    found = read_rows(lambda start, stop: source[start:stop], columns, np.array(rows))
     assert torch.equal(found, source.view(31, columns)[rows])
 
 
@@ -67,13 +61,8 @@ def test_a_view_reads_the_same_in_blocks_of_any_size(columns: int) -> None:
 @pytest.mark.parametrize("kind", [*KINDS])
 def test_ids_are_those_that_transformers_loads(kind: str, tmp_path: Path) -> None:
     want = save_tokenizer(tmp_path, kind, ENGLISH, ["<x>"], pad_token="<pad!>", extra_special_tokens=["<tool>"])
-    assert read_vocabulary(tmp_path, "model").ids == want
-    # Special tokens that only the config names get the next ids.
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"sep_token": "<new>"}))
     found = read_vocabulary(tmp_path, "model")
-    assert found.ids == vocabulary(tmp_path) == want | {"<new>": len(want)}
-    assert found.special["sep_token"] == "<new>" and found.added["<new>"]["special"]
+    assert found.ids == want and found.added["<pad!>"]["special"]
 
 
 @pytest.mark.parametrize(

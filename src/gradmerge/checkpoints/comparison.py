@@ -12,13 +12,12 @@ from ..errors import InputError
 from ..io.reader import TensorInfo
 from ..notes import Kind, Note
 from ..text import counted, listed, nearest, some
-from .chat_template import template_notes
 from .checkpoint import Buffers, Checkpoint, is_same, unwrap_chain
 from .config_diff import abbreviate, allows, differences, labels
 from .embedding_rows import VOCABULARY, unwrap
 from .quantization import detect_quantization
 from .tied_weights import KEY as TYING, in_layer, same_values, tied_to, tying_differences
-from .vocabulary import MATCH, token_difference
+from .tokenizer import MATCH, template_notes, token_difference
 
 #: Constants that older versions of transformers saved with the weights. Those in ``MASKS`` have the name of a bias, and
 #: differ from it by their four dimensions.

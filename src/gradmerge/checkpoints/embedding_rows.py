@@ -27,8 +27,8 @@ VOCABULARY = re.compile(
 OTHER_ROWS = re.compile(r"pos|wpe|type|norm|class|score|patch", re.IGNORECASE)
 MISSING, PADDING = -1, -2
 """Instead of a row number: the model lacks the token; the row of the result has no token."""
-WHOLE = 1 << 20
-"""Tensors of at most so many elements are read whole, whichever rows are needed."""
+STEP = 1 << 20
+"""Elements that are read at once for a mean over all rows."""
 Index = NDArray[np.int64]
 
 
@@ -60,24 +60,20 @@ def _row_count(info: TensorInfo) -> int:
     return 0 if not shape else shape[1] if len(shape) == 2 and shape[0] == 1 else shape[0]
 
 
-def read_rows(
-    read: Callable[[int, int], Tensor], total: int, columns: int, rows: Index, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return whole rows of a matrix with ``total`` rows, in the order of ``rows``. A negative number is a row of 0.
+def read_rows(read: Callable[[int, int], Tensor], columns: int, rows: Index) -> Tensor:
+    """Return whole rows of a matrix in float64, in the order of ``rows``. A negative number is a row of 0.
 
     ``read`` returns a range of the flattened matrix. Only the rows in question are read, neighbors together.
     """
-    out = torch.zeros(len(rows), columns, dtype=dtype)
+    out = torch.zeros(len(rows), columns, dtype=torch.float64)
     here = np.flatnonzero(rows >= 0)
-    if total * columns <= WHOLE:
-        picked = read(0, total * columns).view(total, columns).index_select(0, torch.from_numpy(rows[here]))
-    else:
+    if here.size:
         distinct, order = np.unique(rows[here], return_inverse=True)
         runs = np.split(distinct, np.flatnonzero(np.diff(distinct) > 1) + 1)
+        ranges = [(int(run[0]) * columns, (int(run[-1]) + 1) * columns) for run in runs]
         # `read` may reuse its buffer, so each part is copied.
-        parts = [read(int(run[0]) * columns, (int(run[-1]) + 1) * columns).clone() for run in runs if run.size]
-        picked = torch.cat(parts or [out[:0].view(-1)]).view(-1, columns).index_select(0, torch.from_numpy(order))
-    out[here] = picked.to(dtype)
+        parts = [read(start, stop).to(torch.float64, copy=True) for start, stop in ranges]
+        out[here] = torch.cat(parts).view(-1, columns).index_select(0, torch.from_numpy(order))
     return out
 
 
@@ -101,9 +97,9 @@ class VocabularyRows:
         return (1, len(self.numbers)) if len(shape) == 2 and shape[0] == 1 else (len(self.numbers), *shape[1:])
 
     def gather(self, read: Callable[[int, int], Tensor], columns: int, start: int, stop: int) -> Tensor:
-        """Return elements ``start`` to ``stop`` of a reordered tensor in float32, 0 for rows that the model lacks."""
+        """Return elements ``start`` to ``stop`` of a reordered tensor in float64, 0 for rows that the model lacks."""
         first, last = start // columns, -(-stop // columns)
-        rows = read_rows(read, self.before, columns, self.numbers[first:last])
+        rows = read_rows(read, columns, self.numbers[first:last])
         return rows.view(-1)[start - first * columns : stop - first * columns]
 
 
@@ -138,7 +134,6 @@ class VocabularyCheckpoint(View):
         for name in self.moved:
             info = inner.tensors[self.inner_names[name]]
             self.tensors[name] = TensorInfo(info.dtype, rows.shape(info.shape))
-        self._names = {(donor, name): _name_in(donor, name) for donor, _ in donors for name in self.moved}
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
         if name not in self.moved or start >= stop:
@@ -154,55 +149,42 @@ class VocabularyCheckpoint(View):
 
     def _read(self, name: str, wanted: Index, buffers: Buffers, slot: str) -> Tensor:
         """Return whole rows of the result."""
-        numbers = self.rows.numbers[wanted]
-        out = self._read_from(self.inner, self.inner_names[name], numbers, name, buffers, slot)
+        columns, numbers = self._columns(name), self.rows.numbers[wanted]
+
+        def rows_of(model: Checkpoint, stored: str, rows: Index) -> Tensor:
+            return read_rows(
+                lambda start, stop: model.read(stored, start, stop, buffers, f"{slot} rows"), columns, rows
+            )
+
+        out = rows_of(self.inner, self.inner_names[name], numbers)
         missing = np.flatnonzero(numbers == MISSING)
-        total, count = torch.zeros(len(missing), out.shape[1], dtype=out.dtype), np.zeros(len(missing), np.int64)
+        total, count = torch.zeros(len(missing), columns, dtype=torch.float64), np.zeros(len(missing), np.int64)
         for donor, rows in self.donors if missing.size else ():
-            donated, stored = rows[wanted[missing]], self._names[donor, name]
+            donated = rows[wanted[missing]]
             count += donated >= 0
+            stored = name if name in donor.tensors else tied_to(name, donor)
             if stored is not None:
-                total += self._read_from(donor, stored, donated, name, buffers, slot)
-        out[missing] = total / torch.from_numpy(count.clip(1)).to(total.dtype)[:, None]
+                total += rows_of(donor, stored, donated)
+        out[missing] = total / torch.from_numpy(count.clip(1))[:, None]
         if (padding := np.flatnonzero(numbers == PADDING)).size:
-            out[padding] = self._mean_of_tokens(name).to(out.dtype)
+            out[padding] = self._mean_of_tokens(name)
         return out
 
     def _mean_of_tokens(self, name: str) -> Tensor:
-        """Return the mean of all rows that have a token, in float64."""
+        """Return the mean of all rows that have a token."""
         with self._lock:
             if name not in self._padding:
                 columns, buffers = self._columns(name), Buffers()
                 tokens = np.flatnonzero(self.rows.numbers != PADDING)
                 total = torch.zeros(columns, dtype=torch.float64)
-                step = max(1, WHOLE // columns)
+                step = max(1, STEP // columns)
                 for low in range(0, len(tokens), step):
-                    total += self._read(name, tokens[low : low + step], buffers, "mean").double().sum(0)
+                    total += self._read(name, tokens[low : low + step], buffers, "mean").sum(0)
                 self._padding[name] = total / max(1, len(tokens))
             return self._padding[name]
 
-    def _read_from(self, model: Checkpoint, stored: str, rows: Index, name: str, buffers: Buffers, slot: str) -> Tensor:
-        """Return rows of a model's tensor for rows of ``name``."""
-
-        def read(start: int, stop: int) -> Tensor:
-            return model.read(stored, start, stop, buffers, f"{slot} rows")
-
-        total = _row_count(model.tensors[stored])
-        return read_rows(read, total, self._columns(name), rows, self._dtype(name))
-
     def _columns(self, name: str) -> int:
         return max(1, self.tensors[name].numel // max(1, len(self.rows.numbers)))
-
-    def _dtype(self, name: str) -> torch.dtype:
-        """Return float64 if any model stores that, else float32, so that rows taken from the base equal it exactly."""
-        pairs = ((donor, self._names[donor, name]) for donor, _ in self.donors)
-        types = {donor.tensors[stored].dtype for donor, stored in pairs if stored is not None}
-        return torch.float64 if "F64" in types else torch.float32
-
-
-def _name_in(model: Checkpoint, name: str) -> str | None:
-    """Return the name of a tensor in a model: its own, or that of the embedding it is tied to."""
-    return name if name in model.tensors else tied_to(name, model)
 
 
 def unwrap(checkpoint: Checkpoint) -> Checkpoint:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..checkpoints.checkpoint import Buffers, Checkpoint, RenamedCheckpoint, unwrap_chain
 from ..checkpoints.embedding_rows import VocabularyRows
-from ..checkpoints.output_tokenizer import ResultFiles
+from ..checkpoints.tokenizer import ResultFiles
 from ..curvature.format import INPUTS, OUTPUTS, CurvatureFile, open_curvature
 from ..errors import InputError
 from ..io.small_files import read_json, require_within

@@ -9,13 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ..checkpoints.chat_template import (
-    chat_template_of,
-    parse_template,
-    read_chat_template,
-    read_template_file,
-    template_files,
-)
 from ..checkpoints.checkpoint import Checkpoint, is_same
 from ..checkpoints.embedding_rows import (
     MISSING,
@@ -25,9 +18,19 @@ from ..checkpoints.embedding_rows import (
     VocabularyRows,
     vocabulary_tensors,
 )
-from ..checkpoints.output_tokenizer import CONFIGS, ResultFiles, make_tokenizer
 from ..checkpoints.tied_weights import tied_to
-from ..checkpoints.vocabulary import Vocabulary, vocabulary_of
+from ..checkpoints.tokenizer import (
+    CONFIGS,
+    ResultFiles,
+    Vocabulary,
+    chat_template_of,
+    make_tokenizer,
+    parse_template,
+    read_chat_template,
+    read_template_file,
+    template_files,
+    vocabulary_of,
+)
 from ..errors import InputError
 from ..io.reader import local_path
 from ..io.small_files import read_json

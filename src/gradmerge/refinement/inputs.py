@@ -15,7 +15,7 @@ from torch import nn
 
 from ..cards.metadata import RECORD
 from ..checkpoints.open import HUB_ID
-from ..checkpoints.vocabulary import token_difference
+from ..checkpoints.tokenizer import token_difference
 from ..curvature.batches import moved
 from ..errors import InputError
 from ..io.reader import local_path
