@@ -15,7 +15,7 @@ from ..text import counted, listed, nearest, some
 from .checkpoint import Buffers, Checkpoint, is_same, unwrap_chain
 from .config_diff import abbreviate, allows, differences, labels
 from .embedding_rows import VOCABULARY, unwrap
-from .quantization import detect_quantization
+from .quantization import ADVICE, detect_quantization
 from .tied_weights import KEY as TYING, in_layer, same_values, tied_to, tying_differences
 from .tokenizer import MATCH, template_notes, token_difference
 
@@ -97,7 +97,11 @@ def compare(
     result.merged = [n for n in first.tensors if n in weights]
     result.copied = [n for n in first.tensors if n not in weights]
 
-    quantized = {id(c): method.problem(c.label) for c in (first, *others) if (method := detect_quantization(c, chosen))}
+    quantized = {
+        id(checkpoint): f"{checkpoint.label}: {found}. {ADVICE}"
+        for checkpoint in (first, *others)
+        if (found := detect_quantization(checkpoint, chosen))
+    }
     result.problems += quantized.values()
     unsupported = [n for n in selected if first.tensors[n].dtype.startswith(("F8", "C64"))]
     if id(first) not in quantized:

@@ -23,7 +23,7 @@ from ..io.reader import PositionalFile, TensorInfo
 from ..text import listed
 from .adapter_config import ADVICE, PatternMatcher
 from .checkpoint import Buffers, Checkpoint
-from .quantization import refuse_quantized
+from .quantization import ADVICE as UNQUANTIZED, detect_quantization
 from .tied_weights import TIED, equal, has_head, is_head, same_values, tied_to
 from .transformers_model import BareParameter, Slice, empty_model, find_bare_parameters, find_slices, stored_names
 
@@ -71,7 +71,10 @@ class AdapterCheckpoint(Checkpoint):
         hub_id: str | None = None,
     ) -> None:
         super().__init__(label, folder=folder, config=base.config, hub_id=hub_id, modules=base.modules)
-        refuse_quantized(base, adapter=label)
+        if quantization := detect_quantization(base):
+            raise InputError(
+                f"{label}: its base {base.label} is {quantization}. Give the unquantized model as the base. {UNQUANTIZED}"
+            )
         self.adapter = Checkpoint(label, files=files)
         self.base = base
         self.factors: dict[str, Factors] = {}

@@ -20,7 +20,7 @@ from .adapter_config import is_adapter, read_adapter_config
 from .checkpoint import Checkpoint
 from .lora import AdapterCheckpoint
 from .pickle import SUFFIXES, PickleFile
-from .quantization import dequantized
+from .quantization import DequantizedCheckpoint, detect_quantization
 
 #: What is downloaded from a Hub repository: safetensors weights, curvature, and small files.
 HUB_FILES = (
@@ -74,7 +74,7 @@ def open_checkpoint(
             else:
                 stored = Checkpoint(label, files=[_open_file(path, allow_pickle)])
             opened.enter_context(stored)
-            checkpoint = dequantized(stored) if dequantize else stored
+            checkpoint = DequantizedCheckpoint(stored) if dequantize and detect_quantization(stored) else stored
         opened.pop_all()
     return checkpoint
 

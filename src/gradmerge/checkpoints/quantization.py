@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,57 +20,40 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..io.reader import FLOATS, TensorInfo
-from ..text import first_line
+from ..text import counted, first_line
 from .checkpoint import Buffers, Checkpoint, View
 from .config_diff import DEPTH, parts
 
 #: Config keys that describe how the weights are quantized, also in nested configs.
 KEYS = ("quantization_config", "compression_config")
-#: Last part of the name of a tensor of codes → the method.
-CODES = {"qweight": "gptq or awq", "weight_packed": "compressed-tensors", "W_q": "hqq"}
-#: Names of the scales of a tensor of codes. The last is that of int8 codes of bitsandbytes.
-SCALES = ("{name}_scale_inv", "{name}_scale", "{module}.scale_weight", "{module}.SCB")
-#: Names of the description of a tensor of 4-bit codes of bitsandbytes.
-STATES = ("{name}.quant_state.bitsandbytes__nf4", "{name}.quant_state.bitsandbytes__fp4")
-#: Methods that `dequantize=True` can read.
-READABLE = {"fp8", "bitsandbytes"}
-ORIGINAL = (
-    "Use the original, unquantized checkpoint, or dequantize it first: load it with transformers, call "
-    "model.dequantize(), and save it with save_pretrained."
-)
-OR_DEQUANTIZE = "Use the original, unquantized checkpoint, or dequantize while reading: dequantize=True."
+FLOAT8 = ("F8_E4M3", "F8_E5M2")
+#: Types of codes. Matrices of these types are codes: models store masks as booleans and positions as 64-bit integers.
+CODE_TYPES = {*FLOAT8, "I8", "U8", "I16", "I32"}
+#: Part of the name of the description of a tensor of 4-bit bitsandbytes codes.
+STATE = ".quant_state.bitsandbytes__"
 #: Scales of activations, which an unquantized model does not have.
-ACTIVATION_SCALES = {"input_scale", "input_scale_inv", "activation_scale", "k_scale", "v_scale", "q_scale"}
-ACTIVATION_SCALES |= {"output_scale"}
-DEFAULT_BLOCK = (128, 128)
+ACTIVATION_SCALES = {"input_scale", "output_scale", "q_scale", "k_scale", "v_scale"}
 DTYPES = {word: code for code, word in FLOATS.items()}
+ADVICE = (
+    "Codes and scales cannot be merged. Use the original, unquantized checkpoint. fp8 and bitsandbytes can also be "
+    "dequantized while reading: dequantize=True. If the weights are not quantized after all, remove "
+    "quantization_config from config.json."
+)
 
 
 @dataclass
 class Quantization:
-    """How a checkpoint is quantized, and how it was recognized."""
+    """How a checkpoint is quantized."""
 
     method: str
-    source: str
-    """The config key that names the method, or nothing."""
-    tensors: list[str]
-    """Codes."""
+    codes: list[str]
+    """Tensors of codes."""
     readable: bool
     """Whether `dequantize=True` can read them."""
 
-    @property
-    def advice(self) -> str:
-        return f"Codes and scales cannot be merged. {OR_DEQUANTIZE if self.readable else ORIGINAL}"
-
     def __str__(self) -> str:
-        signs = [self.source] if self.source else []
-        if self.tensors:
-            signs.append(f"{len(self.tensors)} tensors of codes, such as {self.tensors[0]}")
-        return f"quantized with {self.method} ({'; '.join(signs)})"
-
-    def problem(self, label: str) -> str:
-        hint = "" if self.tensors else f" If its weights are not quantized after all, remove {self.source}."
-        return f"{label}: {self}. {self.advice}{hint}"
+        codes = f" ({counted(self.codes, 'tensor')} of codes, such as {self.codes[0]})" if self.codes else ""
+        return f"quantized with {self.method}{codes}"
 
 
 def detect_quantization(
@@ -80,27 +63,13 @@ def detect_quantization(
 
     ``chosen`` selects the tensors that are merged. A checkpoint without codes among them counts as unquantized.
     """
-    methods = _methods(checkpoint.tensors)
-    tensors = [name for name in methods if chosen(name)]
-    if methods and not tensors:
+    codes = [name for name, info in checkpoint.tensors.items() if _is_code(name, info)]
+    merged = [name for name in codes if chosen(name)]
+    method = next(_methods(checkpoint.config), None)
+    if (codes and not merged) or (method is None and not codes):
         return None
-    readable = bool(tensors) and {methods[name] for name in tensors} <= READABLE
-    for key, settings in _settings(checkpoint.config):
-        bits = [settings[key] for key in ("load_in_4bit", "load_in_8bit") if key in settings]
-        method = settings.get("quant_method") or ("bitsandbytes" if bits else "an unnamed method")
-        if not bits or any(bits):  # bitsandbytes leaves settings in configs of models that it does not quantize
-            return Quantization(str(method)[:40], f"{key} in config.json", tensors, readable)
-    return Quantization(methods[tensors[0]], "", tensors, readable) if tensors else None
-
-
-def refuse_quantized(base: Checkpoint, adapter: str) -> None:
-    """Raise if an adapter would be added to codes."""
-    quantization = detect_quantization(base)
-    if quantization is not None:
-        raise InputError(
-            f"{adapter}: its base {quantization.problem(base.label)} Give that model as the base. An adapter that was "
-            "trained on a quantized model fits the model that was quantized."
-        )
+    readable = bool(merged) and all(STATE in name or _scales_of(name, checkpoint.tensors) for name in merged)
+    return Quantization(method or "an unnamed method", merged, readable)
 
 
 def without_quantization(config: Mapping[str, Any], depth: int = DEPTH) -> dict[str, Any]:
@@ -112,48 +81,34 @@ def without_quantization(config: Mapping[str, Any], depth: int = DEPTH) -> dict[
     }
 
 
-def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (path of the key, settings) for every description of a quantization in a config."""
-    for path, section in parts(config):
-        for key in KEYS:
-            settings = section.get(key)
-            if isinstance(settings, dict) and settings:
-                yield f"{path}{key}", settings
+def _methods(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the methods of all quantizations that a config describes."""
+    for settings in _settings(config):
+        bits = [settings[key] for key in ("load_in_4bit", "load_in_8bit") if key in settings]
+        if not bits or any(bits):  # bitsandbytes leaves settings in configs of models that it does not quantize
+            yield str(settings.get("quant_method") or ("bitsandbytes" if bits else "an unnamed method"))[:40]
 
 
-def _methods(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Return the tensors that can only be codes, with the method of each."""
-    methods = {}
-    for name, info in tensors.items():
-        last = name.rpartition(".")[2]
-        if _beside(name, STATES, tensors):  # also where the codes are stored as floats
-            methods[name] = "bitsandbytes"
-        elif info.is_float:
-            continue
-        elif last in CODES:
-            methods[name] = CODES[last]
-        elif last.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors:
-            methods[name] = "mxfp4"
-        elif scales := _beside(name, SCALES, tensors):
-            integers = "bitsandbytes" if scales.endswith(".SCB") else "compressed-tensors"
-            methods[name] = "fp8" if info.dtype.startswith("F8") else integers
-    return methods
+def _settings(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    sections = (section.get(key) for _, section in parts(config) for key in KEYS)
+    return (settings for settings in sections if isinstance(settings, dict) and settings)
 
 
-def _beside(name: str, forms: Sequence[str], tensors: Mapping[str, TensorInfo]) -> str | None:
-    """Return the first tensor that stands beside another under one of some names."""
-    module = name.rpartition(".")[0]
-    return next((other for form in forms if (other := form.format(name=name, module=module)) in tensors), None)
+def _is_code(name: str, info: TensorInfo) -> bool:
+    return (info.dtype in CODE_TYPES and len(info.shape) > 1) or STATE in name
+
+
+def _scales_of(name: str, tensors: Mapping[str, TensorInfo]) -> str | None:
+    """Return the tensor with the scales of a tensor of codes, or with their description; None if it is unknown."""
+    candidates = [f"{name}{STATE}nf4", f"{name}{STATE}fp4"]
+    if tensors[name].dtype in FLOAT8:
+        candidates += [f"{name}_scale_inv", f"{name}_scale"]
+    if tensors[name].dtype == "I8":
+        candidates.append(f"{name.rpartition('.')[0]}.SCB")
+    return next((candidate for candidate in candidates if candidate in tensors), None)
 
 
 # Dequantization
-
-
-def dequantized(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a view with dequantized weights, or the checkpoint itself if it is not quantized."""
-    if detect_quantization(checkpoint) is None and not any(map(_is_float8, checkpoint.tensors.values())):
-        return checkpoint
-    return DequantizedCheckpoint(checkpoint)
 
 
 class DequantizedCheckpoint(View):
@@ -161,11 +116,18 @@ class DequantizedCheckpoint(View):
 
     def __init__(self, inner: Checkpoint) -> None:
         super().__init__(inner)
-        quantization = detect_quantization(inner)
-        decoders = {name: _four_bits(inner, name) or _scaled(inner, name, quantization) for name in inner.tensors}
-        self._decoders = {name: decoder for name, decoder in decoders.items() if decoder is not None}
-        hidden = {name for decoder in self._decoders.values() for name in decoder.hidden}
-        hidden |= {name for name in inner.tensors if name.rpartition(".")[2] in ACTIVATION_SCALES}
+        self._decoders = {name: decoder for name in inner.tensors if (decoder := _decoder_of(inner, name))}
+        hidden = {name for name in inner.tensors if name.rpartition(".")[2] in ACTIVATION_SCALES}
+        for name, found in self._decoders.items():
+            hidden |= {found.scales, f"{name}_format", *_state_parts(name)}
+        read = self._decoders.keys() | hidden
+        unknown = [name for name, info in inner.tensors.items() if _is_code(name, info) and name not in read]
+        if unknown:
+            raise InputError(
+                f"{inner.label}: cannot dequantize {unknown[0]}. dequantize reads fp8 with scales, and bitsandbytes "
+                "with 4 or 8 bits. Use the original, unquantized checkpoint, or dequantize it first: load it with "
+                "transformers, call model.dequantize(), and save it with save_pretrained."
+            )
         dtype = _original_dtype(inner.config)
         self.tensors = {
             name: TensorInfo(dtype, self._decoders[name].shape) if name in self._decoders else info
@@ -173,17 +135,9 @@ class DequantizedCheckpoint(View):
             if name not in hidden
         }
         self.config = without_quantization(inner.config)
-        left = _methods(self.tensors)
-        if left or not self._decoders:
-            example = next(iter(left), "no tensor of codes")
-            method = left.get(example, quantization.method if quantization else "float8")
-            raise InputError(
-                f"{inner.label}: cannot dequantize {method} ({example}). dequantize reads fp8 with scales, and "
-                f"bitsandbytes with 4 or 8 bits. {ORIGINAL}"
-            )
-        method = quantization.method if quantization is not None else "float8 without scales"
-        number = f"{len(self._decoders)} tensor{'s' if len(self._decoders) > 1 else ''}"
-        self.notes = [*inner.notes, f"{inner.label}: {number} dequantized ({method}) and treated as {FLOATS[dtype]}"]
+        if self._decoders:
+            number = counted(list(self._decoders), "tensor")
+            self.notes = [*inner.notes, f"{inner.label}: {number} dequantized and treated as {FLOATS[dtype]}"]
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
         decoder = self._decoders.get(name)
@@ -199,40 +153,44 @@ def _original_dtype(config: Mapping[str, Any]) -> str:
     return next((DTYPES[name] for name in names if name in DTYPES), "BF16")
 
 
+def _decoder_of(inner: Checkpoint, name: str) -> ScaledCodes | TableCodes | None:
+    """Return the decoder of a tensor of codes; None for other tensors."""
+    scales = _scales_of(name, inner.tensors)
+    if scales is None:
+        return None
+    return _table_codes(inner, name, scales) if STATE in scales else _scaled(inner, name, scales)
+
+
+def _broken(inner: Checkpoint, name: str, why: str) -> InputError:
+    return InputError(f"{inner.label}: cannot dequantize {name}: {why}")
+
+
 @dataclass(frozen=True)
 class ScaledCodes:
-    """float8 or int8 codes times scales, each for a block of rows and columns. Leading axes are rows, too."""
+    """A matrix of float8 or int8 codes times scales, each for a block of rows and columns."""
 
     codes: str
     shape: tuple[int, ...]
-    hidden: tuple[str, ...] = ()
-    """Other tensors of the file that belong to it."""
-    scales: str | None = None
-    """The tensor of scales; None for codes that are the numbers themselves."""
-    factor: float = 1.0
+    scales: str
+    factor: float
     """Multiplies all scales."""
-    block: tuple[int, int] = (1, 1)
+    block: tuple[int, int]
     """Rows and columns of the codes that share a scale."""
 
     def read(self, inner: Checkpoint, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
-        if self.scales is None:
-            return _to_float32(inner.read(self.codes, start, stop, buffers, slot))
-        columns, (high, wide) = self.shape[-1] if self.shape else 1, self.block
+        columns, (height, width) = self.shape[1], self.block
         first, last = start // columns, -(-stop // columns)
-        rows = _to_float32(inner.read(self.codes, first * columns, last * columns, buffers, slot))
-        low, end, across = first // high, (last - 1) // high + 1, -(-columns // wide)
-        scales = inner.read(self.scales, low * across, end * across, buffers, f"{slot} scales").float() * self.factor
-        scales = scales.reshape(-1, across)[torch.arange(first, last) // high - low]
-        if columns % wide == 0:
-            rows.view(last - first, -1, wide).mul_(scales.unsqueeze(-1))
-        else:
-            rows.view(last - first, columns).mul_(scales.repeat_interleave(wide, 1)[:, :columns])
-        return rows[start - first * columns : stop - first * columns]
+        rows = _to_float32(inner.read(self.codes, first * columns, last * columns, buffers, slot)).view(-1, columns)
+        low, high, across = first // height, -(-last // height), -(-columns // width)
+        scales = inner.read(self.scales, low * across, high * across, buffers, f"{slot} scales").float() * self.factor
+        scales = scales.view(-1, across)[torch.arange(first, last) // height - low]
+        rows *= scales.repeat_interleave(width, 1)[:, :columns] if across > 1 else scales
+        return rows.view(-1)[start - first * columns : stop - first * columns]
 
 
 def _to_float32(codes: Tensor) -> Tensor:
     """Convert codes to float32. A table is six times as fast for float8 as PyTorch's conversion."""
-    if codes.element_size() != 1 or not codes.is_floating_point():
+    if not codes.is_floating_point():
         return codes.float()
     return _float8_table(codes.dtype).index_select(0, codes.view(torch.uint8).int())
 
@@ -242,50 +200,25 @@ def _float8_table(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
-def _is_float8(info: TensorInfo) -> bool:
-    return info.dtype.startswith(("F8_E4", "F8_E5"))
-
-
-def _scaled(inner: Checkpoint, name: str, quantization: Quantization | None) -> ScaledCodes | None:
-    """Return the decoder of a tensor of float8 or int8 codes; None for other tensors."""
-    info, module = inner.tensors[name], name.rpartition(".")[0]
-    scales = _beside(name, SCALES, inner.tensors)
-    if not _is_float8(info) and not (info.dtype == "I8" and scales == f"{module}.SCB"):
-        return None
-    if scales is None:
-        beside = {other.rpartition(".")[2] for other in inner.tensors if other.rpartition(".")[0] == module}
-        if quantization is not None or any("scale" in last for last in beside - ACTIVATION_SCALES):
-            raise _broken(inner, name, "float8 codes without known scales")
-        return ScaledCodes(name, info.shape)
-    block = _block_of(info.shape, inner.tensors[scales].shape, inner.config)
-    if block is None:
+def _scaled(inner: Checkpoint, name: str, scales: str) -> ScaledCodes:
+    info, of_scales = inner.tensors[name], inner.tensors[scales]
+    if len(info.shape) != 2 or not info.numel:
+        raise _broken(inner, name, f"only matrices can be dequantized, and its shape is {list(info.shape)}")
+    rows, columns = info.shape
+    block: Any = next((s["weight_block_size"] for s in _settings(inner.config) if "weight_block_size" in s), None)
+    if of_scales.numel == 1:
+        block = [rows, columns]
+    elif of_scales.numel == rows:
+        block = [1, columns]
+    is_block = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+    if not is_block or of_scales.numel != -(-rows // block[0]) * -(-columns // block[1]) or not of_scales.is_float:
         raise _broken(
             inner,
             name,
-            f"its scales {scales} {list(inner.tensors[scales].shape)} do not fit its shape {list(info.shape)}. For "
-            "scales of blocks, the config needs quantization_config.weight_block_size.",
+            f"its scales {scales} {list(of_scales.shape)} do not fit its shape {list(info.shape)}. For scales of "
+            "blocks, the config needs quantization_config.weight_block_size.",
         )
-    hidden = (scales, *({f"{name}_format"} & inner.tensors.keys()))
-    return ScaledCodes(name, info.shape, hidden, scales, 1 / 127 if info.dtype == "I8" else 1.0, block)
-
-
-def _broken(inner: Checkpoint, name: str, why: str) -> InputError:
-    return InputError(f"{inner.label}: cannot dequantize {name}: {why}")
-
-
-def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the rows and columns that share a scale; None if the shapes do not fit."""
-    rows, columns, number = math.prod(shape[:-1]), shape[-1] if shape else 1, math.prod(scales)
-    if 0 in shape or number == 1:
-        return max(1, rows), max(1, columns)
-    if number in (rows, shape[0]):  # one scale for each row, or for each of several matrices
-        return rows // number, columns
-    sizes = [settings.get("weight_block_size") for _, settings in _settings(config)]
-    high, wide = next((size for size in sizes if isinstance(size, list) and len(size) == 2), DEFAULT_BLOCK)
-    if not (isinstance(high, int) and isinstance(wide, int) and min(high, wide) > 0):
-        return None
-    fits = number == -(-rows // high) * -(-columns // wide) and (len(shape) == 2 or shape[-2] % high == 0)
-    return (high, wide) if fits else None
+    return ScaledCodes(name, info.shape, scales, 1 / 127 if info.dtype == "I8" else 1.0, (block[0], block[1]))
 
 
 @dataclass(frozen=True)
@@ -294,54 +227,59 @@ class TableCodes:
 
     codes: str
     shape: tuple[int, ...]
-    hidden: tuple[str, ...]
+    scales: str
+    """The tensor that describes the codes."""
     table: Tensor
     block: int
-    absmax: str
     nested: tuple[Tensor, Tensor, int, float] | None
     """If ``absmax`` holds codes: their table, their largest entries, their block size and an offset."""
 
     def read(self, inner: Checkpoint, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
-        size = inner.tensors[self.codes].nbytes // max(1, inner.tensors[self.codes].numel)
         first, last = start // 2, (stop + 1) // 2
-        stored = inner.read(self.codes, first // size, -(-last // size), buffers, slot).view(torch.uint8)
-        stored = stored[first % size : first % size + last - first]
+        stored = inner.read(self.codes, first, last, buffers, slot)
         pairs = torch.stack((stored >> 4, stored & 15), -1).reshape(-1)  # the first of two is in the upper half
         values = self.table.index_select(0, pairs[start % 2 : start % 2 + stop - start].int())
-        low = start // self.block
-        largest = self._largest(inner, low, (stop - 1) // self.block + 1, buffers, slot)
+        low, high = start // self.block, (stop - 1) // self.block + 1
+        largest = inner.read(f"{self.codes}.absmax", low, high, buffers, f"{slot} absmax")
+        if self.nested is not None:
+            table, nested, block, offset = self.nested
+            largest = table[largest.int()] * nested[torch.arange(low, high) // block] + offset
         return values.mul_(largest.repeat_interleave(self.block)[start - low * self.block :][: stop - start])
 
-    def _largest(self, inner: Checkpoint, low: int, high: int, buffers: Buffers, slot: str) -> Tensor:
-        stored = inner.read(self.absmax, low, high, buffers, f"{slot} absmax")
-        if self.nested is None:
-            return stored.float()
-        table, largest, block, offset = self.nested
-        return table[stored.int()] * largest[torch.arange(low, high) // block] + offset
+
+def _state_parts(name: str) -> list[str]:
+    return [f"{name}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")]
 
 
-def _four_bits(inner: Checkpoint, name: str) -> TableCodes | None:
-    """Return the decoder of a 4-bit bitsandbytes weight, from the JSON stored beside it; None for other tensors."""
-    mark = _beside(name, STATES, inner.tensors)
-    if mark is None:
-        return None
+def _table_codes(inner: Checkpoint, name: str, state_name: str) -> TableCodes:
+    """Return the decoder of a 4-bit bitsandbytes weight, from the JSON stored beside it."""
+    absmax, quant_map, nested_absmax, nested_quant_map = _state_parts(name)
     try:
-        state = json.loads(bytes(inner.read_whole(mark).view(torch.uint8).tolist()))
+        state = json.loads(bytes(inner.read_whole(state_name).view(torch.uint8).tolist()))
         shape, block = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
         nested_block, offset = int(state.get("nested_blocksize", 0)), float(state.get("nested_offset", 0))
         if min((*shape, block), default=0) < 1 or nested_block < 0 or not math.isfinite(offset):
             raise ValueError("sizes below 1")
         blocks = math.ceil(math.prod(shape) / block)
-        sizes = {"absmax": blocks, "quant_map": 16}
+        expected = {
+            name: ("U8", math.ceil(math.prod(shape) / 2)),
+            absmax: ("U8" if nested_block else "F32", blocks),
+            quant_map: ("F32", 16),
+        }
         if nested_block:
-            sizes |= {"nested_absmax": math.ceil(blocks / nested_block), "nested_quant_map": 256}
-        wrong = [part for part, size in sizes.items() if inner.tensors[f"{name}.{part}"].numel != size]
-        is_nested = inner.tensors[f"{name}.absmax"].dtype == "U8"
-        if wrong or is_nested != bool(nested_block) or inner.tensors[name].nbytes < math.ceil(math.prod(shape) / 2):
-            raise ValueError(f"other sizes than for a tensor {list(shape)}")
+            expected |= {nested_absmax: ("F32", math.ceil(blocks / nested_block)), nested_quant_map: ("F32", 256)}
+        wrong = [part for part, stored in expected.items() if _type_and_size(inner, part) != stored]
+        if wrong:
+            raise ValueError(f"{wrong[0]} has another type or size than for a tensor {list(shape)}")
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-        raise _broken(inner, name, f"{mark} does not describe it ({first_line(error)}). Save it again.") from error
-    values = {part: inner.read_whole(f"{name}.{part}").float() for part in sizes if part != "absmax"}
-    nested = (values["nested_quant_map"], values["nested_absmax"], nested_block, offset) if nested_block else None
-    hidden = (mark, *(f"{name}.{part}" for part in sizes))
-    return TableCodes(name, shape, hidden, values["quant_map"], block, f"{name}.absmax", nested)
+        raise _broken(
+            inner, name, f"{state_name} does not describe it ({first_line(error)}). Save it again."
+        ) from error
+    nested = None
+    if nested_block:
+        nested = (inner.read_whole(nested_quant_map), inner.read_whole(nested_absmax), nested_block, offset)
+    return TableCodes(name, shape, state_name, inner.read_whole(quant_map), block, nested)
+
+
+def _type_and_size(inner: Checkpoint, name: str) -> tuple[str, int]:
+    return inner.tensors[name].dtype, inner.tensors[name].numel

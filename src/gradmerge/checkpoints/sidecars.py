@@ -7,25 +7,22 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..io.small_files import lies_within, read_json
+from ..io.small_files import read_json
 from ..text import some
 from .checkpoint import Checkpoint, innermost, unwrap_chain
-from .comparison import matches
 from .quantization import DequantizedCheckpoint, without_quantization
+from .tokenizer import TEMPLATE_FILES, TOKENIZER_FILES, files_of
 
 MAX_BYTES = 100_000_000
 #: Files that are copied. A folder can also hold keys, data, logs and code, which are not.
 COPIED = (
-    "config.json generation_config.json *tokenizer*.json special_tokens_map.json added_tokens.json tekken.json "
-    "*vocab*.json *vocab*.txt vocab.bpe merges.txt bpe.codes dict.txt normalizer.json *.spm *.tiktoken spiece.model "
-    "spm.model *tokenizer*.model sentencepiece*.model *preprocessor_config.json processor_config.json "
-    "chat_template.json chat_template.jinja additional_chat_templates/*.jinja "
-    "LICENSE* LICENCE* COPYING* NOTICE* USE_POLICY* "
+    f"{TOKENIZER_FILES} {TEMPLATE_FILES} *tokenizer*.json config.json generation_config.json "
+    "*preprocessor_config.json processor_config.json LICENSE* LICENCE* COPYING* NOTICE* USE_POLICY* "
     "modules.json config_sentence_transformers.json sentence_*_config.json"
 )
 #: Also copied from a subfolder of a sentence-transformers model.
 COPIED_FROM_MODULES = f"{COPIED} *_config.json"
-NEVER = "*.py *.pkl *.pickle *.sh"
+NEVER = {".py", ".pkl", ".pickle", ".sh"}
 
 
 @dataclass(frozen=True)
@@ -52,11 +49,8 @@ def sidecars(checkpoint: Checkpoint) -> Sidecars:
         return Sidecars({}, [])
     copied: dict[str, Path] = {}
     for module in ("", *checkpoint.modules):
-        patterns = (COPIED_FROM_MODULES if module else COPIED).split()
-        for path in sorted({path for pattern in patterns for path in (folder / module).glob(pattern)}):
-            # Links may lead only to files of the same model.
-            is_safe = path.is_file() and lies_within(path, folder) and path.stat().st_size <= MAX_BYTES
-            if is_safe and not matches(path.name.lower(), NEVER.split()):
+        for path in sorted(files_of(folder / module, COPIED_FROM_MODULES if module else COPIED)):
+            if path.stat().st_size <= MAX_BYTES and path.suffix.lower() not in NEVER:
                 copied[path.relative_to(folder).as_posix()] = path
     return Sidecars(copied, sorted(path.name for path in folder.glob("*.py")))
 

@@ -72,7 +72,7 @@ def _facts(checkpoint: Checkpoint, list_tensors: bool) -> dict[str, Any]:
     """Return what `--json` prints of a model."""
     from ..checkpoints.comparison import is_buffer
     from ..checkpoints.lora import AdapterCheckpoint
-    from ..checkpoints.quantization import detect_quantization
+    from ..checkpoints.quantization import ADVICE, detect_quantization
     from ..curvature.format import default_curvature
 
     config, tensors, folder = checkpoint.config, checkpoint.tensors, checkpoint.folder
@@ -92,7 +92,7 @@ def _facts(checkpoint: Checkpoint, list_tensors: bool) -> dict[str, Any]:
         "types": dict(types),
         "vocabulary": config.get("vocab_size"),
         "tied_embeddings": config.get("tie_word_embeddings"),
-        "quantized": f"{quantized}. {quantized.advice}" if quantized else None,
+        "quantized": f"{quantized}. {ADVICE}" if quantized else None,
         "buffers": [name for name, info in tensors.items() if is_buffer(name, info)],
         "files": [
             path.relative_to(folder).as_posix() if folder is not None and path.is_relative_to(folder) else path.name
