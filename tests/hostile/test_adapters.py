@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gradmerge as gm
-from gradmerge.checkpoints.adapter_config import read_adapter_config
+from gradmerge.checkpoints.lora import read_adapter_config
 from tests.fuzz.models import ADAPTER, Adapters
 
 WRONG: list[tuple[str, Any]] = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradmerge.checkpoints import open_checkpoint
-from gradmerge.checkpoints.adapter_config import read_adapter_config
+from gradmerge.checkpoints.lora import read_adapter_config
 from gradmerge.errors import InputError
 from gradmerge.io.reader import TensorFile, read_index
 from gradmerge.io.small_files import lies_within, read_bounded, read_json

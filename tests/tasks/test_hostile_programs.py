@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from gradmerge.checkpoints import adapter_config
+from gradmerge.checkpoints import lora
 from gradmerge.errors import InputError
 from gradmerge.tasks import load_model, load_task, text
 from gradmerge.tasks.text import time_limit
@@ -144,7 +144,7 @@ def test_patterns_of_an_adapter_mean_what_they_mean_to_peft(adapter: Path) -> No
 def test_a_pattern_that_does_not_end_is_refused_before_peft_sees_it(
     adapter: Path, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_config, "PATTERN_SECONDS", 0.05)
+    monkeypatch.setattr(lora, "PATTERN_SECONDS", 0.05)
     change(adapter, **{key: {ENDLESS: 8} if key.endswith("_pattern") else ENDLESS})
     with pytest.raises(InputError, match=r"adapter_config\.json"):
         load_model(str(adapter), device="cpu")

@@ -13,8 +13,8 @@ from typing import Any
 from .._version import __version__
 from ..arguments import checked
 from ..cards.metadata import CARD, MAX_CARD, RECORD, may_be_hub_id
-from ..checkpoints.adapter_config import is_adapter
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.lora import is_adapter
 from ..checkpoints.open import HUB_ID, open_checkpoint
 from ..checkpoints.sidecars import sidecars
 from ..curvature.curvature import curvature_card

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..checkpoints import Checkpoint, open_checkpoint
-from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
+from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..checkpoints.tokenizer import token_difference
 from ..curvature.batches import moved
 from ..curvature.losses import unwrapped

@@ -9,32 +9,135 @@ import functools
 import math
 import re
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 from torch import Tensor
 
 from ..errors import InputError
 from ..io.reader import PositionalFile, TensorInfo
+from ..io.small_files import read_json, require_within
 from ..text import listed
-from .adapter_config import ADVICE, PatternMatcher
 from .checkpoint import Buffers, Checkpoint
 from .quantization import ADVICE as UNQUANTIZED, detect_quantization
 from .tied_weights import TIED, equal, has_head, is_head, same_values, tied_to
-from .transformers_model import BareParameter, Slice, empty_model, find_bare_parameters, find_slices, stored_names
+from .transformers_model import Slice, empty_model, find_slices, stored_tensors
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16
 FACTOR_KEY = re.compile(r"(.+)\.lora_(?:embedding_)?([AB]|magnitude_vector)(?:\.weight)?")
-
 #: Type of a model → its modules whose weight is stored as (in, out), in transformers' class Conv1D.
 CONV1D = dict.fromkeys(
     ("gpt2", "openai-gpt", "imagegpt", "decision_transformer"), ("c_attn", "c_proj", "c_fc", "q_attn")
 )
+
+# The config of an adapter
+
+#: Settings of adapters whose weights are not base + scale · BA.
+UNSUPPORTED = (
+    "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config",
+    "monteclora_config", "megatron_config", "trainable_token_indices", "lora_bias",
+)  # fmt: skip
+#: Initializations that also change the base's weights, which the adapter's file does not show.
+CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
+ADVICE = "Merge it into its base with PEFT (merge_and_unload) first."
+#: Limits on the regular expressions of a config: seconds for all matches, and characters of one.
+PATTERN_SECONDS = 10.0
+PATTERN_LENGTH = 10_000
+
+
+class _FieldTypes(BaseModel):
+    """The types of the fields that gradmerge or PEFT reads. Other fields may have any type."""
+
+    model_config = ConfigDict(strict=True)
+
+    task_type: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    r: int | None = None
+    lora_alpha: FiniteFloat = 8
+    lora_dropout: float | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, FiniteFloat] | None = None
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    exclude_modules: list[str] | str | None = None
+    modules_to_save: list[str] | str | None = None
+    layers_pattern: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    bias: str | None = None
+    init_lora_weights: bool | str | None = None
+    fan_in_fan_out: bool | None = None
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+    lora_bias: bool | None = None
+    ensure_weight_tying: bool | None = None
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the fields of adapter_config.json; raise if one has a wrong type, or the adapter cannot be merged."""
+    path = folder / "adapter_config.json"
+    require_within(path, folder)
+    config = read_json(path)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise InputError(f"{folder}: a PEFT adapter of type {kind}; only LORA adapters can be merged. {ADVICE}")
+    try:
+        _FieldTypes.model_validate(config)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field, value = first["loc"][0], repr(first["input"])[:80]
+        raise InputError(f"{path}: {field} is invalid ({value}): {first['msg']}") from None
+    for key in UNSUPPORTED:
+        if config.get(key):
+            raise InputError(f"{folder}: the adapter uses {key}, which is not base + scale · BA. {ADVICE}")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.partition("_niter")[0].lower() in CHANGES_BASE:
+        raise InputError(
+            f"{folder}: the adapter was initialized with {init}, which changed the base's weights. Convert it to a "
+            "plain LoRA adapter with PEFT first."
+        )
+    return config
+
+
+class PatternMatcher:
+    """Matches names against the regular expressions of one adapter config, within one time limit for all of them.
+
+    Python's ``re`` has no time limit, and a pattern from a stranger can take forever.
+    """
+
+    def __init__(self, config: Path) -> None:
+        self._config, self._seconds_left = config, PATTERN_SECONDS
+
+    def fullmatch(self, pattern: str, name: str) -> bool:
+        import regex  # type: ignore[import-untyped]
+
+        begin = time.perf_counter()
+        try:
+            if len(pattern) > PATTERN_LENGTH or self._seconds_left <= 0:
+                raise TimeoutError("too long")
+            return regex.fullmatch(pattern, name, timeout=self._seconds_left) is not None
+        except (TimeoutError, regex.error, RecursionError, OverflowError, ValueError) as error:
+            raise InputError(
+                f"{self._config}: the regular expression {pattern[:80]!r} is not valid, or the patterns take longer "
+                f"than {PATTERN_SECONDS:g} seconds ({error}). Replace them by names."
+            ) from error
+        finally:
+            self._seconds_left -= time.perf_counter() - begin
+
+
+# The tensors of an adapter
 
 
 @dataclass(frozen=True)
@@ -72,9 +175,7 @@ class AdapterCheckpoint(Checkpoint):
     ) -> None:
         super().__init__(label, folder=folder, config=base.config, hub_id=hub_id, modules=base.modules)
         if quantization := detect_quantization(base):
-            raise InputError(
-                f"{label}: its base {base.label} is {quantization}. Give the unquantized model as the base. {UNQUANTIZED}"
-            )
+            raise InputError(f"{label}: its base {base.label} is {quantization}. {UNQUANTIZED}")
         self.adapter = Checkpoint(label, files=files)
         self.base = base
         self.factors: dict[str, Factors] = {}
@@ -89,8 +190,8 @@ class AdapterCheckpoint(Checkpoint):
         # The matrices of bare parameters are large: they hold all experts.
         cache_size = 2 if any(factors.slice for factors in self.factors.values()) else 8
         self._matrices_of = functools.lru_cache(maxsize=cache_size)(self._read_matrices)
-        self._norms: dict[str, Tensor] = {}
-        self._norms_lock = threading.Lock()
+        self._dora_scales: dict[str, Tensor] = {}
+        self._dora_lock = threading.Lock()
 
     def _refused(self, why: str) -> InputError:
         return InputError(f"{self.folder}: {why}")
@@ -101,18 +202,15 @@ class AdapterCheckpoint(Checkpoint):
         """Assign each key of the adapter's file to the tensor of the base that it changes."""
         modules: dict[str, dict[str, str]] = defaultdict(dict)
         """Module → part (A, B or magnitude_vector) → key."""
-        unknown: list[str] = []
         for key in self.adapter.tensors:
             path = key.removeprefix("base_model.model.")
             if factor := FACTOR_KEY.fullmatch(path):
                 self._assign(modules[factor[1]], factor[2], key)
             elif "lora_" in path or "trainable_tokens" in path:
-                unknown.append(key)
+                raise self._refused(f"the adapter's tensor {key} is not one of LoRA's A and B. {ADVICE}")
             elif ".original_module." not in path:  # PEFT's copy of a module that it saves whole, for `bias: all`
                 name = re.sub(r"\.(modules_to_save(\.default)?|base_layer)(?=\.)", "", path)
                 self._assign(self.replaced, self._find(name) or name, key)
-        if unknown:
-            raise self._refused(f"the adapter holds tensors that are not LoRA's A and B:\n{listed(unknown)}\n{ADVICE}")
         self.tensors = self.base.tensors | {name: self.adapter.tensors[key] for name, key in self.replaced.items()}
         parameters = self._bare_parameters()
         unmatched: list[str] = []
@@ -134,11 +232,10 @@ class AdapterCheckpoint(Checkpoint):
             raise self._clash(first, key)
 
     def _add_factors(self, name: str, factors: Factors) -> None:
-        whole = self.replaced.get(name, "base_layer.")
         if name in self.factors:
-            raise self._clash(self.factors[name].a, factors.a, self.factors[name].b, factors.b)
-        if "base_layer." not in whole:  # PEFT stores embeddings with their factors
-            raise self._clash(factors.a, whole)
+            raise self._clash(self.factors[name].a, factors.a)
+        if "base_layer." not in self.replaced.get(name, "base_layer."):  # PEFT stores embeddings with their factors
+            raise self._clash(self.replaced[name], factors.a)
         self.factors[name] = factors
 
     def _clash(self, *keys: str) -> InputError:
@@ -178,44 +275,51 @@ class AdapterCheckpoint(Checkpoint):
         if keys.keys() != {"A", "B"}:
             return False
         a, b = self._factor_shapes(module, keys)
-        rows, columns = parameter.shape
-        rank = int(self._setting_of("r", "rank_pattern", parameter.name))
-        inputs, outputs = (rows, columns) if parameter.inputs_first else (columns, rows)
-        if (a, b) != ((parameter.experts * rank, inputs), (outputs, parameter.experts * rank)):
-            raise self._misfit(a, b, parameter.name, (parameter.experts, rows, columns))
-        slices = find_slices(self._model, parameter)
+        name, (*leading, rows, columns), inputs_first = parameter
+        experts = math.prod(leading)
+        rank = int(self._setting_of("r", "rank_pattern", name))
+        inputs, outputs = (rows, columns) if inputs_first else (columns, rows)
+        if (a, b) != ((experts * rank, inputs), (outputs, experts * rank)):
+            raise self._misfit(a, b, name, parameter.shape)
+        slices = find_slices(self._model, name)
         if slices is None:
-            raise self._refused(
-                f"{self.base.label} does not store the rows of {parameter.name} in their order. {ADVICE}"
-            )
-        scale = self._scale(parameter.name, rank)
+            raise self._refused(f"{self.base.label} does not store the rows of {name} in their order. {ADVICE}")
+        factors = Factors(module, keys["A"], keys["B"], self._scale(name, rank), inputs_first, experts=experts)
         for stored, part in slices.items():
-            name = self._find(stored)
-            if name is None:
+            tensor = self._find(stored)
+            if tensor is None:
                 return False
-            *leading, height, width = self.tensors[name].shape
-            size = (part.rows.stop - part.rows.start, columns)
-            flipped = part.flipped if size[0] == columns else (width, height) == size  # transformers loads both
-            whole = part.expert is None and parameter.experts > 1
-            if (leading, (width, height) if flipped else (height, width)) != ([parameter.experts] * whole, size):
-                raise self._misfit(a, b, name, self.tensors[name].shape)
-            part = replace(part, flipped=flipped)
-            factors = Factors(
-                module, keys["A"], keys["B"], scale, parameter.inputs_first, experts=parameter.experts, slice=part
-            )
-            self._add_factors(name, factors)
+            shape = (part.rows.stop - part.rows.start, columns)
+            shape = shape[::-1] if part.flipped else shape
+            if self.tensors[tensor].shape != (*(leading if part.expert is None else []), *shape):
+                raise self._misfit(a, b, tensor, self.tensors[tensor].shape)
+            self._add_factors(tensor, replace(factors, slice=part))
         return True
 
     def _bare_parameters(self) -> dict[str, BareParameter]:
-        targets = self._config.get("target_parameters")
-        if not targets:
-            return {}
-        if self._model is None:
+        """Return the parameters that PEFT adapts by their names, by the modules that get their factors.
+
+        PEFT wraps a module once for each of its parameters, in their order: the factors of the last are the module's,
+        those of the one before are its `base_layer`'s, and so on.
+        """
+        targets = self._config.get("target_parameters") or ()
+        if targets and self._model is None:
             raise self._refused(
                 "the adapter changes bare parameters (target_parameters), and transformers cannot build the model from "
                 f"the config of {self.base.label}, so that their layout is unknown. {ADVICE}"
             )
-        return find_bare_parameters(self._model, targets)
+        result: dict[str, BareParameter] = {}
+        for path, module in self._model.named_modules() if targets else ():
+            parameters = [
+                (f"{path}.{name}", tuple(parameter.shape))
+                for name, parameter in module.named_parameters(recurse=False)
+                if any(f".{path}.{name}".endswith(f".{target}") for target in targets)
+            ]
+            for depth, (name, shape) in enumerate(reversed(parameters)):
+                if len(shape) in (2, 3) and shape[:-2] != (1,):  # PEFT cannot merge others
+                    inputs_first = len(shape) == 3 and bool(getattr(module, "is_transposed", False))
+                    result[path + ".base_layer" * depth] = BareParameter(name, shape, inputs_first)
+        return result
 
     def _factor_shapes(self, module: str, keys: Mapping[str, str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         a, b = (self.adapter.tensors[keys[part]] for part in "AB")
@@ -244,7 +348,7 @@ class AdapterCheckpoint(Checkpoint):
     def _find(self, name: str) -> str | None:
         """Return the base's tensor of this name. One of the two names may lack the first part, such as `model.`."""
         stored = _same_ending(name, self.base.tensors) or self._stored_names.get(name)
-        return stored if stored is not None and stored in self.base.tensors else None
+        return stored if stored in self.base.tensors else None
 
     @functools.cached_property
     def _model(self) -> Any:
@@ -253,7 +357,14 @@ class AdapterCheckpoint(Checkpoint):
     @functools.cached_property
     def _stored_names(self) -> dict[str, str]:
         """Names in memory → names in files, where transformers renames tensors while it loads them."""
-        return stored_names(self._model)
+        if self._model is None:
+            return {}
+        # Convert a state dict in which every tensor is filled with its own number.
+        names = [name for name, _ in self._model.named_parameters()]
+        shapes = [p.shape if p.dim() != 3 else (*p.shape[:2], 2) for p in self._model.parameters()]
+        numbers = {name: torch.tensor(float(k)).expand(shapes[k]) for k, name in enumerate(names)}
+        stored = stored_tensors(self._model, numbers)
+        return {names[int(v.min())]: n for n, v in stored.items() if v.numel() and bool(v.min() == v.max())}
 
     def _check_ties(self) -> None:
         """Refuse to change one of two tensors that the base stores as one.
@@ -289,10 +400,7 @@ class AdapterCheckpoint(Checkpoint):
         if factors is None or factors.magnitude is not None or factors.slice is not None:
             return False
         key = self.replaced.get(name)  # PEFT saves embeddings with their factors, though they are the base's
-        if key is None:
-            return True
-        same = self.adapter.tensors[key] == self.base.tensors[name]
-        return same and equal((self.adapter, key), (self.base, name), lambda block: block.view(torch.uint8))
+        return key is None or equal((self.adapter, key), (self.base, name))
 
     def read_factors(self, name: str) -> tuple[Tensor, Tensor]:
         """Return scale · B (out × rank) and A (rank × in) of a module, in float64."""
@@ -303,14 +411,12 @@ class AdapterCheckpoint(Checkpoint):
     # Reading
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
-        holder, stored = self._source(name)
-        block = holder.read(stored, start, stop, buffers, slot)
-        if stop <= start or name not in self.factors:
-            return block
-        result = _widened(block)
-        self._add_product(name, start, stop, result)
+        if name not in self.factors or stop <= start:
+            holder, stored = self._source(name)
+            return holder.read(stored, start, stop, buffers, slot)
+        result = self._read_sum(name, start, stop, buffers, slot)
         if self.factors[name].magnitude is not None:
-            scales, columns = self._dora_scales(name), _columns(self.tensors[name])
+            scales, columns = self._scales_of_dora(name), _columns(self.tensors[name])
             entries = torch.arange(start, stop)
             outputs = entries % columns if self.factors[name].transposed else entries // columns
             result *= scales[outputs].to(result.dtype)
@@ -320,8 +426,11 @@ class AdapterCheckpoint(Checkpoint):
         """Return the checkpoint and the name under which the unchanged tensor is stored."""
         return (self.adapter, self.replaced[name]) if name in self.replaced else (self.base, name)
 
-    def _add_product(self, name: str, start: int, stop: int, result: Tensor) -> None:
-        """Add scale · BA to elements ``start`` to ``stop``, a panel of rows at a time."""
+    def _read_sum(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
+        """Return elements of base + scale · BA, in float64 if the base is, else in float32. BA is formed in panels."""
+        holder, stored = self._source(name)
+        block = holder.read(stored, start, stop, buffers, slot)
+        result = block.to(torch.float64 if block.dtype == torch.float64 else torch.float32, copy=True)
         left, right = self._product_of(name, result.dtype)
         rows, columns = left.shape[1], right.shape[2]
         step = max(1, PANEL // columns)
@@ -333,6 +442,7 @@ class AdapterCheckpoint(Checkpoint):
             low, high = max(start, begin), min(stop, begin + panel.numel())
             result[low - start : high - start] += panel[low - begin : high - begin]
             row = matrix * rows + min(first + step, rows)
+        return result
 
     def _product_of(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return matrices (left, right) with left @ right = scale · BA in the layout of the stored tensor.
@@ -356,26 +466,22 @@ class AdapterCheckpoint(Checkpoint):
             left, right = right.mT, left.mT
         return (left * factors.scale).contiguous(), right.contiguous()
 
-    def _dora_scales(self, name: str) -> Tensor:
+    def _scales_of_dora(self, name: str) -> Tensor:
         """Return DoRA's scale of each output: its magnitude over the norm of its row of base + scale · BA."""
-        with self._norms_lock:  # other threads would compute the same
-            if name not in self._norms:
-                factors, info, (holder, stored) = self.factors[name], self.tensors[name], self._source(name)
-                assert factors.magnitude is not None
-                columns, buffers = _columns(info), Buffers()
-                squares = torch.zeros(columns if factors.transposed else info.shape[0], dtype=torch.float64)
-                step = max(1, PANEL // columns)
-                for row in range(0, info.shape[0], step):
-                    start, stop = row * columns, min((row + step) * columns, info.numel)
-                    block = _widened(holder.read(stored, start, stop, buffers))
-                    self._add_product(name, start, stop, block)
-                    part = block.double().square_().reshape(-1, columns)
-                    if factors.transposed:
-                        squares += part.sum(0)
-                    else:
-                        squares[row : row + step] = part.sum(1)
-                self._norms[name] = self.adapter.read_whole(factors.magnitude).double().flatten() / squares.sqrt()
-            return self._norms[name]
+        with self._dora_lock:  # other threads would compute the same
+            if name not in self._dora_scales:
+                magnitude, axis = self.factors[name].magnitude, 0 if self.factors[name].transposed else 1
+                assert magnitude is not None
+                info, columns, buffers = self.tensors[name], _columns(self.tensors[name]), Buffers()
+                step = max(1, PANEL // columns) * columns
+                blocks = (
+                    self._read_sum(name, start, min(start + step, info.numel), buffers, "dora")
+                    for start in range(0, info.numel, step)
+                )
+                squares = [block.double().square_().view(-1, columns).sum(axis) for block in blocks]
+                norms = (torch.cat(squares) if axis else torch.stack(squares).sum(0)).sqrt()
+                self._dora_scales[name] = self.adapter.read_whole(magnitude).double().flatten() / norms
+            return self._dora_scales[name]
 
     def will_need(self, name: str) -> None:
         holder, stored = self._source(name)
@@ -390,6 +496,16 @@ class AdapterCheckpoint(Checkpoint):
             self.base.close()
 
 
+class BareParameter(NamedTuple):
+    """A parameter that PEFT adapts by its name (`target_parameters`), such as the fused experts of a layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Experts, rows and columns, or rows and columns."""
+    inputs_first: bool
+    """Rows are inputs and columns outputs, as in gpt-oss."""
+
+
 def _same_ending(name: str, names: Collection[str]) -> str | None:
     """Return a name among ``names``, or the one that differs from it by a missing or additional first part."""
     if name in names:
@@ -398,11 +514,6 @@ def _same_ending(name: str, names: Collection[str]) -> str | None:
         return shorter
     longer = [other for other in names if other.endswith(f".{name}")]
     return longer[0] if len(longer) == 1 else None
-
-
-def _widened(block: Tensor) -> Tensor:
-    """Return a copy in float32, or in float64 if that is its type."""
-    return block.to(torch.float64 if block.dtype == torch.float64 else torch.float32, copy=True)
 
 
 def _columns(info: TensorInfo) -> int:

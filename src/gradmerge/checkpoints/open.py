@@ -16,9 +16,8 @@ from ..io.reader import PositionalFile, TensorFile, is_plain_name, local_path, o
 from ..io.small_files import MAX_CONFIG, read_bounded, read_json, require_within
 from ..text import first_line, listed
 from ..urls import as_url, redact
-from .adapter_config import is_adapter, read_adapter_config
 from .checkpoint import Checkpoint
-from .lora import AdapterCheckpoint
+from .lora import AdapterCheckpoint, is_adapter, read_adapter_config
 from .pickle import SUFFIXES, PickleFile
 from .quantization import DequantizedCheckpoint, detect_quantization
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from .checkpoint import Buffers, Checkpoint
 from .config_diff import completed
@@ -141,18 +140,18 @@ def _class_ties(name: str, checkpoint: Checkpoint) -> bool:
 
 def same_values(checkpoint: Checkpoint, name: str, other: str) -> bool:
     """Return whether two tensors of a checkpoint are bit-identical."""
-    if checkpoint.tensors[name] != checkpoint.tensors[other]:
+    return equal((checkpoint, name), (checkpoint, other))
+
+
+def equal(first: tuple[Checkpoint, str], other: tuple[Checkpoint, str]) -> bool:
+    """Return whether two tensors are bit-identical. Both are read in blocks."""
+    (ours, name), (theirs, other_name) = first, other
+    if ours.tensors[name] != theirs.tensors[other_name]:
         return False
-    return equal((checkpoint, name), (checkpoint, other), lambda block: block.view(torch.uint8))
-
-
-def equal(first: tuple[Checkpoint, str], other: tuple[Checkpoint, str], view: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether ``view`` of two tensors of the same size is equal. Both are read in blocks."""
-    buffers, size = Buffers(), 1 << 18
-    numel = first[0].tensors[first[1]].numel
+    buffers, size, numel = Buffers(), 1 << 18, ours.tensors[name].numel
     for start in range(0, numel, size):
         stop = min(start + size, numel)
-        left = view(first[0].read(first[1], start, stop, buffers, "left"))
-        if not torch.equal(left, view(other[0].read(other[1], start, stop, buffers, "right"))):
+        left = ours.read(name, start, stop, buffers, "left")
+        if not left.view(torch.uint8).equal(theirs.read(other_name, start, stop, buffers, "right").view(torch.uint8)):
             return False
     return True

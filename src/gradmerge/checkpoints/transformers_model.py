@@ -5,7 +5,7 @@ The model is built from its config, without memory for weights, and only with cl
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,56 +40,15 @@ def empty_model(checkpoint: Checkpoint) -> Any:
     return None if sum(p.numel() for p in model.parameters()) > 16 * checkpoint.parameters else model
 
 
-def stored_names(model: Any) -> dict[str, str]:
-    """Return name in memory → name in files, as the model's class converts them; empty on failure."""
-    if model is None:
-        return {}
+def stored_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as transformers stores them in files: renamed, and cut into parts. Empty if it cannot."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    # Convert a state dict in which every tensor is filled with its own number.
-    names = [name for name, _ in model.named_parameters()]
-    shapes = [p.shape if p.dim() != 3 else (*p.shape[:2], 2) for p in model.parameters()]  # copies of experts fit
-    numbers = {name: torch.tensor(float(k)).expand(shapes[k]) for k, name in enumerate(names)}
     try:
-        stored = revert_weight_conversion(model, numbers)
-    except Exception:  # transformers cannot convert it, so both names are the same
+        with quiet_transformers():
+            return dict(revert_weight_conversion(model, dict(tensors)))
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
         return {}
-    return {names[int(v.min())]: n for n, v in stored.items() if v.numel() and bool(v.min() == v.max())}
-
-
-@dataclass(frozen=True)
-class BareParameter:
-    """A parameter that PEFT adapts by its name (`target_parameters`), such as the fused experts of a layer."""
-
-    name: str
-    experts: int
-    shape: tuple[int, int]
-    """Rows and columns of one expert."""
-    inputs_first: bool
-    """Rows are inputs and columns outputs, as in gpt-oss."""
-
-
-def find_bare_parameters(model: nn.Module, targets: Collection[str]) -> dict[str, BareParameter]:
-    """Return path of the module that gets LoRA's factors → its parameter, for ``target_parameters`` of PEFT.
-
-    PEFT wraps a module once for each of its parameters, in their order: the factors of the last are the module's, those
-    of the one before are its `base_layer`'s, and so on.
-    """
-    result: dict[str, BareParameter] = {}
-    for path, module in model.named_modules():
-        parameters = [
-            (f"{path}.{name}", parameter)
-            for name, parameter in module.named_parameters(recurse=False)
-            if any(f".{path}.{name}".endswith(f".{target}") for target in targets)
-        ]
-        for depth, (name, parameter) in enumerate(reversed(parameters)):
-            if parameter.dim() not in (2, 3) or parameter.shape[:-2] == (1,):
-                continue  # PEFT cannot merge these
-            experts = parameter.shape[0] if parameter.dim() == 3 else 1
-            inputs_first = parameter.dim() == 3 and bool(getattr(module, "is_transposed", False))
-            rows, columns = parameter.shape[-2:]
-            result[path + ".base_layer" * depth] = BareParameter(name, experts, (rows, columns), inputs_first)
-    return result
 
 
 @dataclass(frozen=True)
@@ -103,30 +62,26 @@ class Slice:
     """The tensor stores (columns, rows)."""
 
 
-def find_slices(model: Any, parameter: BareParameter) -> dict[str, Slice] | None:
-    """Return name in files → the part of the parameter that is stored there; None if it is not a slice of rows.
+def find_slices(model: nn.Module, name: str) -> dict[str, Slice] | None:
+    """Return name in files → the part of a parameter that is stored there; None if it is not a slice of rows.
 
     transformers' own conversion is applied to row numbers, in a parameter of as many rows but very few columns.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    experts, rows = parameter.experts, parameter.shape[0]
-    columns = 2 if rows != 2 else 3
-    shape = (experts, rows, columns) if experts > 1 else (rows, columns)
-    numbers = torch.arange(experts * rows).reshape(*shape[:-1], 1).expand(shape)
-    owner, _, attribute = parameter.name.rpartition(".")
+    owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     original = module._parameters[attribute]
+    assert original is not None
+    *leading, rows, _ = original.shape
+    experts = leading[0] if leading else 1
+    shape = (*leading, rows, 2 if rows != 2 else 3)
+    numbers = torch.arange(experts * rows).reshape(*leading, rows, 1).expand(shape)
     module._parameters[attribute] = nn.Parameter(torch.empty(shape, device="meta"))  # some conversions read its shape
     try:
-        with quiet_transformers():
-            stored = revert_weight_conversion(model, {parameter.name: numbers})
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
-        return None
+        stored = stored_tensors(model, {name: numbers})
     finally:
         module._parameters[attribute] = original
-    slices = {name: _slice_of(value, experts, rows) for name, value in stored.items()}
-    return None if None in slices.values() else slices  # type: ignore[return-value]
+    slices = {name: part for name, value in stored.items() if (part := _slice_of(value, experts, rows))}
+    return slices if slices and len(slices) == len(stored) else None
 
 
 def _slice_of(numbers: Tensor, experts: int, rows: int) -> Slice | None:

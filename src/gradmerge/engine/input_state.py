@@ -12,9 +12,9 @@ import torch
 
 from .._version import __version__
 from ..cards.metadata import RECORD
-from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.checkpoint import Checkpoint, unwrap_chain
 from ..checkpoints.layers import StackedCheckpoint
+from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..checkpoints.sidecars import sidecars
 from ..errors import InputError
 from ..io.reader import local_path

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checkpoints.adapter_config import read_adapter_config
 from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.lora import AdapterCheckpoint
+from ..checkpoints.lora import AdapterCheckpoint, read_adapter_config
 from ..checkpoints.tied_weights import in_layer
 from ..checkpoints.transformers_model import empty_model
 from ..curvature.checkpoint_names import names_of_parameters, stored_sources

@@ -17,9 +17,8 @@ from ..cards.card import write_card
 from ..cards.eval_results import with_evaluations
 from ..cards.metadata import CARD, ModelMetadata, may_be_hub_id, name_of, read_metadata
 from ..cards.provenance import write_record
-from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint
-from ..checkpoints.lora import AdapterCheckpoint
+from ..checkpoints.lora import AdapterCheckpoint, is_adapter, read_adapter_config
 from ..checkpoints.sidecars import copy_sidecars
 from ..checkpoints.tied_weights import same_values, tied_to
 from ..engine.rounding import rounded

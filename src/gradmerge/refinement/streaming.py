@@ -17,7 +17,7 @@ from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.quantization import detect_quantization
-from ..checkpoints.transformers_model import BareParameter, Slice, find_slices
+from ..checkpoints.transformers_model import Slice, find_slices
 from ..curvature.checkpoint_names import adapter_names, names_of_parameters, stored_sources
 from ..engine.rounding import rounded
 from ..errors import InputError
@@ -190,8 +190,7 @@ def _slices(
     module: nn.Module, name: str, value: Tensor, checkpoint: Checkpoint, prefix: str
 ) -> dict[str, Slice | None] | None:
     """Tensors of the checkpoint → the parts of fused experts' weights that they hold; None if it stores them whole."""
-    experts, rows, columns = value.shape
-    slices = find_slices(module, BareParameter(name, experts, (rows, columns), False))
+    slices = find_slices(module, name)
     if not slices or len(slices) == 1:
         return None
     shapes = {prefix + tensor: slice_of(value, part).shape for tensor, part in slices.items()}

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.adapter_config import PatternMatcher, is_adapter
+from ..checkpoints.lora import PatternMatcher, is_adapter
 from ..errors import InputError
 from ..io.reader import local_path, open_files
 from ..text import first_line

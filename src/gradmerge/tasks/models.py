@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
+from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.quantization import detect_quantization
 from ..curvature.losses import unwrapped
