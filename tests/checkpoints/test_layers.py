@@ -150,11 +150,6 @@ KINDS: dict[str, tuple[dict[str, Any], Sequence[int], dict[str, Any]]] = {
         [0, 2, 1],
         {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     ),
-    "qwen3_moe": (
-        {"num_hidden_layers": 4, "mlp_only_layers": [1], "eos_token_id": [1, 2, 3, 4]},
-        [1, 1, 2],
-        {"num_hidden_layers": 3, "mlp_only_layers": [0, 1], "eos_token_id": [1, 2, 3, 4]},
-    ),
     "of no class": (
         {"num_layers": 4, "window_sizes": [1, 2, 3, 4], "image_mean": [0, 0, 0, 0]},
         [3, 0],

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +95,6 @@ def test_a_folder_of_pickles_is_read_on_request_only(shards: int, zipped: bool, 
         with pytest.raises(InputError, match="pickle"):
             open_checkpoint(reference)
         assert_same(read_all(reference, allow_pickle=True), state)
-
-
-@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
-def test_an_archive_that_another_program_packed_is_read_right(compression: int, tmp_path: Path) -> None:
-    state = random_state(0)
-    torch.save(state, tmp_path / "plain.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "plain.pt") as old,
-        zipfile.ZipFile(tmp_path / "packed.pt", "w", compression) as new,
-    ):
-        for info in old.infolist():
-            new.writestr(info.filename, old.read(info))
-    assert_same(read_all(tmp_path / "packed.pt", allow_pickle=True), state)
 
 
 class Bomb:

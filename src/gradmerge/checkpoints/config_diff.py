@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..quiet import quiet_transformers
@@ -60,7 +60,7 @@ DEPTH = 8
 MOST_LAYERS = 10_000
 
 
-def parts(config: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def parts(config: dict[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a config and the configs nested in it, such as `text_config`, each with its path (`text_config.`)."""
     yield path, config
     for key, value in config.items():
@@ -69,7 +69,7 @@ def parts(config: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator
             yield from parts(value, f"{path}{key}.", depth + 1)
 
 
-def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(first: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return key → both values where two configs differ in a key that both have after defaults are filled in.
 
     Keys are paths such as `text_config.num_attention_heads`. Defaults come from the config classes of transformers,
@@ -77,24 +77,19 @@ def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
     """
     if not first or not other or _values(first) == _values(other):
         return {}
-    pair, texts = [first, other], [config.get("text_config") for config in (first, other)]
-    is_inside = isinstance(texts[0], dict) != isinstance(texts[1], dict)
-    if is_inside:  # a language model is compared with the one inside of the other model
-        pair = [text if isinstance(text, dict) else config for text, config in zip(texts, pair, strict=True)]
-    complete = [full for config in pair if (full := completed(config)) is not None]
-    has_classes = len(complete) == 2
-    ours, theirs = map(_values, complete if has_classes else pair)
+    full = [completed(first), completed(other)]
+    has_classes = full[0] is not None and full[1] is not None
+    ours, theirs = (_values(config or {}) for config in (full if has_classes else (first, other)))
     return {
         key: (ours[key], theirs[key])
         for key in sorted(ours.keys() & theirs.keys())
         if ours[key] != theirs[key]
         and not (ours[key] in (None, False) and theirs[key] in (None, False))
         and (has_classes or WITHOUT_CLASS.search(key))
-        and not (is_inside and key == "model_type")
     }
 
 
-def _values(config: Mapping[str, Any], path: str = "", depth: int = 0) -> dict[str, Any]:
+def _values(config: dict[str, Any], path: str = "", depth: int = 0) -> dict[str, Any]:
     """Return path → value of every relevant key of a config and of the dicts in it."""
     values: dict[str, Any] = {}
     rope = config.get("rope_parameters") or config.get("rope_scaling")
@@ -121,13 +116,13 @@ def _normalized(value: Any) -> Any:
     return value
 
 
-def poolings(section: Mapping[str, Any]) -> tuple[str, ...]:
+def poolings(section: dict[str, Any]) -> tuple[str, ...]:
     """Return how a module of sentence-transformers pools tokens, from any version's keys; empty if it does not."""
     modes = section.get("pooling_mode", [mode for key, mode in POOLINGS.items() if section.get(key) is True])
     return tuple(map(str, modes)) if isinstance(modes, list | tuple) else (str(modes),)
 
 
-def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def completed(config: dict[str, Any]) -> dict[str, Any] | None:
     """Return the config as transformers' class for it reads it, defaults filled in; None if there is no such class."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or claims_too_many(config):
@@ -144,7 +139,7 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return full if isinstance(full, dict) else None
 
 
-def claims_too_many(config: Mapping[str, Any]) -> bool:
+def claims_too_many(config: dict[str, Any]) -> bool:
     """Return whether a config claims more layers or experts than any model has, which would fill the memory."""
     return any(
         isinstance(value, int) and value > MOST_LAYERS and re.search("(layer|block|depth|stage|expert)s?$", key)
@@ -153,7 +148,7 @@ def claims_too_many(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _safe_to_complete(config: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+def _safe_to_complete(config: dict[str, Any], depth: int = 0) -> dict[str, Any]:
     """Return the config without keys that make its class load code, ask the Hub or list many labels."""
     left_out = {"id2label", "label2id", "num_labels", "auto_map", "dtype", "torch_dtype", "transformers_version"}
     left_out |= {"backbone", "backbone_kwargs", *NO_MODEL}
@@ -166,18 +161,14 @@ def _safe_to_complete(config: Mapping[str, Any], depth: int = 0) -> dict[str, An
 
 
 def allows(allowed: Sequence[str], key: str) -> bool:
-    """Return whether ``allowed`` has a key, or the beginning or end of its path.
-
-    `rope_scaling` and `rope_parameters` cover everything about rope.
-    """
-    pieces = key.split(".")
-    names = {".".join(some) for i in range(len(pieces)) for some in (pieces[: i + 1], pieces[i:])}
+    """Return whether ``allowed`` has a key, or a part of its path. `rope_scaling` covers everything about rope."""
+    names = {key, *key.split(".")}
     if re.search("rope|rotary|max_position", key):
-        names |= {"rope_scaling", "rope_parameters", f"rope_scaling.{pieces[-1]}"}
+        names |= {"rope_scaling", "rope_parameters"}
     return not names.isdisjoint(allowed)
 
 
-def labels(config: Mapping[str, Any]) -> dict[str, str]:
+def labels(config: dict[str, Any]) -> dict[str, str]:
     """Return class name → index from `id2label`; empty if the names are generic (`LABEL_0`) or unreadable."""
     by_index = config.get("id2label")
     if not isinstance(by_index, dict):

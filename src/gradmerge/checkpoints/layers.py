@@ -106,9 +106,6 @@ COUNTS |= {"encoder_layers", "depth"}
 PER_LAYER = re.compile(
     "layer|block|attn|attention|window|head|pattern|multiplier|intermediate|ffn|spars|rope|expert|kv"
 )
-#: Lists of layer numbers.
-NUMBERS = {"mlp_only_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices"}
-
 Layer = tuple[Checkpoint, int]
 """A model, and the number of one of its layers."""
 
@@ -142,62 +139,52 @@ def layer_stack(checkpoint: Checkpoint) -> LayerStack:
 def _find_stack(checkpoint: Checkpoint) -> tuple[str, int]:
     """Return the prefix and the number of layers, which must be a number of layers in the config, if it has one."""
     stacks = layer_stacks(checkpoint.tensors)
-    counts = {
-        path + key: section[key]
-        for path, section in _sections(checkpoint.config)
-        for key in section
-        if key in COUNTS and isinstance(section[key], int)
-    }
-    fitting = {prefix: number for prefix, number in stacks.items() if not counts or number in counts.values()}
-    outside_towers = {prefix: number for prefix, number in fitting.items() if not TOWER.search(prefix)}
-    if len(fitting) == 1 or len(outside_towers) == 1:
-        return next(iter((outside_towers or fitting).items()))
-    listed = some([f"{prefix}* ({number})" for prefix, number in stacks.items()]) or "no numbered layers"
-    expected = some([f"{key}: {number}" for key, number in counts.items()]) or "no number of layers"
+    sections = [section for _, section in _sections(checkpoint.config)]
+    counts = [section[key] for section in sections for key in COUNTS & section.keys() if isinstance(section[key], int)]
+    fitting = [prefix for prefix, number in stacks.items() if not counts or number in counts]
+    if len(fitting) > 1:
+        fitting = [prefix for prefix in fitting if not TOWER.search(prefix)]
+    if len(fitting) == 1:
+        return fitting[0], stacks[fitting[0]]
+    found = some([f"{prefix}* ({number})" for prefix, number in stacks.items()]) or "no numbered layers"
     raise InputError(
-        f"{checkpoint.label}: `slices` needs a model with one stack of layers. The file has {listed}; its config has "
-        f"{expected}"
+        f"{checkpoint.label}: `slices` needs a model with one stack of layers, of the number in its config "
+        f"({some(list(map(str, counts))) or 'none'}). The file has {found}"
     )
 
 
-def _sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _sections(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (path, section) for the parts of a config that describe the language model, or the only model."""
     return ((path, section) for path, section in parts(config) if not TOWER.search(path))
 
 
-def _lists(config: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
+def _lists(config: dict[str, Any], count: int) -> dict[str, list[Any]]:
     """Return key → its value for each layer, with the defaults of the model's class filled in."""
-    lists: dict[str, list[Any]] = {}
-    for path, section in (*_sections(completed(config) or {}), *_sections(config)):
-        for key, value in section.items():
-            if isinstance(value, list) and key in NUMBERS:
-                lists[path + key] = [number in value for number in range(count)]
-            elif isinstance(value, list) and len(value) == count and PER_LAYER.search(key) and "token" not in key:
-                lists[path + key] = value
-    return lists
+    return {
+        path + key: value
+        for path, section in (*_sections(completed(config) or {}), *_sections(config))
+        for key, value in section.items()
+        if isinstance(value, list) and len(value) == count and PER_LAYER.search(key) and "token" not in key
+    }
 
 
 def config_of_layers(front: Checkpoint, layers: Sequence[Layer]) -> dict[str, Any]:
     """Return the config of a model with these layers, and otherwise the config of ``front``."""
     if not front.config:
         return {}
-    lists = {
-        model: _lists(model.config, len(layer_stack(model).layers))
-        for model in dict.fromkeys(model for model, _ in layers)
-    }
+    models = dict.fromkeys(model for model, _ in layers)
+    lists = {model: _lists(model.config, len(layer_stack(model).layers)) for model in models}
     config, count = copy.deepcopy(front.config), len(layer_stack(front).layers)
-    sections = {path: section for path, section in _sections(config) if isinstance(section, dict)}
+    sections = dict(_sections(config))
     for section in sections.values():
-        section.update({key: len(layers) for key in COUNTS & section.keys() if section[key] == count})
+        section |= {key: len(layers) for key in COUNTS & section.keys() if section[key] == count}
     for path in dict.fromkeys(path for of_model in lists.values() for path in of_model):
-        without = [model.label for model in lists if path not in lists[model]]
+        without = [model.label for model in models if path not in lists[model]]
         if without:
             raise InputError(f"{without[0]}: its config has no {path}, which describes each layer in the other models")
-        values = [lists[model][path][number] for model, number in layers]
         name, dot, key = path.rpartition(".")
         if name + dot in sections:
-            numbers = [number for number, is_listed in enumerate(values) if is_listed]
-            sections[name + dot][key] = numbers if key in NUMBERS else values
+            sections[name + dot][key] = [lists[model][path][number] for model, number in layers]
     return config
 
 

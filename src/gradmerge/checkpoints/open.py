@@ -108,15 +108,14 @@ def _hub_folder(reference: str, allow_pickle: bool) -> Path:
     """Return the cached snapshot of a Hub model if it has all weights, otherwise a stand-in that is read by ranges."""
     from huggingface_hub import constants
 
-    with suppress(InputError):
+    if constants.HF_HUB_OFFLINE:
+        return fetch_from_hub(reference, allow_pickle=allow_pickle, cached=True)
+    with suppress(InputError), ExitStack() as opened:
         cached = fetch_from_hub(reference, allow_pickle=allow_pickle, cached=True)
         # For a model with parts in subfolders, the snapshot does not tell whether all are there.
-        if constants.HF_HUB_OFFLINE or not (cached / "modules.json").is_file():
-            with ExitStack() as opened:
-                _weight_files(cached, "adapter_model" if is_adapter(cached) else "model", allow_pickle, opened)
+        if not (cached / "modules.json").is_file():
+            _weight_files(cached, "adapter_model" if is_adapter(cached) else "model", allow_pickle, opened)
             return cached
-    if constants.HF_HUB_OFFLINE:
-        return fetch_from_hub(reference, allow_pickle=allow_pickle)  # raises, with the reason
     repo, _, revision = reference.partition("@")
     try:
         return local_path(f"hf://{repo}" + (f"@{quote(revision, safe='')}" if revision else ""), None)
@@ -165,7 +164,7 @@ def _require_pickle_allowed(path: Path, allow_pickle: bool) -> None:
 
 
 def _open_folder(label: str, folder: Path, allow_pickle: bool, hub_id: str | None) -> Checkpoint:
-    modules = _module_folders(folder)
+    modules = [name for name in dict(modules_of(folder)) if (folder / name).is_dir()] or [""]
     config = _config(folder)
     files: list[PositionalFile] = []
     with ExitStack() as opened:
@@ -181,7 +180,7 @@ def _open_folder(label: str, folder: Path, allow_pickle: bool, hub_id: str | Non
                 files.append(file)
         if not files:
             raise InputError(_no_weights(folder, "model"))
-        inner = tuple(module for module in modules if module)
+        inner = tuple(filter(None, modules))
         checkpoint = Checkpoint(label, files=files, folder=folder, config=config, hub_id=hub_id, modules=inner)
         opened.pop_all()
     return checkpoint
@@ -195,31 +194,21 @@ def _config(folder: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def _module_folders(folder: Path) -> list[str]:
-    """Return the subfolders of a sentence-transformers model; of other models only "", the folder itself."""
-    # Normalize modules can have no files, and Git repositories store no empty folders.
-    modules = modules_of(folder)
-    names = [n for n, kind in modules if not kind.endswith(".Normalize") or (folder / n).is_dir()] or [""]
-    for name in filter(None, names):
-        if not is_plain_name(name) or not (folder / name).is_dir():
-            raise InputError(f"{folder}: its list of modules names {name[:80]!r}, which is not a folder in it")
-        require_within(folder / name, folder)
-    return list(dict.fromkeys(names))
-
-
 def modules_of(folder: Path) -> list[tuple[str, str]]:
     """Return (subfolder, class) of every module of a sentence-transformers model; empty for other models."""
     path = folder / "modules.json"
     if not path.is_file():
         return []
+    require_within(path, folder)
     try:
-        require_within(path, folder)
-        modules = [(entry["path"], str(entry["type"])) for entry in json.loads(read_bounded(path, MAX_CONFIG))]
+        modules = [(str(entry["path"]), str(entry["type"])) for entry in json.loads(read_bounded(path, MAX_CONFIG))]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{path}: not a list of sentence-transformers modules. Save the model again.") from error
-    for name, _ in modules:
-        if not isinstance(name, str) or (name and not is_plain_name(name)):
-            raise InputError(f"{path}: names the module {str(name)[:80]!r}, which is not a folder in {folder}")
+    for name, kind in modules:
+        # Normalize modules have no files, and Git repositories store no empty folders.
+        if name and not (is_plain_name(name) and (kind.endswith(".Normalize") or (folder / name).is_dir())):
+            raise InputError(f"{path}: names the module {name[:80]!r}, which is not a folder in {folder}")
+        require_within(folder / name / "config.json", folder)
     return modules
 
 

@@ -28,7 +28,7 @@ MAX_GLOBAL = 1000
 
 
 class PickleFile(PositionalFile):
-    """A ``torch.save`` file, mapped into memory. Files in PyTorch's old format and compressed files are loaded."""
+    """A ``torch.save`` file, mapped into memory. Files in PyTorch's old format are loaded."""
 
     def __init__(self, path: Path) -> None:
         if count_local_copies():
@@ -60,19 +60,17 @@ class PickleFile(PositionalFile):
 
 
 def _record_sizes(path: Path) -> set[int]:
-    """Return the sizes of an archive's records; empty if the file cannot be mapped.
-
-    It cannot if it is not an archive, is compressed, or has bytes in another order.
-    """
+    """Return the sizes of an archive's records; empty for a file in the old format, which is no archive."""
     if not zipfile.is_zipfile(path):
         return set()
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
-        require_unpackable(path, sum(info.file_size for info in infos))
+        if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+            raise InputError(f"{path}: is compressed, and cannot be mapped into memory. Save it again with torch.save.")
         orders = [archive.read(info) for info in infos if info.filename.endswith("/byteorder")]
-    stored = all(info.compress_type == zipfile.ZIP_STORED for info in infos)
-    same_order = all(order == sys.byteorder.encode() for order in orders)
-    return {info.file_size for info in infos} if stored and same_order and is_text(str(path)) else set()
+    if any(order != sys.byteorder.encode() for order in orders):
+        raise InputError(f"{path}: was saved on a machine with another byte order. Convert it to safetensors there.")
+    return {info.file_size for info in infos}
 
 
 def _check_globals(path: Path) -> None:

@@ -72,7 +72,7 @@ def detect_quantization(
     return Quantization(method or "an unnamed method", merged, readable)
 
 
-def without_quantization(config: Mapping[str, Any], depth: int = DEPTH) -> dict[str, Any]:
+def without_quantization(config: dict[str, Any], depth: int = DEPTH) -> dict[str, Any]:
     """Return the config of the unquantized model."""
     return {
         key: without_quantization(value, depth - 1) if isinstance(value, dict) and depth else value
@@ -81,7 +81,7 @@ def without_quantization(config: Mapping[str, Any], depth: int = DEPTH) -> dict[
     }
 
 
-def _methods(config: Mapping[str, Any]) -> Iterator[str]:
+def _methods(config: dict[str, Any]) -> Iterator[str]:
     """Yield the methods of all quantizations that a config describes."""
     for settings in _settings(config):
         bits = [settings[key] for key in ("load_in_4bit", "load_in_8bit") if key in settings]
@@ -89,7 +89,7 @@ def _methods(config: Mapping[str, Any]) -> Iterator[str]:
             yield str(settings.get("quant_method") or ("bitsandbytes" if bits else "an unnamed method"))[:40]
 
 
-def _settings(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _settings(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     sections = (section.get(key) for _, section in parts(config) for key in KEYS)
     return (settings for settings in sections if isinstance(settings, dict) and settings)
 
@@ -146,7 +146,7 @@ class DequantizedCheckpoint(View):
         return decoder.read(self.inner, start, stop, buffers, slot) if stop > start else torch.empty(0)
 
 
-def _original_dtype(config: Mapping[str, Any]) -> str:
+def _original_dtype(config: dict[str, Any]) -> str:
     """Return the dtype in the config, or bfloat16, which most quantized models were made from."""
     words = (section.get(key) for _, section in parts(config) for key in ("dtype", "torch_dtype"))
     names = (str(word).removeprefix("torch.") for word in words)
