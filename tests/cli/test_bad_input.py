@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
-from gradmerge.io.atomic_dir import AtomicDir
+from gradmerge.engine import output
+from gradmerge.io import atomic_dir
 from tests.making import (
     cli,
     near,
@@ -205,14 +206,14 @@ def test_space_that_runs_out_on_the_way_stops_the_merge_and_resume_goes_on(place
         out = disk / "out"
         filler = disk / "filler"
         # Enough when it begins; then another process takes it. That cannot be timed from outside, hence the patch.
-        original = AtomicDir.require_space
+        original = atomic_dir.require_space
 
-        def look_then_fill(self: Any, nbytes: int) -> None:
-            original(self, nbytes)
+        def look_then_fill(folder: Path, nbytes: int) -> None:
+            original(folder, nbytes)
             filler.write_bytes(bytes(7_000_000))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(AtomicDir, "require_space", look_then_fill)
+            patch.setattr(output, "require_space", look_then_fill)
             result = invoke(*command, "-o", out)
         assert result.exit_code == 1, result.output
         assert result.stderr.startswith("error: ")

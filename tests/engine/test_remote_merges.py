@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.checkpoints import open_checkpoint
 from gradmerge.cli.app import app
-from gradmerge.io import file_system, range_reader, remote
+from gradmerge.io import range_reader, remote
 from gradmerge.io.upload import Upload
 from gradmerge.refinement.inputs import recorded_models
 
@@ -75,7 +75,7 @@ def fill(here: Path) -> None:
 @pytest.fixture(autouse=True)
 def clean_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADMERGE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(file_system, "PAUSE", 0.001)
+    monkeypatch.setattr(remote, "PAUSE", 0.001)
     remote._copies.clear()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import gradmerge as gm
 from gradmerge.errors import InputError, MachineError
-from gradmerge.io.atomic_dir import MARK, AtomicDir
+from gradmerge.io.atomic_dir import MARK, AtomicDir, require_space
 from tests.making import near, random_state, weight_bytes, write_model
 
 
@@ -197,6 +197,6 @@ def test_too_little_space_is_an_error_before_anything_is_written(tmp_path: Path)
     status = os.statvfs(tmp_path)
     free = status.f_bavail * status.f_frsize
     with AtomicDir(tmp_path / "out", "merge") as staging:
-        staging.require_space(free // 2)
+        require_space(staging.folder, free // 2)
         with pytest.raises(MachineError):
-            staging.require_space(2 * free + 10**9)
+            require_space(staging.folder, 2 * free + 10**9)

@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from gradmerge.engine.thread_pool import run_parallel
 from gradmerge.errors import InputError, MachineError
-from gradmerge.io import file_system, range_reader, remote
+from gradmerge.io import range_reader, remote
 from gradmerge.io.reader import TensorFile
 from gradmerge.io.remote import RemoteFile, download_url, local_copy
 from gradmerge.urls import count_local_copies
@@ -60,7 +60,6 @@ def test_threads_that_read_a_file_in_order_download_each_byte_once(
     blocks = {}
 
     def read(start: int) -> None:
-        reader.will_need(start)
         buffer = bytearray(min(333, file.size - start))
         reader.read_into(memoryview(buffer), start)
         blocks[start] = bytes(buffer)
@@ -98,7 +97,7 @@ def test_scattered_small_reads_download_nothing_else(file: CountedFile, monkeypa
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr(file_system, "PAUSE", 0.001)
+    monkeypatch.setattr(remote, "PAUSE", 0.001)
     with web_server() as web:
         web.files["m.safetensors"] = save({"w": torch.arange(50_000.0)})
         yield web

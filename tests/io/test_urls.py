@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gradmerge.errors import InputError
-from gradmerge.io.file_system import translate_fs_error
 from gradmerge.io.reader import local_path
+from gradmerge.io.remote import translate_fs_error
 from gradmerge.urls import UrlPath, as_url, is_url, output_path, redact, strip_file_scheme
 
 REDACTED = {

@@ -273,7 +273,7 @@ def estimate_to_disk(
         device=str(loaded.device),
         resumed_from=loaded.examples - len(rows),
         processes=group.world_size,
-        notes=[*(staging.notes if staging is not None else []), *loaded.notes, *notes],
+        notes=[*loaded.notes, *notes],
     )
 
 

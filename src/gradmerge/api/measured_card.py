@@ -9,7 +9,7 @@ from typing import Any
 from ..cards.eval_results import evaluation, with_evaluations
 from ..cards.metadata import CARD, MAX_CARD, RECORD
 from ..errors import InputError
-from ..io.atomic_file import atomic_file
+from ..io.atomic_dir import atomic_file
 from ..io.small_files import MAX_TOKENIZER, read_bounded, read_json
 from ..tasks.data.read import dataset_metadata, dataset_type
 from ..text import to_json

@@ -223,7 +223,7 @@ def refine_folder(
                 raise MachineError(f"{path}: changed during the {action}. Nothing was written. Run it again.")
             result.output = out
             result.rows = {task: task_rows.number for task, task_rows in inputs.rows.items()}
-            result.notes = [*staging.notes, *inputs.notes, *result.notes]
+            result.notes = [*inputs.notes, *result.notes]
             result.seconds = time.perf_counter() - begun
             checkpoint, info = inputs.merged.checkpoint, inputs.merged.info
             if keep_adapter and isinstance(checkpoint, AdapterCheckpoint):

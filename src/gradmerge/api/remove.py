@@ -226,7 +226,7 @@ def _remove_on_disk(
             result = _remove_rows(files.module, rows, round_weights=files.round_weights, **settings)
             if path := changed(before, state_of(models) + state_of(data, deep=True)):
                 raise MachineError(f"{path}: changed during the removal, so nothing was written. Run it again.")
-            notes = [*staging.notes, *(note for task in tasks.values() for note in task.notes)]
+            notes = [note for task in tasks.values() for note in task.notes]
             result.notes = list(dict.fromkeys([*notes, *sidecars(files.checkpoint).note(base), *result.notes]))
             result.seconds = time.perf_counter() - begun
             numbers = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..io.remote_code_guard import refuse_hub_code
+from ..io.small_files import refuse_hub_code
 from ..quiet import quiet_transformers
 from .checkpoint import Checkpoint
 from .config_diff import claims_too_many

@@ -11,7 +11,7 @@ from ..checkpoints.sidecars import copy_sidecars, sidecars
 from ..curvature.curvature import MERGED_CURVATURE, write_curvature_card
 from ..curvature.format import STEM, metadata
 from ..errors import InputError
-from ..io.atomic_dir import AtomicDir
+from ..io.atomic_dir import AtomicDir, require_space
 from ..io.reader import FLOATS, bytes_of
 from ..io.writer import ShardWriter
 from ..recipe import Recipe
@@ -86,7 +86,8 @@ class Output:
             needed -= max(0, model.nbytes - 6 * max(model.sizes.values(), default=0))  # a few files at a time
         if not self.finished:
             self._folder.clear()
-        self._folder.require_space(needed + sidecars(self._plan.inputs.template).nbytes + 1_000_000)
+        needed += sidecars(self._plan.inputs.template).nbytes + 1_000_000
+        require_space(self._folder.folder, needed)
         for writer in self.files.writers:
             writer.folder.mkdir(exist_ok=True)
             if not writer.open():

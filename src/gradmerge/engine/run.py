@@ -103,7 +103,6 @@ def merge_to_folder(
 
     with AtomicDir(out, "merge", force=force, resume=resume, reads=[*recipe_paths(recipe), *files]) as folder:
         folder.keep = resume
-        plan.note(folder.notes)
         output: Output | AdapterOutput
         if recipe.output.format == "adapter":
             from .adapter import AdapterOutput

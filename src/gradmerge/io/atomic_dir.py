@@ -1,4 +1,4 @@
-"""Write a folder that appears under its name only when it is complete.
+"""Write a folder, or a file, that appears under its name only when it is complete.
 
 The folder is written beside its destination and then renamed. A result at a URL is written in the cache and uploaded
 (`io/upload.py`). Every command that writes a folder uses this module and names its inputs. It never replaces or empties
@@ -10,18 +10,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import size
-from ..urls import UrlPath, output_path
-from .small_files import read_json
+from ..urls import UrlPath, is_url, output_path
 
 if TYPE_CHECKING:
     from .upload import Upload
@@ -65,40 +63,43 @@ class AtomicDir:
         reads: Iterable[Path] = (),
         inside: Iterable[Path] = (),
     ) -> None:
-        out = output_path(out)
+        self.out = output_path(out)
+        self.kind, self.force = kind, force
         self.upload: Upload | None = None
         """Sends the files if OUT is a URL."""
-        if isinstance(out, UrlPath):
-            from .upload import Upload
-
-            self.upload = Upload(out)
-        self.out = Path(os.path.abspath(out)) if self.upload is None else self.upload.out
-        if not self.out.name:
-            raise InputError(f"{out}: is not a folder name. Pass the name of a new folder.")
-        self.kind, self.force = kind, force
         self.keep = False
         """Whether an error leaves the folder, for a later run with ``resume``."""
         self.temporary = False
         """Whether the folder is removed at the end, and never renamed."""
-        self.notes: list[str] = []
-        self._parent = self.out.parent if self.upload is None else self.upload.parent
-        self.folder = self._parent / (self.out.name + PARTIAL)
-        self._replaced = self._parent / (self.out.name + REPLACED)
-        self._lock = -1
+        reads, self._lock = list(reads), -1
+        if isinstance(self.out, UrlPath):
+            from .upload import Upload
+
+            self.upload = Upload(self.out)
+            self.upload.check(reads, inside, force, resume)
+            self._target, resume = self.upload.folder, False
+        else:
+            self._target = self.out = Path(os.path.abspath(self.out))
+        if not self._target.name:
+            raise InputError(f"{out}: is not a folder name. Pass the name of a new folder.")
+        self.folder, self._replaced = (self._target.with_name(self._target.name + end) for end in (PARTIAL, REPLACED))
         try:
-            self._check_places(list(reads), inside)
-            self._check_replaceable(resume)
+            for folder in (self.folder, self._replaced):
+                if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+                    raise InputError(f"{folder}: is a link or a file, but gradmerge needs this name. Move it away.")
+                _check_loses_nothing(folder, reads)
+            check_output_path(self._target, reads, inside)
+            self._check_replaceable()
             self._lock_folder()
             self._check_mark()  # only the process that holds the lock may look at what another one left
-            if self.upload is None:
-                self._put_back()
-                self._check_replaceable(resume)
-            if not resume or self.upload is not None:
+            self._put_back()
+            self._check_replaceable()
+            if not resume:
                 self.clear()
         except BaseException as error:
             if self._lock >= 0:
                 if {path.name for path in self.folder.iterdir()} <= {MARK}:
-                    self._remove()
+                    shutil.rmtree(self.folder, ignore_errors=True)
                 self.close()
             if isinstance(error, OSError):
                 raise _cannot_write(self.folder, error) from error
@@ -111,12 +112,11 @@ class AtomicDir:
         try:
             if kind is None and not self.temporary:
                 self._finish()
-            elif self.upload is not None:
-                with contextlib.suppress(GradmergeError):
-                    self.upload.discard()
-                self._remove()
-            elif kind is None or not self.keep:
-                self._remove()
+            elif kind is None or self.upload is not None or not self.keep:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                if self.upload is not None:
+                    with contextlib.suppress(GradmergeError):
+                        self.upload.discard()
         finally:
             self.close()
 
@@ -129,84 +129,52 @@ class AtomicDir:
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
 
-    def require_space(self, nbytes: int) -> None:
-        """Raise if the disk cannot hold a folder of ``nbytes``."""
-        require_space(self.folder, nbytes)
-
     def close(self) -> None:
         """Release the lock, and leave the folder as it is."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
-    def _check_places(self, reads: list[Path], inside: Iterable[Path]) -> None:
-        for folder in (self.folder, self._replaced):
-            if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-                raise InputError(f"{folder}: is a link or a file, but gradmerge needs this name. Move it away.")
-            _check_loses_nothing(folder, reads)
-        if self.upload is None:
-            check_output_path(self.out, reads, inside)
-        else:
-            self.upload.check_overlap(reads, inside)
-
-    def _check_replaceable(self, resume: bool) -> None:
-        if self.upload is not None:
-            names = self.upload.names()
-            ours = are_ours({name.partition("/")[0] for name in names})
-            if names and not (ours and (self.force or (resume and MARK in names))):
-                advice = "pass force=True to replace it" if ours else "remove the files"
-                raise InputError(f"{self.out}: exists already. Choose another output, or {advice}.")
-            self.upload.replace(names)
-        elif self.out.exists() or self.out.is_symlink():
-            if not self.force:
-                raise InputError(
-                    f"{self.out}: exists already. Choose another output, or pass force=True to replace it."
-                )
-            if not self.out.is_dir() or self.out.is_symlink():
-                raise InputError(f"{self.out}: is not a folder. force=True replaces only folders.")
-            _check_ours(self.out)
+    def _check_replaceable(self) -> None:
+        if not self._target.exists() and not self._target.is_symlink():
+            return
+        if not self.force:
+            raise InputError(f"{self.out}: exists already. Choose another output, or pass force=True to replace it.")
+        if not self._target.is_dir() or self._target.is_symlink():
+            raise InputError(f"{self.out}: is not a folder. force=True replaces only folders.")
+        _check_ours(self._target)
 
     def _lock_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        taken = InputError(f"{self.folder}: another process is writing to it. Wait, or choose another output.")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                self.close()
-                raise taken from error
-            self.notes.append(
-                f"{self.folder.parent}: the file system does not support locks ({error.strerror}). Make sure that "
-                f"nothing else writes to {self.out}."
-            )
-        if not self.folder.exists() or not os.path.samestat(os.fstat(self._lock), self.folder.lstat()):
+            locked = True
+        except OSError as error:  # other errors: the file system does not support locks
+            locked = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+        if not locked or not self.folder.exists() or not os.path.samestat(os.fstat(self._lock), self.folder.lstat()):
             self.close()
-            raise taken
+            raise InputError(f"{self.folder}: another process is writing to it. Wait, or choose another output.")
 
     def _check_mark(self) -> None:
         """Raise if the unfinished folder is not ours, or if another kind of command left it. Write the mark."""
         mark = self.folder / MARK
         if mark.is_file():
-            try:
-                kind = str(read_json(mark, 1000)["kind"])
-            except (InputError, KeyError):  # a process was killed while it wrote the mark
-                kind = self.kind
-            if kind != self.kind:
+            kind = mark.read_text("utf-8", errors="replace")
+            if not self.kind.startswith(kind):  # a process may have been killed while it wrote the mark
                 raise InputError(
                     f"{self.folder}: contains an unfinished {kind}, and this is a {self.kind}. Finish that first, "
                     "choose another output, or remove the folder to give it up."
                 )
-            return
-        if not is_ours(self.folder):  # a process killed just before the rename leaves a result without the mark
+        elif not is_ours(self.folder):  # a process killed just before the rename leaves a result without the mark
             raise InputError(f"{self.folder}: was not written by gradmerge, which needs this name. Move it away.")
-        mark.write_text(json.dumps({"kind": self.kind}))
+        mark.write_text(self.kind, "utf-8")
 
     def _put_back(self) -> None:
         """Restore a folder that a process moved away before it was killed."""
         if self._replaced.exists():
-            if not self.out.exists():
-                self._replaced.rename(self.out)
+            if not self._target.exists():
+                self._replaced.rename(self._target)
             elif self.force:  # killed after the new folder had its name
                 _check_ours(self._replaced)
                 shutil.rmtree(self._replaced, ignore_errors=True)
@@ -214,7 +182,7 @@ class AtomicDir:
     def _finish(self) -> None:
         if self.upload is not None:
             self.upload.finish(self.folder)
-            self._remove()
+            shutil.rmtree(self.folder, ignore_errors=True)
             return
         replaces = self.out.exists() and self.force
         try:
@@ -234,11 +202,20 @@ class AtomicDir:
         if replaces:
             shutil.rmtree(self._replaced, ignore_errors=True)
 
-    def _remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self.upload is not None:
-            with contextlib.suppress(OSError):
-                self._parent.rmdir()
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A path to write to; when the ``with`` block ends, the file replaces ``path``."""
+    if is_url(path):
+        raise InputError(f"{path}: can only be written to this machine; give a local file, and copy it")
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        yield partial
+        partial.replace(path)
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def require_space(folder: Path, nbytes: int) -> None:
@@ -282,18 +259,17 @@ def _check_ours(folder: Path) -> None:
 
 def is_ours(folder: Path) -> bool:
     """Return whether gradmerge wrote a folder, or the folder is empty."""
-    names = {path.name for path in folder.iterdir()}
-    return not names or are_ours(names)
+    return are_ours({path.name for path in folder.iterdir()})
 
 
 def are_ours(names: set[str]) -> bool:
-    """Return whether gradmerge wrote a result with these files."""
+    """Return whether gradmerge wrote a result with these files. An empty folder counts as one."""
     curvature = {name for name in names if any(fnmatchcase(name, pattern) for pattern in CURVATURE_FILES)}
-    return any(marks <= names for marks in RESULT_FILES) or bool(curvature and names <= {*curvature, "README.md"})
+    only_curvature = bool(curvature) and names <= {*curvature, "README.md"}
+    return not names or only_curvature or any(marks <= names for marks in RESULT_FILES)
 
 
 def _cannot_write(path: Path, error: OSError) -> InputError | MachineError:
-    """Return an InputError if another output would help, and a MachineError otherwise."""
-    wrong_path = ["EACCES", "EPERM", "EROFS", "ENOTDIR", "EEXIST", "ENAMETOOLONG", "ENOTEMPTY", "ENOENT", "ELOOP"]
-    kind = InputError if errno.errorcode.get(error.errno or 0) in wrong_path else MachineError
+    """Return a MachineError if the disk is full or fails, and an InputError if another output would help."""
+    kind = MachineError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else InputError
     return kind(f"{path}: cannot be written: {error.strerror or error}")

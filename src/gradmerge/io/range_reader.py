@@ -50,12 +50,6 @@ class RangeReader:
             buffer[done : done + len(part)] = part
             done += len(part)
 
-    def will_need(self, offset: int) -> None:
-        """Start to download the bytes at ``offset`` in the background."""
-        if len(self._head) <= offset < self.file.size:
-            with _lock:
-                self._request(self._start_of(offset))
-
     def close(self) -> None:
         with _lock:
             for key in [key for key in _pieces if key[0] is self]:

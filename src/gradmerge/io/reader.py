@@ -8,18 +8,17 @@ checked before it is used.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, MachineError
 from ..text import size
-from ..urls import as_url, count_local_copies, strip_file_scheme, url_of
+from ..urls import count_local_copies, is_url, remote_url, strip_file_scheme, url_of
 from .small_files import open_regular, parse_json_object, read_bounded, require_within
 
 if TYPE_CHECKING:
@@ -86,7 +85,13 @@ class PositionalFile:
         self.path = path
         self.memory: dict[str, Any] = {}
         """Tensors that cannot be read by position, and were loaded."""
-        self._ranges = _ranges_of(path) if count_local_copies() else None
+        self._ranges: RangeReader | None = None
+        if count_local_copies():
+            from .range_reader import RangeReader
+            from .remote import remote_file_at
+
+            remote = remote_file_at(path)
+            self._ranges = None if remote is None else RangeReader(remote)
         self._fd = open_regular(path)
 
     @property
@@ -110,9 +115,7 @@ class PositionalFile:
 
     def will_need(self, offset: int, nbytes: int) -> None:
         """Start to read these bytes in the background."""
-        if self._ranges is not None:
-            self._ranges.will_need(offset)
-        elif hasattr(os, "posix_fadvise") and self._fd >= 0:
+        if self._ranges is None and hasattr(os, "posix_fadvise") and self._fd >= 0:
             with contextlib.suppress(OSError):  # only advice: some file systems do not support it
                 os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
@@ -122,14 +125,6 @@ class PositionalFile:
             self._fd = -1
         if self._ranges is not None:
             self._ranges.close()
-
-
-def _ranges_of(path: Path) -> RangeReader | None:
-    from .range_reader import RangeReader
-    from .remote import remote_file_at
-
-    stored = remote_file_at(path)
-    return None if stored is None else RangeReader(stored)
 
 
 class TensorFile(PositionalFile):
@@ -166,7 +161,7 @@ def _parse_header(file: TensorFile, total: int) -> tuple[dict[str, Entry], dict[
         raise broken("__metadata__ must map strings to strings")
 
     start = 8 + length
-    entries = {name: _check_entry(name, value, start, total, broken) for name, value in header.items()}
+    entries = {name: _check_entry(name, value, start, broken) for name, value in header.items()}
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes, item[0])))
     reached = start
     for name, entry in entries.items():
@@ -175,53 +170,32 @@ def _parse_header(file: TensorFile, total: int) -> tuple[dict[str, Entry], dict[
             raise broken(f"tensor {_quoted(name)} starts at byte {begin} instead of {expected}: a gap or an overlap")
         reached += entry.nbytes
     if reached != total:
-        raise broken(f"{total - reached} bytes follow the last tensor")
+        raise broken(f"the tensors end at byte {reached}, but the file at byte {total}. The file may be truncated")
     return entries, metadata
 
 
-def _check_entry(name: str, value: Any, start: int, total: int, broken: Callable[[str], InputError]) -> Entry:
-    """Check one entry of a header. The data are the bytes from ``start`` to ``total`` of the file."""
+def _check_entry(name: str, value: Any, start: int, broken: Callable[[str], InputError]) -> Entry:
+    """Check one entry of a header, whose offsets count from byte ``start`` of the file."""
 
     def are_whole(numbers: Any, most: int) -> bool:
         within = isinstance(numbers, list) and len(numbers) <= most
         return within and all(type(number) is int and 0 <= number < 2**62 for number in numbers)
 
-    if not is_text(name):
-        raise broken(f"the tensor name {_quoted(name)} is not valid Unicode")
     tensor = f"tensor {_quoted(name)}"
+    if not is_text(name):
+        raise broken(f"the name of {tensor} is not valid Unicode")
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise broken(f"{tensor} must have dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
         raise broken(f"{tensor} has the unknown dtype {str(dtype)[:40]!r}")
-    if not are_whole(shape, 64) or not are_whole(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not are_whole(shape, 64) or not are_whole(offsets, 2) or len(offsets) != 2:
         raise broken(f"{tensor} has an invalid shape, or data_offsets that are not [begin, end]")
     begin, end = offsets
     entry = Entry(dtype, tuple(shape), start + begin)
-    if start + end > total:
-        raise broken(f"{tensor} ends at byte {end} of {total - start} data bytes. The file is truncated")
     if entry.nbytes != end - begin:
         raise broken(f"{tensor} of {dtype} {list(shape)} takes {entry.nbytes} bytes, not {end - begin}")
     return entry
-
-
-def header_bytes(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, Entry]]:
-    """Return the header of a file with these tensors (name → dtype, shape) in this order, and their entries."""
-    # The name of a folder may not be UTF-8.
-    text_metadata = {key: value.encode(errors="backslashreplace").decode() for key, value in metadata.items()}
-    header: dict[str, Any] = {"__metadata__": text_metadata} if text_metadata else {}
-    offsets: dict[str, Entry] = {}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        offsets[name] = Entry(dtype, tuple(shape), end)
-        begin, end = end, end + offsets[name].nbytes
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    entries = {name: replace(entry, start=8 + len(text) + entry.start) for name, entry in offsets.items()}
-    return len(text).to_bytes(8, "little") + text, entries
 
 
 def local_path(reference: str, relative_to: Path | None) -> Path:
@@ -235,7 +209,7 @@ def local_path(reference: str, relative_to: Path | None) -> Path:
         try:
             return local_copy(url)
         except InputError:
-            if as_url(reference):
+            if is_url(reference):
                 raise
             return Path(url)  # does not exist: it may be a Hub id
     try:
@@ -249,57 +223,40 @@ def local_path(reference: str, relative_to: Path | None) -> Path:
 
 def _url_at(reference: str, relative_to: Path | None) -> str | None:
     """Return the URL of a reference that is a URL or is relative to one; None for a local path."""
-    if (url := as_url(reference)) is not None:
-        return None if url.startswith("file://") else url
-    if relative_to is None or reference.startswith(("/", "~")):
-        return None
-    folder = url_of(relative_to)
-    if folder is None or folder.startswith("file://"):
+    if is_url(reference):
+        return remote_url(reference)
+    folder = None if relative_to is None or reference.startswith(("/", "~")) else url_of(relative_to)
+    if folder is None:
         return None
     scheme, _, path = folder.partition("://")
-    return as_url(f"{scheme}://{os.path.normpath(f'{path}/{reference}')}")
-
-
-def require_utf8_path(path: Path) -> Path:
-    """Return the path. Raise if its name is not UTF-8, which libraries in other languages cannot open."""
-    if not is_text(str(path)):
-        raise InputError(f"{path}: the name is not UTF-8. Rename the file, or create a link to it (ln -s).")
-    return path
+    return remote_url(f"{scheme}://{os.path.normpath(f'{path}/{reference}')}")
 
 
 def open_files(folder: Path, stem: str) -> list[TensorFile] | None:
     """Open ``stem.safetensors``, or the shards of ``stem.safetensors.index.json``. Return None if neither exists."""
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
-    if index.is_file():
-        by_file = read_index(index)
-        for name in by_file:
-            if not name.endswith(".safetensors"):
-                raise InputError(f"{index}: not a valid index: {name!r} is not a .safetensors file")
-        with contextlib.ExitStack() as opened:
-            files = [_open_shard(index, *shard, opened) for shard in by_file.items()]
-            opened.pop_all()
-        return files
-    if single.is_file():
+    if not index.is_file():
+        if not single.is_file():
+            return None
         require_within(single, folder)
         return [TensorFile(single)]
-    return None
-
-
-def _open_shard(index: Path, filename: str, names: Sequence[str], opened: contextlib.ExitStack) -> TensorFile:
-    file = TensorFile(index.parent / filename)
-    opened.callback(file.close)
-    absent = [n for n in names if n not in file.entries]
-    if absent:
-        raise InputError(f"{index}: {filename} does not contain {_quoted(absent[0])}. Save the model again.")
-    unlisted = file.entries.keys() - set(names)
-    if unlisted:
-        first = next(n for n in file.entries if n in unlisted)
-        raise InputError(f"{index}: does not list {_quoted(first)} of {filename}. Save the model again.")
-    return file
+    files: list[TensorFile] = []
+    try:
+        for filename, names in read_index(index).items():
+            if not filename.endswith(".safetensors"):
+                raise InputError(f"{index}: not a valid index: {filename!r} is not a .safetensors file")
+            files.append(TensorFile(folder / filename))
+            for name in files[-1].entries.keys() ^ set(names):
+                place = f"in {filename}" if name in names else "in the index"
+                raise InputError(f"{index}: {_quoted(name)} is not {place}. Save the model again.")
+    except BaseException:
+        close_files(files)
+        raise
+    return files
 
 
 def read_index(index: Path) -> dict[str, list[str]]:
-    """Return file name → tensor names of an index in the Hugging Face layout, in the order of file names."""
+    """Return file name → tensor names of an index in the Hugging Face layout, sorted by file name."""
 
     def broken(why: str) -> InputError:
         return InputError(f"{index}: not a valid index: {why}.")

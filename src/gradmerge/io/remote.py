@@ -16,20 +16,21 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ..errors import InputError, MachineError
-from ..text import size
+from ..errors import GradmergeError, InputError, MachineError
+from ..text import first_line, size
 from ..urls import redact, register_local_copy
-from .file_system import cache_folder, file_system, protocol_of, retry
 from .reader import is_plain_name
 from .small_files import MAX_TOKENIZER, read_start
 
+#: Number of attempts for each request, and seconds before the second one. The pause doubles every time.
+TRIES, PAUSE = 4, 0.25
 #: Small files that are downloaded when a model is opened.
 SMALL_FILES = (
     *("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.yml", "*.yaml"),
@@ -39,6 +40,72 @@ SMALL_FILES = (
 FRESH = 10.0
 #: The first bytes of a placeholder. As the length of a safetensors header, they exceed every file.
 INVALID_HEADER = b"\xff" * 8
+#: Names of errors of file systems, or parts of them, that repeating a request does not help against.
+WRONG_REQUESTS = ("Credentials", "Token", "NotFound", "NoSuchBucket", "ParamValidation")
+T = TypeVar("T")
+
+
+def cache_folder() -> Path:
+    """Return the folder for copies of remote files and for results that are being uploaded."""
+    if folder := os.environ.get("GRADMERGE_CACHE"):
+        return Path(folder).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "gradmerge"  # noqa: PTH111
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL and the path in it."""
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    options: dict[str, Any] = {}
+    if url.startswith("hf://"):
+        from huggingface_hub import constants
+
+        options["endpoint"] = constants.ENDPOINT
+    try:
+        fs, path = url_to_fs(url, **options)
+    except Exception as error:
+        raise translate_fs_error(url, error) from None  # its text may contain secrets
+    return fs, str(path)
+
+
+def _protocol(fs: Any) -> str:
+    return fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+
+
+def retry(url: str, request: Callable[[], T]) -> T:
+    """Return what ``request`` returns. Repeat it if the network or the store fails."""
+    for attempt in range(TRIES):
+        try:
+            return request()
+        except GradmergeError:
+            raise
+        except Exception as error:
+            translated = translate_fs_error(url, error)
+            if isinstance(translated, InputError) or attempt == TRIES - 1:
+                raise translated from None
+            time.sleep(PAUSE * 2**attempt)
+    raise AssertionError
+
+
+def translate_fs_error(url: str, error: Exception) -> GradmergeError:
+    """Return an InputError if the request is wrong, and a MachineError if the network or the store failed."""
+    cause = error.__cause__
+    if isinstance(cause, Exception) and type(cause).__module__.startswith("aiohttp"):  # fsspec: FileNotFoundError
+        return translate_fs_error(url, cause)
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    kind = type(error).__name__
+    reason = first_line(error) or kind
+    if redact(url) != url:  # the text may quote the password without the protocol before it
+        reason = f"status {status}" if status else kind
+    if isinstance(error, ImportError):
+        return InputError(f"{url}: a package is not installed ({reason}); try pip install 'gradmerge[remote]'")
+    wrong = isinstance(error, FileNotFoundError | PermissionError | ValueError | NotImplementedError)
+    if wrong or status in (401, 403, 404) or any(name in kind for name in WRONG_REQUESTS):
+        return InputError(
+            f"{url}: cannot be opened: {reason}. Check that it exists, and that your credentials allow it. Records "
+            "contain no passwords and signatures: pass such a URL again in full."
+        )
+    return MachineError(f"{url}: the network or the store failed: {kind}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -64,7 +131,7 @@ class RemoteFile:
         return content
 
     def _read_range(self, start: int, stop: int) -> bytes:
-        if protocol_of(self.fs) not in ("hf", "http", "https"):
+        if _protocol(self.fs) not in ("hf", "http", "https"):
             return bytes(self.fs.cat_file(self.path, start=start, end=stop))
         # Their cat_file reads ahead, or downloads the whole file from a server that ignores ranges.
         file = self.fs.open(self.path, "rb", cache_type="none", size=self.size, block_size=1 << 22)
@@ -94,14 +161,23 @@ _lock = threading.RLock()
 
 def local_copy(url: str) -> Path:
     """Return the local stand-in of a URL: a folder with its small files, or a file."""
-    return _local_copy(url, FRESH).path
+    with _lock:
+        copy = _copies.get(url)
+        if copy is None or time.monotonic() - copy.listed > FRESH:
+            files, commit = list_files(url)
+            copy = LocalCopy(url, _cached_path(url, files), files, commit)
+            if not copy.path.exists():
+                _create(copy)
+            _copies[url] = copy
+            register_local_copy(copy.path, url)
+        return copy.path
 
 
 def download_url(url: str) -> Path:
     """Return the local copy of a file, or of a model folder with all its weights."""
-    copy = _local_copy(url, 0)
-    download(copy.path / name for name in copy.files if not name or name.endswith(".safetensors"))
-    return copy.path
+    path = local_copy(url)
+    download(path / name for name in _copies[url].files if not name or name.endswith(".safetensors"))
+    return path
 
 
 def download(paths: Iterable[Path]) -> None:
@@ -136,13 +212,13 @@ def commit_of(folder: Path) -> str | None:
 
 def states_of(paths: Iterable[Path]) -> dict[Path, list[Any]]:
     """Return the current URL, size and version of every path that is a local copy of a remote file."""
-    copies = {path: copy for path in paths if (copy := _copy_at(path)) is not None}
-    files = {
-        copy.url: copy.files if copy.commit else list_files(copy.url)[0]
-        for copy in {copy.url: copy for copy in copies.values()}.values()
-    }
     states: dict[Path, list[Any]] = {}
-    for path, copy in copies.items():
+    files: dict[str, dict[str, RemoteFile]] = {}
+    for path in paths:
+        if (copy := _copy_at(path)) is None:
+            continue
+        if copy.url not in files:
+            files[copy.url] = copy.files if copy.commit else list_files(copy.url)[0]
         name = copy.name_of(path)
         file = files[copy.url].get(name)
         states[path] = [redact(f"{copy.url}/{name}"), *([file.size, file.version] if file is not None else [])]
@@ -150,7 +226,7 @@ def states_of(paths: Iterable[Path]) -> dict[Path, list[Any]]:
 
 
 def read_whole(url: str, limit: int) -> bytes:
-    """Return the content of a file at a URL of at most ``limit`` bytes, without a local copy."""
+    """Return the content of a file at a URL of at most ``limit`` bytes. The cache gets no copy: it may have secrets."""
     file = list_files(url)[0].get("")
     if file is None or file.size > limit:
         raise InputError(f"{url}: is not a file of at most {size(limit)}")
@@ -159,19 +235,6 @@ def read_whole(url: str, limit: int) -> bytes:
 
 def _copy_at(path: Path) -> LocalCopy | None:
     return next((copy for copy in list(_copies.values()) if path.is_relative_to(copy.path)), None)
-
-
-def _local_copy(url: str, max_age: float) -> LocalCopy:
-    """Return the local copy of a URL, listed at most ``max_age`` seconds ago."""
-    with _lock:
-        copy = _copies.get(url)
-        if copy is None or time.monotonic() - copy.listed > max_age:
-            files, commit = list_files(url)
-            copy = LocalCopy(url, _cached_path(url, files), files, commit)
-            _create(copy)
-            _copies[url] = copy
-            register_local_copy(copy.path, url)
-        return copy
 
 
 def _cached_path(url: str, files: dict[str, RemoteFile]) -> Path:
@@ -183,9 +246,7 @@ def _cached_path(url: str, files: dict[str, RemoteFile]) -> Path:
 
 
 def _create(copy: LocalCopy) -> None:
-    """Download the small files and create placeholders for all others, unless the cache has them."""
-    if copy.path.exists():
-        return
+    """Download the small files and create placeholders for all others."""
     small = [file for file in copy.files.values() if _is_small(file)]
     try:
         copy.path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +274,7 @@ def list_files(url: str) -> tuple[dict[str, RemoteFile], str | None]:
     """
     fs, path = file_system(url)
     commit = None
-    if protocol_of(fs) == "hf":
+    if _protocol(fs) == "hf":
         path, commit = retry(url, lambda: _pin_commit(fs, path))
     files = retry(url, lambda: _list(fs, path, url))
     if not files:

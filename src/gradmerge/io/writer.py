@@ -6,11 +6,12 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import MachineError
-from .reader import ITEM_SIZE, Entry, TensorFile, TensorInfo, header_bytes
+from .reader import ITEM_SIZE, Entry, TensorFile, TensorInfo
 
 DtypeShape = tuple[str, tuple[int, ...]]
 """The dtype of a safetensors header, and the shape."""
@@ -32,6 +33,21 @@ def split_into_shards(tensors: Tensors, shard_size: int) -> list[dict[str, Dtype
         shards[-1][name] = (dtype, shape)
         used += nbytes
     return [dict(sorted(s.items(), key=lambda item: -ITEM_SIZE[item[1][0]])) for s in shards]
+
+
+def header_bytes(tensors: Tensors, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
+    """Return the header of a file with these tensors in this order, and their entries."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets: dict[str, Entry] = {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        offsets[name] = Entry(dtype, tuple(shape), end)
+        begin, end = end, end + offsets[name].nbytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    entries = {name: replace(entry, start=8 + len(text) + entry.start) for name, entry in offsets.items()}
+    return len(text).to_bytes(8, "little") + text, entries
 
 
 class ShardWriter:

@@ -23,7 +23,7 @@ from ..checkpoints.sidecars import copy_sidecars
 from ..checkpoints.tied_weights import same_values, tied_to
 from ..engine.rounding import rounded
 from ..errors import InputError
-from ..io.atomic_dir import AtomicDir
+from ..io.atomic_dir import AtomicDir, require_space
 from ..io.reader import bytes_of
 from ..io.writer import ShardWriter
 from ..tasks import LoadingInfo
@@ -95,7 +95,7 @@ def _write_weights(staging: AtomicDir, checkpoint: Checkpoint, changed: Mapping[
         (staging.folder / module).mkdir(exist_ok=True)
     folders = checkpoint.modules if stem == "model" else ()
     writer = ShardWriter(staging.folder, stem, tensors, SHARD_SIZE, {"format": "pt"}, folders)
-    staging.require_space(writer.nbytes)
+    require_space(staging.folder, writer.nbytes)
     buffers = Buffers()
     with writer:
         for name, info in checkpoint.tensors.items():

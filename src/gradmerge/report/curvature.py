@@ -11,7 +11,7 @@ from torch import Tensor
 from ..curvature.format import CurvatureFile
 from ..curvature.summary import group_of, pieces
 from ..errors import InputError
-from ..io.atomic_file import atomic_file
+from ..io.atomic_dir import atomic_file
 from ..text import count, one_line
 from .figures import heat_map
 from .page import Figure, Page, Section, html, made

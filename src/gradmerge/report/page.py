@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
 from ..errors import MachineError
-from ..io.atomic_file import atomic_file
+from ..io.atomic_dir import atomic_file
 from ..text import printable, to_json
 from ..urls import redact
 from . import theme

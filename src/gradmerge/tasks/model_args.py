@@ -13,7 +13,7 @@ from ..arguments import check
 from ..curvature.offload import return_freed_memory
 from ..distributed import launched
 from ..errors import InputError
-from ..io.remote_code_guard import check_implementation
+from ..io.small_files import check_implementation
 from ..text import nearest
 
 #: Keys for models that load and compute on one device.

@@ -20,8 +20,7 @@ from ..curvature.offload import offloaded_modules
 from ..distributed import launched
 from ..errors import InputError
 from ..io.reader import close_files, open_files
-from ..io.remote_code_guard import refuse_hub_code
-from ..io.small_files import read_json
+from ..io.small_files import read_json, refuse_hub_code
 from ..quiet import quiet_transformers
 from ..text import count, first_line, listed, nearest
 from .adapters import add_adapter, base_folder_of, num_classes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..checkpoints.open import HUB_ID, fetch_from_hub
 from ..errors import InputError
-from ..io.reader import TensorFile, close_files, local_path, open_files, require_utf8_path
+from ..io.reader import TensorFile, close_files, local_path, open_files
 from ..io.small_files import MAX_CONFIG, MAX_TOKENIZER, read_bounded, require_within
 from ..text import size
 from ..urls import remote_url
@@ -31,7 +31,7 @@ def folder_of(reference: str) -> Path:
     else:
         path = local_path(reference, None)
     if path.is_dir():
-        return require_utf8_path(path)
+        return path
     if path.is_file():
         raise InputError(f"{reference}: a file is not enough to run a model. Give the folder with its config.json")
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):

@@ -16,7 +16,7 @@ from typing import Any
 from ...arguments import checked
 from ...display import OneLine
 from ...errors import InputError, MachineError
-from ...io.reader import local_path, require_utf8_path
+from ...io.reader import local_path
 from ...io.small_files import require_unpackable
 from ...text import first_line, size
 from ...urls import redact, remote_url, strip_file_scheme
@@ -210,7 +210,7 @@ def _read_file(source: str, path: Path, split: str | None, limit: int | None) ->
         if suffix == ".npz":
             return _read_npz(source, path, split, limit)
         if suffix == ".parquet":
-            return _read_parquet(source, require_utf8_path(path), limit)
+            return _read_parquet(source, path, limit)
         readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".txt": _read_txt}
         rows = list(islice(readers[suffix](source, path), limit))
     except (InputError, MemoryError):
