@@ -13,10 +13,11 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from gradmerge.compare.candidates import Candidate
+from gradmerge.compare.candidates import plan_of
 from gradmerge.compare.evaluate import TaskData, merge_in_memory
 from gradmerge.compare.predict import open_for_prediction, predict
-from gradmerge.recipe import make_recipe
+from gradmerge.compare.settings import Setting, make_setting, recipe_with, weight_keys
+from gradmerge.recipe import Recipe, make_recipe
 from gradmerge.tasks import load_task
 from gradmerge.tasks.models import model_with
 
@@ -50,43 +51,40 @@ def measure_merges(args: argparse.Namespace, names: list[str]) -> list[dict[str,
         folder=args.work.absolute(),
     )
     tasks = names[1:]
-    candidates = [merge(m, w, len(tasks)) for m in METHODS for w in WEIGHTS if _matters(m, w)]
+    settings = [merge(recipe, method, weight) for method in METHODS for weight in WEIGHTS if _matters(method, weight)]
     plan = open_for_prediction(recipe)
     try:
+        candidates = {setting.name: plan_of(plan, recipe_with(recipe, setting)) for setting in settings}
         prediction = predict(plan, tasks, candidates)
         given = {"limit": args.limit, "batch_size": 64, "max_length": 256, "device": args.device}
         loaded = {name: load_task(str(args.work / name), rows_of(args, name, "test"), **given) for name in tasks}
         data = {name: TaskData(name, task) for name, task in loaded.items()}
         rows = []
-        for candidate in candidates:
-            (state,) = merge_in_memory(plan, [candidate])
-            row: dict[str, Any] = {
-                "merge": candidate.name,
-                "method": candidate.method,
-                "weight": float(candidate.name.split()[-1]),
-            }
+        for setting in settings:
+            (state,) = merge_in_memory(plan, [candidates[setting.name]])
+            weight = setting.get("options.scale", (*setting.weights, 1.0)[0])
+            row: dict[str, Any] = {"merge": setting.name, "method": setting.method, "weight": weight}
             for name, task in data.items():
                 metrics, _ = task.evaluate(model_with(task.loaded.model, state))
                 row[name] = {
-                    "predicted": prediction.excess(candidate.name, name),
+                    "predicted": prediction.excess(setting.name, name),
                     "loss": metrics["loss_per_example"],
                     "accuracy": metrics["accuracy"],
                 }
-            row["predicted_worst"] = max(prediction.excess(candidate.name, task) for task in prediction.tasks)
-            row["predicted_sum"] = sum(prediction.excess(candidate.name, t) for t in prediction.tasks)
+            row["predicted_worst"] = max(prediction.excess(setting.name, task) for task in prediction.tasks)
+            row["predicted_sum"] = sum(prediction.excess(setting.name, t) for t in prediction.tasks)
             rows.append(row)
-            print(candidate.name, {n: round(row[n]["accuracy"], 4) for n in tasks}, flush=True)
+            print(setting.name, {n: round(row[n]["accuracy"], 4) for n in tasks}, flush=True)
         return rows
     finally:
         plan.inputs.close()
 
 
-def merge(method: str, weight: float, tasks: int) -> Candidate:
+def merge(recipe: Recipe, method: str, weight: float) -> Setting:
     """A method at a weight for all tasks. Equal weights cancel in TIES, whose scale takes their place."""
-    name = f"{method} at {weight:g}"
     if method == "ties":
-        return Candidate(name, method, [1.0] * tasks, {"scale": weight})
-    return Candidate(name, method, [1.0 if method == "average" else weight] * tasks)
+        return make_setting(recipe, method, {"options.scale": weight})
+    return make_setting(recipe, method, dict.fromkeys(weight_keys(recipe), weight))
 
 
 def _matters(method: str, weight: float) -> bool:

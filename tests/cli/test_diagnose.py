@@ -92,7 +92,12 @@ def test_predictions_are_shown_relative_to_task_arithmetic(place: Path) -> None:
 def test_measured_numbers_are_those_of_evaluate(place: Path, merged: dict[str, Tensor]) -> None:
     measured = found(place)["measured"]
     for task in ("one", "two"):
-        for name, model in (("gradient-matching", "merged"), ("base", "first"), ("tuned", task), ("target", "joint")):
+        for name, model in (
+            ("gradient-matching", "merged"),
+            ("base", "first"),
+            ("fine-tuned model", task),
+            ("target", "joint"),
+        ):
             want = gm.evaluate(str(place / model), str(place / f"{task}.jsonl"), device="cpu")
             assert measured[name][task]["accuracy"] == want["accuracy"]
             assert measured[name][task]["loss_per_example"] == pytest.approx(want["loss_per_example"], rel=1e-5)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.checkpoints.checkpoint import Checkpoint
+from gradmerge.compare.candidates import Candidate, plan_of
+from gradmerge.compare.settings import Setting, make_setting, recipe_with
 from gradmerge.engine.build_plan import make_plan
 from gradmerge.engine.inputs import CurvatureInput, Inputs
 from gradmerge.engine.plan import Plan
@@ -41,8 +43,26 @@ def memory_plan(
         penalty=[None if p is None else CurvatureInput(f"penalty {i}", memory=p) for i, p in enumerate(penalty)],
         damping=damping,
     )
-    recipe = make_recipe({"method": "gradient-matching", "base": "base", "models": ["model"] * len(tuned)})
-    return make_plan(recipe, inputs)
+    return make_plan(memory_recipe(weights, damping), inputs)
+
+
+def memory_recipe(weights: Sequence[float], damping: float) -> gm.Recipe:
+    models = [{"model": "model", "weight": weight} for weight in weights]
+    return make_recipe({"method": "gradient-matching", "base": "base", "models": models, "damping": damping})
+
+
+def candidates(
+    plan: Plan, weights: Sequence[float], damping: float, merges: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Candidate]:
+    """Name → a merge with these keys, on the inputs of a plan as of :func:`memory_plan`."""
+    recipe = memory_recipe(weights, damping)
+    settings = {name: make_setting(recipe, keys["method"], keys) for name, keys in merges.items()}
+    return {name: plan_of(plan, recipe_with(recipe, setting)) for name, setting in settings.items()}
+
+
+def setting(method: str, weights: Sequence[float] = (), changes: Mapping[str, Any] | None = None) -> Setting:
+    keys = {f"models.{i}.weight": weight for i, weight in enumerate(weights)}
+    return Setting({"method": method, **keys, **(changes or {})})
 
 
 def two_tasks(weights: Sequence[float] = (1.0, 1.0), method: str = "task-arithmetic") -> gm.Recipe:

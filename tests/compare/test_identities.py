@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.compare.candidates import Candidate
 from gradmerge.compare.predict import predict
 from gradmerge.compare.settings import BASE
 
 from ..rules.full_matrices import gradient_matching_full, removal_full
-from .making import memory_plan
+from .making import candidates, memory_plan
 
 FEATURES, ROWS = 5, 30
 WEIGHTS = [1.0, 0.4, 1.7]
@@ -259,6 +258,7 @@ def minima(kind: str) -> tuple[list[Loss], list[Tensor], Tensor]:
 
 
 METHODS = ["average", "task-arithmetic", "fisher-averaging", "gradient-matching"]
+MERGES = {method: {"method": method} for method in METHODS}
 
 
 def test_the_predicted_excess_loss_and_mismatch_are_the_true_ones_for_quadratics() -> None:
@@ -266,7 +266,8 @@ def test_the_predicted_excess_loss_and_mismatch_are_the_true_ones_for_quadratics
     hessians = [loss.hessian(base) for loss in losses]
     first = make_loss("linear", 0, True)
     states, curvature = [as_state(t) for t in (base, *tuned)], diagonals([first.hessian(base), *hessians])
-    found = predict(memory_plan(states, curvature, WEIGHTS, 0.1), ["a", "b", "c"], [Candidate(m, m) for m in METHODS])
+    plan = memory_plan(states, curvature, WEIGHTS, 0.1)
+    found = predict(plan, ["a", "b", "c"], candidates(plan, WEIGHTS, 0.1, MERGES))
     for method in METHODS:
         settings = {} if method == "average" else {"weights": WEIGHTS}
         merged = as_vector(
@@ -288,7 +289,7 @@ def test_where_the_penalty_is_known_the_predicted_excess_is_the_whole_of_it() ->
     states = [as_state(t) for t in (case.base, *case.tuned)]
     known = as_state(case.penalty.diagonal())
     plan = memory_plan(states, diagonals([case.penalty, *case.hessians]), WEIGHTS, 0.0, [known, known, None])
-    found = predict(plan, ["a", "b", "c"], [Candidate(m, m) for m in METHODS])
+    found = predict(plan, ["a", "b", "c"], candidates(plan, WEIGHTS, 0.0, MERGES))
     for method in METHODS:
         settings = {} if method == "average" else {"weights": WEIGHTS}
         prior, *curvature = diagonals([case.penalty, *case.hessians])

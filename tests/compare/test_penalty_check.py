@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import BertForSequenceClassification
 
 import gradmerge as gm
-from gradmerge.compare.candidates import Candidate
+from gradmerge.compare.candidates import plan_of
 from gradmerge.compare.diagnose import PenaltyCheck, check_penalties
 from gradmerge.compare.predict import open_for_prediction, predict
+from gradmerge.compare.settings import make_setting, recipe_with
 from gradmerge.recipe import make_recipe
 from gradmerge.tasks import load_task
 
@@ -155,7 +156,8 @@ def test_with_kronecker_curvature_it_is_that_of_matrices_that_are_written_out(tm
     plan = open_for_prediction(recipe)
     try:
         found = check_penalties(recipe, plan, {"a": 0, "b": 1}, gradients, {"a": 5, "b": 10})
-        prediction = predict(plan, ["a", "b"], [Candidate("average", "average")])
+        average = plan_of(plan, recipe_with(recipe, make_setting(recipe, "average")))
+        prediction = predict(plan, ["a", "b"], {"average": average})
     finally:
         plan.inputs.close()
     damping, source = (0.0, known) if given else (0.01, sources[0])

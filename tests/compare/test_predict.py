@@ -5,22 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.compare.candidates import Candidate
-from gradmerge.compare.predict import open_for_prediction, predict
+from gradmerge.compare.predict import Prediction, open_for_prediction, predict
 from gradmerge.compare.settings import BASE, task_names
-from gradmerge.engine.plan import Plan
 from gradmerge.engine.randomness import keep_mask
 from gradmerge.recipe import make_recipe
 
 from ..making import SHAPES, near, random_state, three_models, write_model
 from ..rules import slow
-from .making import State, memory_plan
+from .making import State, candidates, memory_plan
 
 WEIGHTS = [0.7, 1.3]
 DAMPING = 0.05
@@ -32,48 +31,48 @@ GROUPS = {
     "classifier": ["classifier.weight"],
 }
 
-CANDIDATES = [
-    Candidate("average", "average"),
-    Candidate("task-arithmetic", "task-arithmetic"),
-    Candidate("other weights", "task-arithmetic", [-0.5, 2.0]),
-    Candidate("fisher-averaging", "fisher-averaging"),
-    Candidate("fisher with base", "fisher-averaging", options={"include_base": True}),
-    Candidate("gradient-matching", "gradient-matching"),
-    Candidate("removal", "removal"),
-    Candidate("removal without bounds", "removal", options={"cap": "none"}),
-    Candidate("ties", "ties", options={"density": 0.3}),
-    Candidate("ties by tensor", "ties", options={"density": 0.3, "scope": "tensor"}),
-    Candidate("dare", "dare", options={"density": 0.4, "seed": 3}),
-    Candidate("dare twice", "dare", options={"density": 0.4, "seed": 4, "combine": "ties"}),
-]
+MERGES: dict[str, dict[str, Any]] = {
+    "average": {"method": "average"},
+    "task-arithmetic": {"method": "task-arithmetic"},
+    "other weights": {"method": "task-arithmetic", "models.0.weight": -0.5, "models.1.weight": 2.0},
+    "fisher-averaging": {"method": "fisher-averaging"},
+    "fisher with base": {"method": "fisher-averaging", "options.include_base": True},
+    "gradient-matching": {"method": "gradient-matching"},
+    "removal": {"method": "removal"},
+    "removal without bounds": {"method": "removal", "options.cap": "none"},
+    "ties": {"method": "ties", "options.density": 0.3},
+    "ties by tensor": {"method": "ties", "options.density": 0.3, "options.scope": "tensor"},
+    "dare": {"method": "dare", "options.density": 0.4, "options.seed": 3},
+    "dare twice": {"method": "dare", "options.density": 0.4, "options.seed": 4, "options.combine": "ties"},
+}
 
 
-def slow_merge(candidate: Candidate, states: Sequence[State], curvature: Sequence[State], damping: float) -> State:
-    """A candidate entry by entry, over the whole model at once, or over each tensor for a rule that asks for it."""
-    options = dict(candidate.options or {})
+def slow_merge(merge: dict[str, Any], states: Sequence[State], curvature: Sequence[State], damping: float) -> State:
+    """A merge entry by entry, over the whole model at once, or over each tensor for a rule that asks for it."""
+    method, weights = merge["method"], [merge.get(f"models.{i}.weight", WEIGHTS[i]) for i in range(2)]
+    options = {key.removeprefix("options."): value for key, value in merge.items() if key.startswith("options.")}
     names = [[name] for name in SHAPES] if options.pop("scope", "model") == "tensor" else [list(SHAPES)]
     result: dict[str, Tensor] = {}
     for part in names:
         base, *tuned = [[float(v) for n in part for v in state[n].reshape(-1)] for state in states]
         prior, *fishers = [[float(v) for n in part for v in c[n].reshape(-1)] for c in curvature]
-        weights = candidate.weights or WEIGHTS
-        if candidate.method == "dare":
+        if method == "dare":
             seed = options.pop("seed")
             kept = [
                 [bool(k) for n in part for k in keep_mask(seed, i, n, 0, math.prod(SHAPES[n]), options["density"])]
                 for i in range(2)
             ]
             values = slow.dare(base, tuned, weights, kept, **options)
-        elif candidate.method == "gradient-matching":
+        elif method == "gradient-matching":
             values = slow.gradient_matching(base, tuned, weights, prior, fishers, damping)
-        elif candidate.method == "removal":
+        elif method == "removal":
             values = slow.removal(base, tuned, weights, prior, fishers, damping, **({"cap": 1.0} | options))
-        elif candidate.method == "fisher-averaging":
+        elif method == "fisher-averaging":
             values = slow.fisher_averaging(base, tuned, weights, fishers, damping, prior, **options)
-        elif candidate.method == "average":
+        elif method == "average":
             values = slow.average(base, tuned)
         else:
-            values = getattr(slow, candidate.method.replace("-", "_"))(base, tuned, weights, **options)
+            values = getattr(slow, method.replace("-", "_"))(base, tuned, weights, **options)
         place = 0
         for name in part:
             size = math.prod(SHAPES[name])
@@ -98,8 +97,11 @@ def slow_cost(merged: State, at: State, curvature: State, names: Sequence[str]) 
     return math.fsum(excess), math.sqrt(math.fsum(mismatch))
 
 
-def plan_of(states: Sequence[State], curvature: Sequence[State], damping: float = DAMPING) -> Plan:
-    return memory_plan(states, curvature, WEIGHTS, damping)
+def predicted(
+    states: Sequence[State], curvature: Sequence[State], merges: dict[str, dict[str, Any]], damping: float = DAMPING
+) -> Prediction:
+    plan = memory_plan(states, curvature, WEIGHTS, damping)
+    return predict(plan, TASKS, candidates(plan, WEIGHTS, damping, merges))
 
 
 @pytest.fixture
@@ -112,24 +114,24 @@ def models() -> tuple[list[State], list[State]]:
     return states, curvature
 
 
-@pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.name)
-def test_costs_are_those_of_a_slow_loop(models: tuple[list[State], list[State]], candidate: Candidate) -> None:
+@pytest.mark.parametrize("name", MERGES)
+def test_costs_are_those_of_a_slow_loop(models: tuple[list[State], list[State]], name: str) -> None:
     states, curvature = models
-    found = predict(plan_of(states, curvature), TASKS, [candidate])
+    found = predicted(states, curvature, {name: MERGES[name]})
     assert found.tasks == [*TASKS, BASE]
-    merged = slow_merge(candidate, states, curvature, DAMPING)
+    merged = slow_merge(MERGES[name], states, curvature, DAMPING)
     for task, at, h in zip(found.tasks, [*states[1:], states[0]], [*curvature[1:], curvature[0]], strict=True):
         for group, names in [*GROUPS.items(), (None, list(SHAPES))]:
             excess, mismatch = slow_cost(merged, at, h, names)
-            assert found.excess(candidate.name, task, group) == pytest.approx(excess, rel=1e-9)
-            assert found.mismatch(candidate.name, task, group) == pytest.approx(mismatch, rel=1e-9)
+            assert found.excess(name, task, group) == pytest.approx(excess, rel=1e-9)
+            assert found.mismatch(name, task, group) == pytest.approx(mismatch, rel=1e-9)
 
 
 def test_interference_is_its_definition_entry_by_entry(
     models: tuple[list[State], list[State]],
 ) -> None:
     states, curvature = models
-    found = predict(plan_of(states, curvature), TASKS, [Candidate("average", "average")])
+    found = predicted(states, curvature, {"average": MERGES["average"]})
     for group, names in GROUPS.items():
         overlap, opposed = [], []
         for name in names:
@@ -139,12 +141,12 @@ def test_interference_is_its_definition_entry_by_entry(
                 overlap.append(shared)
                 if (a - base) * (b - base) < 0:
                     opposed.append(shared)
-        got = found.interference["a", "b", group]
+        got = found.between("a", "b", group)
         assert got.overlap == pytest.approx(math.fsum(overlap), rel=1e-9)
         assert got.opposed == pytest.approx(math.fsum(opposed), rel=1e-9)
-    every = found.between("b", "a")
+    every, parts = found.between("b", "a"), [found.between("a", "b", group) for group in GROUPS]
     assert every == found.between("a", "b")
-    assert every.share == pytest.approx(sum(v.opposed for v in found.interference.values()) / every.overlap)
+    assert every.share == pytest.approx(sum(part.opposed for part in parts) / every.overlap)
 
 
 def test_tiny_curvature_does_not_vanish_from_the_mismatch() -> None:
@@ -152,7 +154,8 @@ def test_tiny_curvature_does_not_vanish_from_the_mismatch() -> None:
     base = random_state(0)
     states = [base, near(base, 1, 1e-5), near(base, 2, 1e-5)]
     curvature = [{n: torch.full_like(v, 1e-18) for n, v in base.items()}] * 3
-    found = predict(plan_of(states, curvature, 0.0), TASKS, [Candidate("ta", "task-arithmetic", [1.0, 1.0])])
+    ones = {"method": "task-arithmetic", "models.0.weight": 1.0, "models.1.weight": 1.0}
+    found = predicted(states, curvature, {"ta": ones}, 0.0)
     off = [states[2][n].double() - base[n].double() for n in SHAPES]  # what task b adds to task a's model
     want = 1e-18 * math.sqrt(sum(float(v.square().sum()) for v in off))
     assert found.mismatch("ta", "a") == pytest.approx(want, rel=0.05, abs=0)
@@ -167,19 +170,18 @@ def test_a_recipe_without_a_base_or_without_curvature_cannot_be_looked_at(tmp_pa
 
 
 def test_candidates_that_make_no_sense_are_refused(models: tuple[list[State], list[State]], tmp_path: Path) -> None:
-    plan = plan_of(*models)
-    for candidate, named in (
-        (Candidate("s", "slerp", options={"t": 0.5}), "slerp"),
-        (Candidate("r", "regmean"), "regmean"),
-        (Candidate("w", "weighted-average", [1.0, -1.0]), "weighted-average"),
-        (Candidate("t", "ties", options={"densty": 0.1}), "'density'"),
-        (Candidate("t", "task-arithmetic", [1.0]), "t: 1 weights"),
+    plan = memory_plan(*models, WEIGHTS, DAMPING)
+    for merge in (
+        {"method": "slerp", "options.t": 0.5},
+        {"method": "regmean"},
+        {"method": "weighted-average", "models.0.weight": 1.0, "models.1.weight": -1.0},
+        {"method": "ties", "options.densty": 0.1},
     ):
-        with pytest.raises(gm.InputError, match=named):
-            predict(plan, TASKS, [candidate])
+        with pytest.raises(gm.InputError):
+            candidates(plan, WEIGHTS, DAMPING, {"x": merge})
     other = write_model(tmp_path / "other", {"embed.weight": torch.ones(2)})
     with gm.open_checkpoint(str(other)) as model, pytest.raises(gm.InputError, match=str(other)):
-        predict(plan, TASKS, [Candidate("m", model=model)])
+        predict(plan, TASKS, {"m": model})
 
 
 def test_tasks_are_named_by_their_folder_or_by_all_of_the_path_where_that_is_not_unique() -> None:

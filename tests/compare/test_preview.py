@@ -8,9 +8,9 @@ import pytest
 
 import gradmerge as gm
 from gradmerge.compare import evaluate, predict
-from gradmerge.compare.settings import Setting, recipe_with
+from gradmerge.compare.settings import recipe_with
 
-from .making import ThreeModels
+from .making import ThreeModels, setting
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -26,7 +26,7 @@ def test_a_predicted_sweep_is_a_loop_over_the_formula(tmp_path: Path, reduction:
         want = place.predicted(place.merged(row.setting.method, row.setting.weights))
         assert [row.values[task] for task in found.tasks] == pytest.approx(want, rel=1e-6, abs=1e-12)
         assert row.score == pytest.approx(max(want), rel=1e-6)
-    assert found.reference.setting == Setting("gradient-matching", (1.0, 0.5))
+    assert found.reference.setting == setting("gradient-matching", (1.0, 0.5))
     for row in [*found.rows, found.reference]:
         assert max(found.shown_value(row, task) or 0 for task in found.tasks) == found.shown_score(row)
     assert found.shown_score(found.reference) == 1

@@ -27,6 +27,8 @@ from gradmerge.report.advice import preview_verdict
 from gradmerge.report.preview import best_table
 from gradmerge.tasks.standard_errors import standard_errors
 
+from .making import setting
+
 
 def answers(right: Sequence[int], count: int = 120) -> Tensor:
     """0 and 1: right are the examples of these numbers."""
@@ -35,17 +37,17 @@ def answers(right: Sequence[int], count: int = 120) -> Tensor:
     return rows
 
 
-def outcome(setting: Setting, rows: dict[str, dict[str, Tensor]]) -> Outcome:
+def outcome(of: Setting, rows: dict[str, dict[str, Tensor]]) -> Outcome:
     metrics = {
         task: {name: float(values.mean()) for name, values in found.items()}
         | {"standard_errors": standard_errors(found)}
         for task, found in rows.items()
     }
-    return Outcome(setting, metrics, rows=rows)
+    return Outcome(of, metrics, rows=rows)
 
 
 def accurate(method: str, weights: tuple[float, ...], **right: Sequence[int]) -> Outcome:
-    return outcome(Setting(method, weights), {task: {"accuracy": answers(some)} for task, some in right.items()})
+    return outcome(setting(method, weights), {task: {"accuracy": answers(some)} for task, some in right.items()})
 
 
 def preview(
@@ -61,9 +63,7 @@ def preview(
 def test_a_score_over_tasks_has_the_error_of_independent_tasks_each_on_the_same_rows() -> None:
     generator = torch.Generator().manual_seed(0)
     one, other = (
-        outcome(
-            Setting("ties", ()), {t: {"loss_per_token": torch.rand(n, generator=generator).double()} for t, n in sizes}
-        )
+        outcome(setting("ties"), {t: {"loss_per_token": torch.rand(n, generator=generator).double()} for t, n in sizes})
         for sizes in [[("a", 30), ("b", 50)]] * 2
     )
     criterion = set_scores([one, other], True)
@@ -146,15 +146,14 @@ def test_a_recipe_whose_own_weights_are_not_asked_for_is_kept_where_it_is_tied()
 
 def predicted(own: float, *others: float) -> Preview:
     settings = [
-        Setting("gradient-matching", (1.0, 1.0), (("damping", value),) if value else ()) for value in (0, *others)
+        setting("gradient-matching", (1.0, 1.0), {"damping": value} if value else None) for value in (0, *others)
     ]
     first, *rows = (
-        Outcome(setting, costs={"a": value, "b": value / 2})
-        for setting, value in zip(settings, (own, *others), strict=True)
+        Outcome(one, costs={"a": value, "b": value / 2}) for one, value in zip(settings, (own, *others), strict=True)
     )
     recipe = make_recipe({"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
     criterion = set_scores([first, *rows], False)
-    return Preview(recipe, ["a", "b"], ["a", "b"], False, criterion, rows, first, Axis("damping", "damping"))
+    return Preview(recipe, ["a", "b"], ["a", "b"], False, criterion, rows, first, Axis("damping", ("damping",)))
 
 
 def test_of_predictions_the_recipes_own_is_taken_within_a_hundredth_of_the_smallest() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradmerge.compare.diagnose import Diagnosis, PenaltyCheck
-from gradmerge.compare.predict import Cost, Interference, Prediction
+from gradmerge.compare.predict import Prediction
 from gradmerge.compare.ranking import Outcome
 from gradmerge.compare.settings import Setting
 from gradmerge.recipe import make_recipe
@@ -30,10 +30,10 @@ def diagnosis(
     """Merges with a predicted loss each, and how many of 120 examples of each task models have right."""
     recipe = make_recipe({"method": OWN, "base": "base", "models": ["a", "b"]})
     prediction = Prediction(list(predicted), TASKS)
-    for name, loss in predicted.items():
-        for task in TASKS:
-            prediction.costs[name, task, "x"] = Cost(loss * (costs or {}).get(task, 1.0))
-    prediction.interference["a", "b", "x"] = Interference(1.0, apart)
+    losses = [[loss * (costs or {}).get(task, 1.0) for task in TASKS] for loss in predicted.values()]
+    conflicts = torch.zeros(3, 3, 2)
+    conflicts[0, 1] = conflicts[1, 0] = torch.tensor([1.0, apart])
+    prediction.add("x", torch.tensor(losses)[..., None] * torch.tensor([1.0, 0.0, 0.0]), conflicts)
     found = Diagnosis(recipe, OWN, prediction)
     if ratio is not None:
         found.penalty_checks = {task: PenaltyCheck("H_0", ratio, 1.0, 1.0) for task in ("a", "b")}
@@ -45,7 +45,7 @@ def diagnosis(
                 task: {"accuracy": counts[task] / 120, "standard_errors": standard_errors(one)}
                 for task, one in rows.items()
             }
-            found.outcomes[model] = Outcome(Setting(model), metrics, rows=rows)
+            found.outcomes[model] = Outcome(Setting({}), metrics, rows=rows)
         found.rank_measured()
     return found
 
@@ -54,7 +54,7 @@ def both(count: int) -> dict[str, int]:
     return dict.fromkeys(TASKS, count)
 
 
-ALONE = {"base": both(110), "tuned": both(112)}
+ALONE = {"base": both(110), "fine-tuned model": both(112)}
 
 
 def words_of(found: Diagnosis) -> str:
@@ -82,7 +82,7 @@ def test_a_measurement_counts_for_more_than_a_prediction(case: str) -> None:
 def test_smaller_weights_are_advised_where_the_bases_data_is_predicted_to_lose_most() -> None:
     """Of multiples of a reference, the base's is the largest."""
     found = diagnosis({OWN: 1.0, THIRD: 1.0}, {}, costs={"a": 0.5, "b": 0.5, "base": 1.0})
-    found.prediction.costs[THIRD, "base", "x"] = Cost(0.95)
+    found.prediction.costs["x"][1, TASKS.index("base"), 0] = 0.95
     assert "smaller weights" in verdict(found)[-1]
 
 
@@ -90,7 +90,7 @@ def test_smaller_weights_are_advised_where_the_bases_data_is_predicted_to_lose_m
 def test_smaller_weights_are_advised_where_the_bases_data_measured_a_loss(merged: int) -> None:
     """Whatever is predicted of it."""
     right = {**ALONE, OWN: {"a": 111, "b": 111, "base": merged}}
-    right["tuned"] = {"a": 112, "b": 112, "base": 110}
+    right["fine-tuned model"] = {"a": 112, "b": 112, "base": 110}
     words = words_of(diagnosis({OWN: 1.0}, right, tasks=("a", "b", "base"), costs={"base": 9.0}))
     assert ("smaller weights" in words) == (merged == 60)
 
@@ -125,4 +125,4 @@ def test_numbers_have_their_errors() -> None:
     assert "0.925 ± 0.024" in words_of(found) and "0.9333 ± 0.023" in words_of(found)
     table = {row[0]: row for row in measured_table(found).rows}
     assert f"{table[OWN][1]:.4g}" == "0.925 ± 0.017" and f"{table[OTHER][2]:.4g}" == "-0.425 ± 0.033"
-    assert table["tuned"][1:3] == [None, None] and f"{table['tuned'][3]:.4g}" == "0.9333 ± 0.023"
+    assert table["fine-tuned model"][1:3] == [None, None] and f"{table['fine-tuned model'][3]:.4g}" == "0.9333 ± 0.023"

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import gradmerge as gm
-from gradmerge.compare.interactive import Superseded
+from gradmerge.compare.evaluate import Superseded
 from gradmerge.studio.explorer import Explorer
 
 from ..making import near, random_curvature, read_model, write_recipe

@@ -13,7 +13,7 @@ import gradio
 import pytest
 
 import gradmerge as gm
-from gradmerge.compare.interactive import Superseded
+from gradmerge.compare.evaluate import Superseded
 from gradmerge.studio import html as markup
 from gradmerge.studio.controls import Panel
 from gradmerge.studio.explorer import Explorer

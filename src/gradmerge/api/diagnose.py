@@ -5,6 +5,7 @@ Heavy modules are imported in the functions: the command line reads the signatur
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -73,7 +74,7 @@ def diagnose(
     from .next_commands import next_commands
 
     options = complete(loading, diagnose)
-    recipe, _ = with_changes(recipe_of_models(recipe, "diagnose", allow_code), changes, None)
+    recipe, _ = with_changes(recipe_of_models(recipe, "diagnose", allow_code), changes)
     threads = number_of_threads(threads)
     allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     merged, target = (None if model is None else str(model) for model in (merged, target))
@@ -167,13 +168,14 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
                 "task": one,
                 "other": other,
                 "layer": group,
-                "overlap": value.overlap,
-                "opposed_share": value.share,
+                "overlap": prediction.between(one, other, group).overlap,
+                "opposed_share": prediction.between(one, other, group).share,
             }
-            for (one, other, group), value in prediction.interference.items()
+            for group in prediction.groups
+            for one, other in itertools.combinations(found.tuned, 2)
         ],
         "measured": {name: outcome.metrics for name, outcome in found.outcomes.items()},
-        **({"compared": _compared(found.measured)} if found.measured is not None else {}),
+        **({"compared": _compared(found, found.measured)} if found.measured is not None else {}),
         "examples": found.examples,
         "residuals": {name: asdict(residual) for name, residual in found.residuals.items()},
         "penalty_checks": {task: asdict(check) for task, check in found.penalty_checks.items()},
@@ -185,12 +187,12 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _compared(compared: Preview) -> dict[str, Any]:
+def _compared(found: Diagnosis, compared: Preview) -> dict[str, Any]:
     """The merges on the same rows: their scores, and how much more each has than the one that is diagnosed."""
     merges = {}
-    for row in compared.rows:
+    for name, row in found.merges.items():
         apart = compared.difference(row, compared.reference)
-        merges[row.setting.method] = {
+        merges[name] = {
             "score": row.score,
             "standard_error": getattr(compared.shown_score(row), "error", None),
             "more_than_own": None if apart is None else {"value": apart.value, "standard_error": apart.error},

@@ -115,9 +115,8 @@ def preview(
     else:
         default = None if sweep else DEFAULT_WEIGHTS
         ranges = parse_weights(weights, recipe, chosen, default)
-        grid = Grid(recipe, chosen, ranges, [*fixed, *parse_sweeps(sweep, chosen)])
+        grid = Grid(recipe, chosen, [*fixed, *parse_sweeps(sweep, chosen), *ranges])
         grid.settings()
-    grid.check()
     if generation is not None and not data:
         raise InputError("generation: answers are compared with data of the tasks; give data NAME=SRC")
     threads = number_of_threads(threads)
@@ -219,7 +218,7 @@ def _row(found: Preview, row: Outcome) -> dict[str, Any]:
     weights = {task: plain(weight) for task, weight in found.weights(row).items()}
     facts: dict[str, Any] = {"method": row.setting.method, "weights": weights}
     if row.setting.changes:
-        facts["changes"] = {key: plain(value) for key, value in row.setting.changes}
+        facts["changes"] = {key: plain(value) for key, value in row.setting.changes.items()}
     facts["rank"] = row.rank
     if not found.measured:
         tasks = {task: {"times_reference": found.shown_value(row, task)} for task in found.tasks}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,30 +22,14 @@ from ..engine.statistics import Statistics, compute_mean_curvature, compute_stat
 from ..engine.thread_pool import run_parallel, with_buffers
 from ..errors import InputError
 from ..notes import Note
-from ..recipe import Recipe, Varying, check_options
+from ..recipe import Recipe
 from ..rules import METHODS
 from ..rules.kronecker_matching import LayerHessian
 from ..rules.sparse import largest
 from ..rules.spec import RANDOM_INPUTS, Granularity
-from .settings import Setting, changes_inputs, recipe_with
 
-#: Plans of settings that read other inputs, open at a time.
-OPEN_PLANS = 8
-
-
-@dataclass
-class Candidate:
-    """One merge: a method with weights (None: the plan's) and options, or a ``model`` that is merged already."""
-
-    name: str
-    method: str = ""
-    weights: Sequence[Varying] | None = None
-    options: Mapping[str, Any] | None = None
-    own: Sequence[Mapping[str, Any]] = ()
-    """Options of single models."""
-    damping: float | Literal["auto"] | None = None
-    """δ as a recipe gives it; None: the plan's."""
-    model: Checkpoint | None = None
+Candidate = Plan | Checkpoint
+"""A merge to form, as of :func:`plan_of`; or a model that is merged already."""
 
 
 @dataclass(frozen=True)
@@ -99,36 +82,34 @@ def visit_blocks(
     *,
     threads: int = 1,
     advance: Advance = lambda nbytes: None,
-    measured: KnownStatistics | None = None,
+    known: KnownStatistics | None = None,
 ) -> None:
     """Call ``visit`` with every block of every candidate, from several threads, in any order.
 
-    ``plan`` says what is read. ``measured`` keeps statistics for further calls with the same plan.
+    ``plan`` says what is read. ``known`` keeps statistics for further calls with the same plan.
     """
-    known: KnownStatistics = {} if measured is None else measured
-    runners = [_Runner(plan, candidate, threads, known) for candidate in candidates]
+    statistics: KnownStatistics = {} if known is None else known
+    runners = [_Runner(plan, candidate, threads, statistics) for candidate in candidates]
     # Blocks are cut so that every candidate can work with them.
     granularity = coarsest(runner.granularity for runner in runners)
-    cut = [replace(job, granularity=granularity) if isinstance(job, BlockJob) else job for job in plan.jobs]
+    jobs = [replace(job, granularity=granularity) if isinstance(job, BlockJob) else job for job in plan.merged_jobs]
 
-    def work(buffers: Buffers, item: tuple[int, PlanBlock]) -> None:
-        number, cut_block = item
-        job = cut_block.job
+    def work(buffers: Buffers, block: PlanBlock) -> None:
+        job, start, stop = block.job, block.start, block.stop
         masks: Masks = {}
         if isinstance(job, LayerJob):
             tensors = job.read(plan)
             merged = [runner.layer(job, tensors, buffers) for runner in runners]
         else:
             assert isinstance(job, BlockJob)
-            tensors = job.read(plan, cut_block.start, cut_block.stop, buffers)
-            merged = [runner.block(job, cut_block.start, cut_block.stop, tensors, masks, buffers) for runner in runners]
-        read = (tensors["base"], tensors["tuned"], tensors.get("prior"))
-        more = (tensors.get("curvature") or [], tensors.get("penalty") or [])
-        visit(Block(job, cut_block.start, cut_block.stop, *read, *more, merged, number))
-        advance(plan.bytes_read(job) * (cut_block.stop - cut_block.start) // max(1, job.info.numel))
+            tensors = job.read(plan, start, stop, buffers)
+            merged = [runner.block(job, start, stop, tensors, masks, buffers) for runner in runners]
+        curvature, penalty = tensors.get("curvature") or [], tensors.get("penalty") or []
+        models = tensors["base"], tensors["tuned"]
+        visit(Block(job, start, stop, *models, tensors.get("prior"), curvature, penalty, merged, block.number))
+        advance(plan.bytes_read(job) * (stop - start) // max(1, job.info.numel))
 
-    blocks = (one for one in replace(plan, jobs=cut).blocks(plan.block) if one.job.rule is not None)
-    run_parallel(enumerate(blocks), with_buffers(work), threads)
+    run_parallel(plan.blocks(plan.block, jobs), with_buffers(work), threads)
 
 
 def coarsest(granularities: Iterable[Granularity]) -> Granularity:
@@ -136,33 +117,31 @@ def coarsest(granularities: Iterable[Granularity]) -> Granularity:
     return max(granularities, key=["entries", "rows", "tensor"].index, default="entries")
 
 
-def plan_of(plan: Plan, candidate: Candidate) -> Plan:
-    """The plan of a candidate with a method, on the inputs of ``plan``; raises if its weights do not suit the rule."""
-    rule = METHODS[candidate.method]
+def plan_of(plan: Plan, recipe: Recipe) -> Plan:
+    """The plan of a recipe on the inputs of ``plan``, which read the same files; raises if its rule cannot use them."""
+    rule = recipe.rule
     if rule.fallback is not None:
         raise InputError(
             f"{rule.name} works on whole matrices and cannot be compared block by block. Merge it first, and compare "
             "the result (merged=)."
         )
-    options = check_options(rule, candidate.options or {}, candidate.own)
-    settings = plan.inputs.settings.changed(candidate.weights, options)
-    inputs = replace(plan.inputs, settings=settings, options=options)
-    if candidate.damping is not None:
-        inputs.damping_is_auto = candidate.damping == "auto"
-        inputs.damping = CONSTANT_DAMPING if candidate.damping == "auto" else candidate.damping
-    weights = candidate.weights
-    if weights is not None and len(weights) != len(inputs.tuned):
-        raise InputError(f"{candidate.name}: {len(weights)} weights for {len(inputs.tuned)} models")
+    options, automatic = recipe.resolved_options, recipe.damping == "auto"
+    settings = plan.inputs.settings.changed(recipe.weights, options)
+    inputs = replace(plan.inputs, settings=settings, options=options, damping_is_auto=automatic)
+    inputs.damping = CONSTANT_DAMPING if recipe.damping == "auto" else recipe.damping
     if rule.only_one_model and len(inputs.tuned) != 1:
         raise InputError(f"{rule.name} takes the base and one model, not {len(inputs.tuned)}")
     if "prior" in rule.needs(options) and inputs.prior is None:
-        raise InputError(f"{rule.name} needs the curvature of the base, which has none here")
+        raise InputError(
+            f"{rule.name} needs the curvature of the base: set base.curvature, or put a folder curvature/ into the "
+            "base's folder"
+        )
     if plan.kronecker_jobs and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
         raise InputError(f"{rule.name} takes diagonals, and the curvature of these models is Kronecker")
     layers = {job.name: Layer(job.transposed, job.bias[0] if job.bias else None) for job in plan.kronecker_jobs}
     problems = scope_problems(inputs)
     if layers and rule.layers is not None:
-        problems += layer_option_problems(candidate.options or {}, inputs, layers)
+        problems += layer_option_problems(recipe.options, inputs, layers)
     if problems:
         raise InputError(problems[0])
     needs = frozenset(rule.needs(options)) - (set() if inputs.penalty else rule.optional & {"penalty"})
@@ -191,7 +170,7 @@ def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
     """Warnings about a merge: steps that are too long, or gradient matching that is task arithmetic."""
     if not recipe.rule.checks or plan.inputs.prior is None:
         return []
-    own = plan_of(plan, Candidate(recipe.method, recipe.method, options=recipe.options, own=recipe.own_options))
+    own = plan_of(plan, recipe)
     executor = LocalExecutor(threads)
     return [*check_step_size(own, executor), *coefficient_notes(recipe, own, executor)]
 
@@ -199,33 +178,31 @@ def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
 class _Runner:
     """Forms the blocks of one candidate."""
 
-    granularity: Granularity = "entries"
-
-    def __init__(self, plan: Plan, candidate: Candidate, threads: int, measured: KnownStatistics) -> None:
-        self._candidate = candidate
-        if (model := candidate.model) is not None:
-            shapes = {name: info.shape for name, info in model.tensors.items()}
+    def __init__(self, plan: Plan, candidate: Candidate, threads: int, known: KnownStatistics) -> None:
+        self._candidate, self.granularity = candidate, coarsest(())
+        if isinstance(candidate, Checkpoint):
+            shapes = {name: info.shape for name, info in candidate.tensors.items()}
             wrong = [name for name, info in plan.merged_tensors.items() if shapes.get(name) != info.shape]
             if wrong:
                 raise InputError(
-                    f"{model.label}: is not a merge of these models: {wrong[0]} is missing or has another shape"
+                    f"{candidate.label}: is not a merge of these models: {wrong[0]} is missing or has another shape"
                 )
             return
-        self._plan = plan_of(plan, candidate)
-        rule, options = self._plan.rule, self._plan.inputs.options
-        self._jobs = {job.name: job for job in self._plan.block_jobs}
+        rule, options = candidate.rule, candidate.inputs.options
+        self._jobs = {job.name: job for job in candidate.block_jobs}
         self.granularity = coarsest(job.granularity for job in self._jobs.values())
-        own = rule.name if self._plan.measures or rule.ranks not in (None, largest) else ""
+        own = rule.name if candidate.measures or rule.ranks not in (None, largest) else ""
         relevant = options if own else {name: options.get(name) for name in ("density", "scope")}
         key = repr((own, rule.ranks is not None, sorted(relevant.items())))
-        if key not in measured:
-            measured[key] = compute_statistics(self._plan, LocalExecutor(threads))
-        self._statistics = measured[key]
+        if key not in known:
+            known[key] = compute_statistics(candidate, LocalExecutor(threads))
+        self._statistics = known[key]
 
     def layer(self, job: LayerJob, tensors: Mapping[str, Any], buffers: Buffers) -> Tensor:
         """The matrix [W b] of a layer with Kronecker curvature; rules for entries see its tensors one by one."""
-        if self._candidate.model is None and self._plan.rule.layers is not None:
-            return replace(job, rule=self._plan.rule).solve(self._plan, tensors)
+        candidate = self._candidate
+        if isinstance(candidate, Plan) and candidate.rule.layers is not None:
+            return replace(job, rule=candidate.rule).solve(candidate, tensors)
         split = [job.split_bias(matrix) for matrix in (tensors["base"], *tensors["tuned"])]
         parts = []
         for name, info in job.tensors.items():
@@ -238,11 +215,10 @@ class _Runner:
     def block(
         self, job: BlockJob, start: int, stop: int, tensors: Mapping[str, Any], masks: Masks, buffers: Buffers
     ) -> Tensor:
-        candidate = self._candidate
-        if candidate.model is not None:
-            block = candidate.model.read(job.name, start, stop, buffers, f"candidate {candidate.name}")
-            return block.to(job.compute)
-        plan, settings = self._plan, self._plan.inputs.settings.of(job.name)
+        plan = self._candidate
+        if isinstance(plan, Checkpoint):
+            return plan.read(job.name, start, stop, buffers, f"candidate {id(plan)}").to(job.compute)
+        settings = plan.inputs.settings.of(job.name)
         own: dict[str, Any] = {**tensors, **self._statistics.inputs_of(job.name)}
         for name in plan.needs & RANDOM_INPUTS:
             key = f"{name} {[settings.options.get(option) for option in ('seed', 'density', 'sample')]}"
@@ -254,88 +230,10 @@ class _Runner:
         return merged.reshape(-1) if merged.numel() == stop - start else merged.expand(stop - start)
 
 
-class SettingPlans:
-    """The plan of each setting of a recipe.
-
-    Settings with other weights, options or damping use the recipe's plan. A setting that changes what is read or
-    merged, such as ``reduction`` or ``exclude``, has its own plan, which ``reopen`` makes from the setting's recipe.
-    """
-
-    def __init__(self, recipe: Recipe, plan: Plan, reopen: Callable[[Recipe], Plan]) -> None:
-        self.recipe, self.plan, self._reopen = recipe, plan, reopen
-        self._plans: dict[tuple[Any, ...], tuple[Plan, KnownStatistics]] = {(): (plan, {})}
-        self._left_out: dict[str, str] = {}
-
-    def candidate(self, setting: Setting, name: str = "") -> Candidate:
-        own = recipe_with(self.recipe, setting)
-        damping = own.damping if "damping" in dict(setting.changes) else None
-        return Candidate(name, setting.method, own.weights, own.options, own.own_options, damping)
-
-    def plan_for(self, setting: Setting) -> tuple[Plan, KnownStatistics]:
-        """The plan of a setting, and what is known of its statistics."""
-        key = self._key(setting)
-        if key not in self._plans:
-            others = [other for other in self._plans if other]
-            if len(others) >= OPEN_PLANS:
-                self._plans.pop(others[0])[0].inputs.close()
-            self._plans[key] = self._reopen(recipe_with(self.recipe, replace(setting, changes=key[1:]))), {}
-        return self._plans[key]
-
-    @staticmethod
-    def _key(setting: Setting) -> tuple[Any, ...]:
-        """What distinguishes the plan of one setting from another's; empty for the recipe's plan."""
-        changed = [pair for pair in setting.changes if changes_inputs(pair[0])]
-        return (setting.method, *changed) if changed else ()
-
-    def check(self, setting: Setting) -> None:
-        """Raise InputError if a setting cannot be merged, such as an average whose weights sum to 0."""
-        plan_of(self.plan_for(setting)[0], self.candidate(setting))
-
-    def possible(self, settings: Sequence[Setting]) -> list[Setting]:
-        """The settings that can be merged; the notes name the others."""
-        found = []
-        for setting in settings:
-            try:
-                self.check(setting)
-                found.append(setting)
-            except InputError as error:
-                self._left_out.setdefault(setting.name, str(error))
-        if settings and not found:
-            raise InputError(f"no setting can be merged: {next(iter(self._left_out.values()))}")
-        return found
-
-    def batches(self, settings: Sequence[Setting], size: int) -> Iterator[tuple[Plan, KnownStatistics, list[Setting]]]:
-        """Settings in their order, at most ``size`` at once, that have the same plan."""
-        for _, group in itertools.groupby(settings, key=self._key):
-            every = list(group)
-            for first in range(0, len(every), size):
-                batch = every[first : first + size]
-                yield *self.plan_for(batch[0]), batch
-
-    def notes(self) -> list[str]:
-        return [f"{name} is left out: {why}" for name, why in list(self._left_out.items())[:5]]
-
-    def close(self) -> None:
-        """Close the files of all plans."""
-        for plan, _ in self._plans.values():
-            plan.inputs.close()
-
-
 def open_for_methods(recipe: Recipe, methods: Sequence[str], **allowed: Any) -> Plan:
     """A plan that reads what some methods need, and no more."""
-    needs = frozenset[str]().union(*(_needs(recipe, method) for method in methods))
+    needs = frozenset[str]()
+    for method in methods:
+        needs |= METHODS[method].needs(recipe.resolved_options if method == recipe.method else {})
     reads = needs & {"prior", "curvature", "penalty"} | {"base"}
     return open_plan(recipe, reads=reads, needed_by=", ".join(methods), **allowed)
-
-
-def _needs(recipe: Recipe, method: str) -> frozenset[str]:
-    return METHODS[method].needs(recipe.resolved_options if method == recipe.method else {})
-
-
-def check_prior(recipe: Recipe, methods: Sequence[str], plan: Plan) -> None:
-    lacking = [method for method in methods if "prior" in _needs(recipe, method) and plan.inputs.prior is None]
-    if lacking:
-        raise InputError(
-            f"{lacking[0]} needs the curvature of the base: set base.curvature, or put a folder curvature/ into the "
-            "base's folder"
-        )

@@ -6,8 +6,8 @@ import contextlib
 import math
 import operator
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,13 +29,14 @@ from .candidates import Block, Candidate, notes_on, plan_of, visit_blocks
 from .evaluate import DataEvaluator, State, match_data, merge_in_memory, state_of
 from .predict import Prediction, open_for_prediction, predict
 from .ranking import Outcome, Preview, set_scores
-from .settings import BASE, Axis, Setting, make_setting, task_names
+from .settings import BASE, Axis, Setting, make_setting, recipe_with, task_names, weight_keys
 
 #: The methods that a merge is compared with.
 OTHERS = ("task-arithmetic", "average", "fisher-averaging", "gradient-matching")
-#: The methods that predictions are relative to.
+#: The merges that predictions are relative to.
 REFERENCES = ("task-arithmetic", "task-arithmetic (negated)")
-TUNED = "tuned"
+#: Names of results beside merges: each task's own model, and the model that was trained on all tasks.
+FINE_TUNED = "fine-tuned model"
 TARGET = "target"
 #: Up to the first ratio, a model counts as trained under the penalty; from the second on, as trained without it.
 UNDER_PENALTY, WITHOUT_PENALTY = 0.3, 0.7
@@ -81,7 +82,7 @@ class Diagnosis(Displayed):
     """Name of the merge that is diagnosed: the recipe's, or the merged model that was given."""
     prediction: Prediction
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    """With data: results of the merges by name, of `base`, of `tuned` (each task's own model) and of `target`."""
+    """With data: results of the merges by name, of `base`, of each task's `fine-tuned model`, and of `target`."""
     without_penalty: str = ""
     """Name of the recipe's merge with `base.penalty: none`, measured if the models were trained without a penalty."""
     measured: Preview | None = None
@@ -105,9 +106,24 @@ class Diagnosis(Displayed):
         return self.prediction.candidates
 
     @property
+    def tuned(self) -> list[str]:
+        """The tasks of the fine-tuned models."""
+        return [task for task in self.prediction.tasks if task != BASE]
+
+    @property
+    def base_name(self) -> str:
+        return self.recipe.base.model if self.recipe.base is not None else "nothing"
+
+    @property
     def reference(self) -> str:
         """The merge that predictions are relative to: task arithmetic at the same weights, or the recipe's own."""
         return next((name for name in REFERENCES if name in self.candidates), self.own)
+
+    @property
+    def merges(self) -> dict[str, Outcome]:
+        """The results of all merges on the data, by name, the one that is diagnosed first."""
+        names = [*self.candidates, self.without_penalty]
+        return {name: self.outcomes[name] for name in names if name in self.outcomes}
 
     def metrics(self, model: str, task: str) -> dict[str, Any]:
         """The metrics of a model on a task; empty if it was not evaluated there."""
@@ -125,10 +141,10 @@ class Diagnosis(Displayed):
 
     def rank_measured(self) -> None:
         """Set ``measured`` from the outcomes of the merges."""
-        merges = [self.outcomes[name] for name in (*self.candidates, self.without_penalty) if name]
-        tasks, criterion = [*self.examples], set_scores(merges, True)
+        merges, tasks = [*self.merges.values()], [*self.examples]
+        criterion, axis = set_scores(merges, True), Axis("")
         self.measured = Preview(
-            self.recipe, tasks, [], True, criterion, merges, merges[0], Axis(""), examples=self.examples
+            self.recipe, tasks, [], True, criterion, merges, merges[0], axis, examples=self.examples
         )
 
     def _line(self) -> list[str]:
@@ -179,62 +195,56 @@ def find_costs(
 
         progress.begin("comparing", plan.total_read)
         plan.note(notes_on(recipe, plan, threads))
-        candidates, notes = _candidates(recipe, plan, checkpoint(merged))
+        candidates = _candidates(recipe, plan, checkpoint(merged))
         prediction = predict(plan, tasks, candidates, threads=threads, advance=progress.advance)
-        found = Diagnosis(recipe, candidates[0].name, prediction, notes=plan.notes + notes)
+        found = Diagnosis(recipe, next(iter(candidates)), prediction)
         if given:
             evaluator = DataEvaluator(recipe, [], given, loading, threads=threads, plan=plan, **allowed)
             opened.callback(evaluator.close)
             _measure(found, evaluator, candidates, checkpoint(target))
+            found.notes += evaluator.notes()
+        found.notes = list(dict.fromkeys([*plan.notes, *found.notes]))
         return found
 
 
-def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[list[Candidate], list[str]]:
-    """The recipe's merge first, then the merges it is compared with; and notes on methods that are left out."""
-    notes: list[str] = []
+def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> dict[str, Candidate]:
+    """The recipe's merge first, then the merges it is compared with. The plan's notes say which are left out."""
+    found: dict[str, Candidate] = {}
     if merged is not None:
-        found = [Candidate(merged.label, model=merged)]
+        found[merged.label] = merged
     elif recipe.rule.fallback is not None:
         raise InputError(f"{recipe.method} works on whole matrices: merge it first, and diagnose the result (merged=)")
     else:
-        own = _weights(recipe, recipe.method)
-        found = [Candidate(recipe.method, recipe.method, own, recipe.options, recipe.own_options)]
+        found[recipe.method] = plan_of(plan, recipe)
     if recipe.rule.removes:
-        negated = [mapped(weight, operator.neg) for weight in recipe.weights]
-        return [*found, Candidate(REFERENCES[1], "task-arithmetic", negated)], notes
+        weights = [mapped(weight, operator.neg) for weight in recipe.weights]
+        negated = Setting({"method": "task-arithmetic", **dict(zip(weight_keys(recipe), weights, strict=True))})
+        return found | {REFERENCES[1]: plan_of(plan, recipe_with(recipe, negated))}
     for method in OTHERS:
-        candidate = Candidate(method, method, _weights(recipe, method))
-        if method in {one.name for one in found}:
-            continue
         try:
-            plan_of(plan, candidate)
-            found.append(candidate)
+            if method not in found:
+                found[method] = plan_of(plan, recipe_with(recipe, make_setting(recipe, method)))
         except InputError as error:
-            notes.append(f"{method} is not compared: {error}")
-    return found, notes
-
-
-def _weights(recipe: Recipe, method: str) -> list[float] | None:
-    """None (the recipe's weights) for a method that takes weights, else 1 for every model."""
-    return None if "weights" in METHODS[method].inputs else [1.0] * len(recipe.models)
+            plan.note([f"{method} is not compared: {error}"])
+    return found
 
 
 def _measure(
-    found: Diagnosis, evaluator: DataEvaluator, candidates: Sequence[Candidate], target: Checkpoint | None
+    found: Diagnosis, evaluator: DataEvaluator, candidates: Mapping[str, Candidate], target: Checkpoint | None
 ) -> None:
     """Evaluate all models on the data, and compute what needs gradients."""
     evaluator.evaluate_models_alone()
     plan, data, alone = evaluator.plan, evaluator.data, evaluator.outcomes_alone
     tuned = {task: alone[task] for task in evaluator.tasks if task in alone}
-    metrics = {task: outcome.metrics[task] for task, outcome in tuned.items()}
-    rows = {task: outcome.rows[task] for task, outcome in tuned.items()}
-    found.examples = evaluator.examples
-    found.outcomes = {BASE: alone[BASE], TUNED: Outcome(Setting(TUNED), metrics, rows=rows)}
+    own_models = Outcome(Setting({}))
+    own_models.metrics = {task: outcome.metrics[task] for task, outcome in tuned.items()}
+    own_models.rows = {task: outcome.rows[task] for task, outcome in tuned.items()}
+    found.examples, found.outcomes = evaluator.examples, {BASE: alone[BASE], FINE_TUNED: own_models}
 
     def gradients_of(name: str, state: State) -> dict[str, State]:
         """Evaluate a model on all tasks; returns the gradient of each."""
         model = evaluator.model_with(state, name)
-        found.outcomes[name] = evaluator.outcome(Setting(name), model)
+        found.outcomes[name] = evaluator.outcome(Setting({"method": name}), model)
         if evaluator.failures:
             raise InputError(evaluator.failures[0])
         return {task: data[task].gradient(model) for task in evaluator.tasks}
@@ -245,34 +255,31 @@ def _measure(
         for task, number in numbers.items()
     }
     at_target = {} if target is None else gradients_of(TARGET, state_of(target))
-    states = merge_in_memory(plan, candidates, evaluator.threads)
-    gradients = {candidate.name: gradients_of(candidate.name, states.pop(0)) for candidate in candidates}
-    for name, of_merge in gradients.items():
-        for task, gradient in at_target.items():
-            found.mismatch[name, task] = _distance(of_merge[task], gradient) / found.examples[task]
     found.penalty_checks = check_penalties(found.recipe, plan, numbers, at_tuned, found.examples, evaluator.threads)
-    _measure_without_penalty(found, candidates[0], evaluator)
-    found.notes = list(dict.fromkeys([*found.notes, *evaluator.notes()]))
-    found.rank_measured()
+    lacking = "the base's curvature" if plan.inputs.prior is None else ""
     if not set(evaluator.names) <= set(evaluator.tasks):
-        found.notes.append("the residual is not computed: it needs data of every task")
-    elif plan.inputs.prior is None:
-        found.notes.append("the residual is not computed: it needs the base's curvature")
-    else:
-        for candidate in candidates:
-            found.residuals[candidate.name] = _residual(found, evaluator, candidate, gradients[candidate.name])
+        lacking = "data of every task"
+    if lacking:
+        found.notes.append(f"the residual is not computed: it needs {lacking}")
+    states = merge_in_memory(plan, [*candidates.values()], evaluator.threads)
+    for name, candidate in candidates.items():
+        gradients = gradients_of(name, states.pop(0))
+        for task, gradient in at_target.items():
+            found.mismatch[name, task] = _distance(gradients[task], gradient) / found.examples[task]
+        if not lacking:
+            found.residuals[name] = _residual(found, evaluator, candidate, gradients)
+    _measure_without_penalty(found, evaluator)
+    found.rank_measured()
 
 
-def _measure_without_penalty(found: Diagnosis, own: Candidate, evaluator: DataEvaluator) -> None:
+def _measure_without_penalty(found: Diagnosis, evaluator: DataEvaluator) -> None:
     """Evaluate the merge with `base.penalty: none` if a model was trained without the penalty."""
     without = any((check.ratio or 0.0) >= WITHOUT_PENALTY for check in found.penalty_checks.values())
-    rule = found.recipe.rule
-    if not without or own.model is not None or "penalty" not in rule.inputs or rule.removes:
-        return
-    setting = make_setting(found.recipe, own.method, {"base.penalty": "none"})
-    (outcome,) = evaluator.evaluate([setting], lambda done: None)
-    found.without_penalty = f"{own.name}, base.penalty none"
-    found.outcomes[found.without_penalty] = replace(outcome, setting=Setting(found.without_penalty))
+    recipe = found.recipe
+    if without and found.own == recipe.method and "penalty" in recipe.rule.inputs and not recipe.rule.removes:
+        setting = make_setting(recipe, recipe.method, {"base.penalty": "none"})
+        found.without_penalty = f"{recipe.method}, base.penalty none"
+        (found.outcomes[found.without_penalty],) = evaluator.evaluate([setting], lambda done: None)
 
 
 def check_penalties(
@@ -326,18 +333,18 @@ def check_penalties(
     return result
 
 
-def _origin(recipe: Recipe, inputs: Inputs, place: int) -> str:
+def _origin(recipe: Recipe, inputs: Inputs, number: int) -> str:
     if recipe.base is not None and recipe.base.penalty is not None:
         return "recipe"
-    return "recorded" if inputs.penalty and inputs.penalty[place] is not None else "H_0"
+    return "recorded" if inputs.penalty and inputs.penalty[number] is not None else "H_0"
 
 
-def _gradient_scale(recipe: Recipe, inputs: Inputs, place: int, examples: int, whole: bool = False) -> float:
+def _gradient_scale(recipe: Recipe, inputs: Inputs, number: int, examples: int, whole: bool = False) -> float:
     """What a gradient summed over ``examples`` is multiplied by, to match the task's curvature after reduction.
 
     ``whole``: to match the sum over all examples of the task, whatever the reduction.
     """
-    curvature = inputs.curvature[place]
+    curvature = inputs.curvature[number]
     if not curvature.examples:
         return 1.0 if whole else reduction_factor(recipe.reduction, examples)
     factor = 1.0 if whole and recipe.reduction == "mean" else curvature.factor
@@ -362,7 +369,8 @@ def _residual(
     """r = H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂), with gradients scaled to the examples of the curvature."""
     plan, inputs = evaluator.plan, evaluator.plan.inputs
     scales = [
-        _gradient_scale(found.recipe, inputs, place, found.examples[task]) for place, task in enumerate(evaluator.names)
+        _gradient_scale(found.recipe, inputs, number, found.examples[task])
+        for number, task in enumerate(evaluator.names)
     ]
     sums = torch.zeros(4, dtype=torch.float64)
     lock = threading.Lock()

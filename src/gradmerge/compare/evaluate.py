@@ -3,46 +3,53 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import copy
+import itertools
 import math
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.checkpoint import Buffers, Checkpoint
+from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint, View
 from ..curvature.checkpoint_names import stored_tensors
 from ..curvature.estimate import estimate_gradient
+from ..curvature.format import default_curvature
+from ..engine.inputs import CurvatureInput, Inputs
 from ..engine.jobs import torch_type
 from ..engine.plan import Plan
 from ..engine.rounding import rounded
 from ..errors import InputError
 from ..io.reader import local_path
-from ..recipe import Recipe
+from ..recipe import Base, Model, Recipe
 from ..tasks import Generation, LoadedTask, LoadOptions, load_task, measure
 from ..tasks.evaluate import with_generation_metrics
 from ..tasks.generation import generation_rows
 from ..tasks.models import model_with
-from ..text import nearest
-from .candidates import (
-    Block,
-    Candidate,
-    KnownStatistics,
-    SettingPlans,
-    check_prior,
-    notes_on,
-    open_for_methods,
-    visit_blocks,
-)
+from ..text import nearest, size
+from .candidates import Block, Candidate, KnownStatistics, notes_on, open_for_methods, plan_of, visit_blocks
 from .ranking import Advance, Outcome, Rows, headline, loss_name, loss_of
-from .settings import BASE, Setting, task_names
+from .settings import BASE, Setting, changes_inputs, is_removal, recipe_with, task_names
 
 State = dict[str, Tensor]
+Stop = Callable[[], bool]
+OpenPlan = Callable[[Recipe, Sequence[str]], Plan]
 #: Bytes of batches that are kept from one model to the next.
 MAX_KEPT = 1_000_000_000
 #: Bytes that merges in memory may take together, unless a single one takes more.
 MAX_MEMORY = 4_000_000_000
+#: Models with fewer parameters are evaluated on one thread: more threads would mostly wait for each other.
+SMALL_MODEL = 5_000_000
+
+
+class Superseded(Exception):
+    """A measurement ended early because its ``stop`` returned True."""
 
 
 class Evaluator(abc.ABC):
@@ -51,22 +58,26 @@ class Evaluator(abc.ABC):
     measured = False
 
     def __init__(
-        self, recipe: Recipe, methods: Sequence[str], plan: Plan, reopen: Callable[[Recipe], Plan], threads: int
+        self, recipe: Recipe, methods: Sequence[str], open_plan: OpenPlan, threads: int, plan: Plan | None = None
     ) -> None:
-        """``reopen`` opens the plan of a recipe that reads other files than ``plan``."""
-        self.plan, self.threads = plan, threads
-        self.plans = SettingPlans(recipe, plan, reopen)
+        """``open_plan`` opens the plan of a recipe that some methods use; ``plan`` is one that is open already."""
+        self.recipe, self.threads, self._open_plan = recipe, threads, open_plan
+        self.plan = open_plan(recipe, methods) if plan is None else plan
+        """The plan of all settings that read and merge the same tensors as the recipe."""
+        self._statistics: KnownStatistics = {}
+        self._other: tuple[tuple[Any, ...], Plan, KnownStatistics] | None = None
+        """The last plan of settings that read or merge others, such as with `exclude`."""
+        self._left_out: dict[str, str] = {}
         self.names = task_names(recipe)
         self.tasks: list[str] = []
         """The tasks that settings are compared on."""
         self.examples: dict[str, int] = {}
         """Task → number of rows, where there is data."""
         try:
-            check_prior(recipe, methods, plan)
             if recipe.method in methods:
-                plan.note(notes_on(recipe, plan, threads))
+                self.plan.note(notes_on(recipe, self.plan, threads))
         except BaseException:
-            plan.inputs.close()
+            self.close()
             raise
 
     @property
@@ -78,12 +89,58 @@ class Evaluator(abc.ABC):
     def evaluate(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         """The outcomes in the order of the settings, without settings that cannot be merged."""
 
+    def plan_for(self, setting: Setting) -> tuple[Plan, KnownStatistics]:
+        """The open plan that a setting uses, and what is known of its statistics."""
+        key = _plan_key(setting)
+        if not key:
+            return self.plan, self._statistics
+        if self._other is None or self._other[0] != key:
+            self._close_other()
+            self._other = key, self._open_plan(recipe_with(self.recipe, setting), [setting.method]), {}
+        return self._other[1:]
+
+    def merge_plan(self, setting: Setting) -> Plan:
+        """The plan of a setting's merge; raises InputError if it cannot be merged, as an average of weights 0."""
+        return plan_of(self.plan_for(setting)[0], recipe_with(self.recipe, setting))
+
+    def batches(
+        self, settings: Sequence[Setting], size: int
+    ) -> Iterator[tuple[Plan, KnownStatistics, dict[Setting, Plan]]]:
+        """Settings that can be merged, with their plans: at most ``size`` at once, which read the same tensors."""
+        found = False
+        for _, group in itertools.groupby(settings, key=_plan_key):
+            possible: dict[Setting, Plan] = {}
+            for setting in group:
+                try:
+                    possible[setting] = self.merge_plan(setting)
+                except InputError as error:
+                    self._left_out.setdefault(setting.name, str(error))
+            every = list(possible)
+            for first in range(0, len(every), size):
+                found, batch = True, every[first : first + size]
+                yield *self.plan_for(batch[0]), {setting: possible[setting] for setting in batch}
+        if settings and not found:
+            raise InputError(f"no setting can be merged: {next(iter(self._left_out.values()))}")
+
     def notes(self) -> list[str]:
-        return [*self.plan.notes, *self.plans.notes()]
+        left_out = [f"{name} is left out: {why}" for name, why in list(self._left_out.items())[:5]]
+        return [*self.plan.notes, *left_out]
+
+    def _close_other(self) -> None:
+        if self._other is not None:
+            self._other[1].inputs.close()
+            self._other = None
 
     def close(self) -> None:
         """Close the files of all models."""
-        self.plans.close()
+        self._close_other()
+        self.plan.inputs.close()
+
+
+def _plan_key(setting: Setting) -> tuple[Any, ...]:
+    """What distinguishes the plan that a setting uses from that of others; empty for the recipe's plan."""
+    changed = [(key, value) for key, value in setting.items() if changes_inputs(key)]
+    return (setting.method, *changed) if changed else ()
 
 
 class DataEvaluator(Evaluator):
@@ -108,17 +165,18 @@ class DataEvaluator(Evaluator):
     ) -> None:
         """``plan`` is an open plan that reads what the methods need; by default a new one."""
         given = match_data(data, [*task_names(recipe), *([BASE] if recipe.base is not None else [])])
-        plan = open_for_methods(recipe, methods, **allowed) if plan is None else plan
-        super().__init__(
-            recipe, methods, plan, lambda changed: open_for_methods(changed, [changed.method], **allowed), threads
-        )
+
+        def open_plan(changed: Recipe, methods: Sequence[str]) -> Plan:
+            return open_for_methods(changed, methods, **allowed)
+
+        super().__init__(recipe, methods, open_plan, threads, plan)
         try:
             self.data = _load(recipe, given, loading)
-            for one in self.data.values():
-                one.generation = generation
         except BaseException:
             self.close()
             raise
+        for one in self.data.values():
+            one.generation = generation
         self.tasks = [*self.data]
         self.model = next(iter(self.data.values())).loaded.model
         """The base's model, whose config and dtype all merges have."""
@@ -134,9 +192,8 @@ class DataEvaluator(Evaluator):
         nbytes = max(1, sum(job.info.nbytes for job in self.plan.jobs))
         at_once = max(1, min(16, MAX_MEMORY // nbytes))
         rows = []
-        for plan, known, batch in self.plans.batches(self.plans.possible(settings), at_once):
-            candidates = [self.plans.candidate(setting) for setting in batch]
-            states = merge_in_memory(plan, candidates, self.threads, known)
+        for plan, known, batch in self.batches(settings, at_once):
+            states = merge_in_memory(plan, list(batch.values()), self.threads, known)
             for setting in batch:
                 # Popping a state frees its memory.
                 rows.append(self.outcome(setting, self.model_with(states.pop(0))))
@@ -184,7 +241,7 @@ class DataEvaluator(Evaluator):
         self.alone_is_known = True
 
     def _evaluate_alone(self, name: str, model: nn.Module) -> None:
-        found = self.outcomes_alone.setdefault(name, Outcome(Setting(name)))
+        found = self.outcomes_alone.setdefault(name, Outcome(Setting({})))
         for task in self.tasks:
             try:
                 if task not in found.metrics:
@@ -217,14 +274,174 @@ class DataEvaluator(Evaluator):
         return costs, shares
 
     def notes(self) -> list[str]:
-        lacking = [name for name in self.names if name not in self.data]
-        notes = [*self.plan.notes, *(note for one in self.data.values() for note in one.loaded.notes)]
-        if lacking:
+        notes = [*super().notes(), *(note for one in self.data.values() for note in one.loaded.notes)]
+        if lacking := [name for name in self.names if name not in self.data]:
             notes.append(f"no data for {', '.join(lacking)}: the effect on these tasks is not measured")
         unfit = [name for name in self.names if self.alone_is_known and name not in self.outcomes_alone]
         if unfit:
             notes.append(f"{', '.join(unfit)}: not evaluated alone, since its head does not fit the base's config")
-        return list(dict.fromkeys([*notes, *self.plans.notes(), *self.failures[:5]]))
+        return list(dict.fromkeys([*notes, *self.failures[:5]]))
+
+
+class InteractiveEvaluator(DataEvaluator):
+    """Merges one setting at a time from tensors in memory, and evaluates it on batches in memory."""
+
+    def __init__(
+        self, recipe: Recipe, data: Mapping[str, str], loading: LoadOptions, *, threads: int = 1, **allowed: Any
+    ) -> None:
+        self._torch_threads = torch.get_num_threads()
+        super().__init__(recipe, _methods_to_read(recipe), data, loading, threads=threads, **allowed)
+        inputs = self.plan.inputs
+        needed = sum(model.nbytes for model in inputs.checkpoints)
+        needed += 4 * sum(math.prod(shape) for one in inputs.curvatures for shape in (one.shapes or {}).values())
+        if needed <= free_memory() // 2:
+            keep_in_memory(inputs)
+        else:
+            self.plan.note([f"models and curvature need {size(needed)} of memory: each setting reads them from disk"])
+        self._current: Setting | str | None = None
+        """Which model is in memory."""
+        self._filled: nn.Module | None = None
+
+    @contextlib.contextmanager
+    def fixed_threads(self) -> Iterator[None]:
+        """Use the same number of threads for each evaluation, so that results do not depend on the caller."""
+        before, parameters = torch.get_num_threads(), sum(job.info.numel for job in self.plan.jobs)
+        torch.set_num_threads(self._torch_threads if parameters > SMALL_MODEL else 1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def measure(self, setting: Setting, stop: Stop, share: Callable[[float], None]) -> Outcome:
+        """Merge a setting and evaluate it; the first call also evaluates the models alone.
+
+        Raises Superseded once ``stop`` returns True. ``share`` is called with the share of the work that is done.
+        """
+        batches = sum(math.ceil(one.loaded.examples / one.loaded.batch_size) for one in self.data.values())
+        models = 0 if self.alone_is_known else len(self.names) + (self.plan.inputs.base is not None)
+        blocks = sum(1 for _ in self.plan.blocks(jobs=self.plan.merged_jobs))
+        total, done = blocks + batches * (models + 1), 0
+        lock = threading.Lock()
+
+        def step() -> None:
+            nonlocal done
+            if stop():
+                raise Superseded
+            with lock:
+                done += 1
+                share(min(1.0, done / total))
+
+        failures = len(self.failures)
+        try:
+            for one in self.data.values():
+                one.before_batch = step
+            self.evaluate_models_alone()
+            model = self.model_of(setting, step)
+            assert model is not None
+            found = self.outcome(setting, model)
+        finally:
+            for one in self.data.values():
+                one.before_batch = lambda: None
+        if len(self.failures) > failures:
+            raise InputError(self.failures.pop())
+        share(1.0)
+        return found
+
+    def model_of(self, which: Setting | str, after_block: Callable[[], None] = lambda: None) -> nn.Module | None:
+        """A merge, the base, or a fine-tuned model; None if its head does not fit the config of the merges."""
+        if which == BASE:
+            return self.model if self.plan.inputs.base is not None else None
+        if isinstance(which, str) and which not in self.alone:
+            return None
+        if self._current != which or self._filled is None:
+            if isinstance(which, str):
+                state = state_of(self.plan.inputs.tuned[self.names.index(which)])
+            else:
+                merge, (plan, known) = self.merge_plan(which), self.plan_for(which)
+                # The plan is open for all methods; this setting reads only what its own method needs.
+                plan = replace(plan, needs=plan.needs & merge.needs)
+                state = merge_in_memory(plan, [merge], self.threads, known, after_block)[0]
+            self._current = self._filled = None  # frees the weights of the earlier one
+            self._filled = model_with(self.model, state)
+            self._current = which
+        return self._filled
+
+    def copies(self, setting: Setting, tasks: Sequence[str], times: int) -> dict[str, nn.Module]:
+        """Copies in float32 of a merge, with an empty name, and of the models of some tasks.
+
+        Raises InputError if ``times`` as much memory is not free.
+        """
+        instead = "save the merge, and use gradmerge calibrate"
+        if next(iter(self.data.values())).loaded.task == "embedding":
+            raise InputError(f"embedding models cannot be calibrated in memory: {instead}")
+        needed = times * (len(tasks) + 1) * 4 * sum(job.info.numel for job in self.plan.jobs)
+        if needed > free_memory():
+            raise InputError(f"calibration in memory needs {size(needed)}: {instead}")
+        found: dict[str, nn.Module] = {}
+        for name in ("", *tasks):
+            model = self.model_of(name or setting)
+            if model is None:
+                raise InputError(f"{name}: its head does not fit the merge's config: {instead}")
+            found[name] = copy.deepcopy(model).float().eval()
+        return found
+
+
+def _methods_to_read(recipe: Recipe) -> list[str]:
+    """Methods that together read all inputs of a recipe: its own, and one that uses the curvature that there is."""
+
+    def has_curvature(part: Base | Model) -> bool:
+        inside = local_path(part.adapter or part.model, recipe.folder)
+        return part.curvature is not None or default_curvature(inside) is not None
+
+    methods = [recipe.method]
+    if recipe.method != "fa1" and recipe.base is not None and all(map(has_curvature, recipe.models)):
+        if has_curvature(recipe.base):
+            methods.append("removal" if is_removal(recipe) else "gradient-matching")
+        elif not is_removal(recipe):
+            methods.append("fisher-averaging")
+    return list(dict.fromkeys(methods))
+
+
+class _CheckpointInMemory(View):
+    """A checkpoint whose tensors are in memory as it returns them; of an adapter, the sums with the base."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        super().__init__(inner)
+        self._memory = {name: inner.read_whole(name).reshape(-1).clone() for name in inner.tensors}
+
+    def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
+        return self._memory[name][start:stop]
+
+
+def keep_in_memory(inputs: Inputs) -> None:
+    """Read all models and curvature now, and keep them in memory."""
+    models = {model: _CheckpointInMemory(model) for model in inputs.checkpoints}
+    inputs.aliases = {models.get(model, model): names for model, names in inputs.aliases.items()}
+    inputs.template = models[inputs.template]
+    inputs.base = None if inputs.base is None else models.get(inputs.base, inputs.base)
+    inputs.tuned = [models[model] for model in inputs.tuned]
+    kept = {source: _in_memory(source) for source in inputs.curvatures}
+    inputs.prior = None if inputs.prior is None else kept[inputs.prior]
+    inputs.curvature = [kept[source] for source in inputs.curvature]
+    inputs.penalty = [None if source is None else kept[source] for source in inputs.penalty]
+
+
+def _in_memory(source: CurvatureInput) -> CurvatureInput:
+    file = source.file
+    if file is None:
+        return source
+    memory = {name: file.read_whole(name) for name in file.shapes}
+    file.close()
+    return replace(source, file=None, memory=memory)
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free, approximately."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 @dataclass
@@ -278,15 +495,14 @@ def merge_in_memory(
     plan: Plan,
     candidates: Sequence[Candidate],
     threads: int = 1,
-    measured: KnownStatistics | None = None,
+    known: KnownStatistics | None = None,
     after_block: Callable[[], None] = lambda: None,
 ) -> list[State]:
     """The weights of every candidate, by the names and in the dtypes of a merge on disk.
 
     ``after_block`` is called from several threads; an exception ends the work.
     """
-    states: list[State] = [{} for _ in candidates]
-    merged_tensors = plan.merged_tensors
+    merged_tensors, states = plan.merged_tensors, [State() for _ in candidates]
     infos = {name: info for job in plan.jobs for name, info in job.tensors.items()}
     for name, info in infos.items():
         copied = None if name in merged_tensors else _read_tensor(plan.inputs.template, name)
@@ -300,7 +516,7 @@ def merge_in_memory(
                 state[name].view(-1)[block.start : block.start + len(stored)] = stored
         after_block()
 
-    visit_blocks(plan, candidates, visit, threads=threads, measured=measured)
+    visit_blocks(plan, candidates, visit, threads=threads, known=known)
     return states
 
 
@@ -310,9 +526,7 @@ def state_of(checkpoint: Checkpoint) -> State:
 
 
 def _read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    info = checkpoint.tensors[name]
-    values = checkpoint.read(name, 0, info.numel, Buffers(), "whole").clone()
-    return values.to(torch_type(info)).reshape(info.shape)
+    return checkpoint.read_whole(name).clone().to(TORCH_TYPES[checkpoint.tensors[name].dtype])
 
 
 def match_data(given: Mapping[str, str], tasks: Sequence[str]) -> dict[str, str]:

@@ -14,11 +14,10 @@ b].
 from __future__ import annotations
 
 import math
-import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,36 +43,27 @@ CANDIDATES_PER_PASS = 256
 MAX_NUMBERS = 1 << 24
 
 
-class _Additive:
-    """Adds up field by field."""
+class Cost(NamedTuple):
+    """What a merge costs one task."""
 
-    def __add__(self, other: Self) -> Self:
-        return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
-
-
-@dataclass
-class Cost(_Additive):
-    """What a merge costs one task in one layer group."""
-
-    quadratic: float = 0.0
+    quadratic: float
     """½ Σ H (θ̂ − θ_t)²"""
-    mismatch: float = 0.0
-    """Σ (H (θ̂ − θ_t))²: the square of the norm, so that groups add up."""
-    first_order: float = 0.0
+    first_order: float
     """−Σ P Δ_t (θ̂ − θ_t), where P is known: below 0 where the merge goes where the penalty kept the model from."""
+    squared_mismatch: float
+    """Σ (H (θ̂ − θ_t))²"""
 
     @property
     def excess(self) -> float:
         return self.quadratic + self.first_order
 
 
-@dataclass
-class Interference(_Additive):
+class Interference(NamedTuple):
     """How much two tasks move the same entries, and how much of that in opposite directions."""
 
-    overlap: float = 0.0
+    overlap: float
     """Σ √(H_s H_t) |Δ_s Δ_t|"""
-    opposed: float = 0.0
+    opposed: float
     """The same over entries that the two move in opposite directions."""
 
     @property
@@ -84,34 +74,43 @@ class Interference(_Additive):
 
 @dataclass
 class Prediction:
-    """Predicted cost of every candidate for every task, per layer group."""
+    """Predicted cost of every candidate for every task, by layer group."""
 
     candidates: list[str]
     tasks: list[str]
     """The tuned models, and the base where its curvature is known."""
-    costs: dict[tuple[str, str, str], Cost] = field(default_factory=dict)
-    """(candidate, task, group) → cost."""
-    interference: dict[tuple[str, str, str], Interference] = field(default_factory=dict)
-    """(task, other task, group), each pair once."""
+    costs: dict[str, Tensor] = field(default_factory=dict)
+    """Layer group → candidates × tasks × the numbers of a :class:`Cost`."""
+    interference: dict[str, Tensor] = field(default_factory=dict)
+    """Layer group → tasks × tasks × the numbers of an :class:`Interference`."""
 
     @property
     def groups(self) -> list[str]:
-        return sorted({group for _, _, group in self.costs}, key=natural)
+        return sorted(self.costs, key=natural)
 
     def cost(self, candidate: str, task: str, group: str | None = None) -> Cost:
         """Over all groups, or of one."""
-        found = [c for (a, t, g), c in self.costs.items() if a == candidate and t == task and group in (None, g)]
-        return sum(found, Cost())
+        i, j = self.candidates.index(candidate), self.tasks.index(task)
+        return Cost(*_summed(self.costs, group)[i, j].tolist())
 
     def excess(self, candidate: str, task: str, group: str | None = None) -> float:
         return self.cost(candidate, task, group).excess
 
     def mismatch(self, candidate: str, task: str, group: str | None = None) -> float:
-        return math.sqrt(self.cost(candidate, task, group).mismatch)
+        return math.sqrt(self.cost(candidate, task, group).squared_mismatch)
 
-    def between(self, one: str, other: str) -> Interference:
-        pairs = {(one, other), (other, one)}
-        return sum((v for (a, b, _), v in self.interference.items() if (a, b) in pairs), Interference())
+    def between(self, one: str, other: str, group: str | None = None) -> Interference:
+        i, j = self.tasks.index(one), self.tasks.index(other)
+        return Interference(*_summed(self.interference, group)[i, j].tolist())
+
+    def add(self, group: str, costs: Tensor, interference: Tensor) -> None:
+        """Add the numbers of a block in a layer group."""
+        for sums, part in ((self.costs, costs), (self.interference, interference)):
+            sums[group] = sums[group] + part if group in sums else part
+
+
+def _summed(parts: Mapping[str, Tensor], group: str | None = None) -> Tensor:
+    return torch.stack([*parts.values()]).sum(0) if group is None else parts[group]
 
 
 def open_for_prediction(recipe: Recipe, **allowed: Any) -> Plan:
@@ -143,54 +142,55 @@ def open_for_prediction(recipe: Recipe, **allowed: Any) -> Plan:
 def predict(
     plan: Plan,
     tasks: Sequence[str],
-    candidates: Sequence[Candidate],
+    candidates: Mapping[str, Candidate],
     *,
     threads: int = 1,
     advance: AdvanceBytes = lambda nbytes: None,
-    measured: KnownStatistics | None = None,
-    group_by: Callable[[str], str] = group_of,
+    known: KnownStatistics | None = None,
 ) -> Prediction:
-    """Predict the cost of candidates from the curvature of the tasks, which ``plan`` reads for every model.
-
-    Costs are kept for groups of tensors; ``group_by`` maps a tensor's name to its group.
-    """
+    """Predict the cost of candidates from the curvature of the tasks, which ``plan`` reads for every model."""
     names = [*tasks, *([BASE] if plan.inputs.prior is not None else [])]
-    result = Prediction([c.name for c in candidates], names)
-    # Sums are added in the order of the blocks, so that they do not depend on the threads.
-    waiting: dict[int, Prediction] = {}
+    result = Prediction([*candidates], names)
+    # Blocks come in any order. They are added in order of their numbers, so that sums do not depend on the threads.
+    waiting: dict[int, tuple[str, Tensor, Tensor]] = {}
     following = 0
     lock = threading.Lock()
 
     def visit(block: Block) -> None:
         nonlocal following
-        found = _block_costs(block, names, result.candidates, group_by(block.job.name))
+        found = group_of(block.job.name), _block_costs(block, len(names)), _block_interference(block, len(names))
         with lock:
             waiting[block.number] = found
             while following in waiting:
-                part = waiting.pop(following)
-                _add(result.costs, part.costs)
-                _add(result.interference, part.interference)
+                result.add(*waiting.pop(following))
                 following += 1
 
-    visit_blocks(plan, candidates, visit, threads=threads, advance=advance, measured=measured)
+    visit_blocks(plan, [*candidates.values()], visit, threads=threads, advance=advance, known=known)
     return result
 
 
-def _block_costs(block: Block, tasks: list[str], candidates: list[str], group: str) -> Prediction:
-    """The sums over one block."""
-    found = Prediction(candidates, tasks)
+def _block_costs(block: Block, tasks: int) -> Tensor:
+    """The costs over one block: candidates × tasks × the numbers of a :class:`Cost`."""
     curvature = [*block.curvature, *([block.prior] if block.prior is not None else [])]
-    models = [*block.tuned, block.base]
+    models, penalties = [*block.tuned, block.base], [*(block.penalty or [None] * len(block.tuned)), None]
     slopes = [
         None if penalty is None else applied(penalty, model - block.base)
-        for model, penalty in zip(models, (*(block.penalty or [None] * len(block.tuned)), None), strict=True)
+        for model, penalty in zip(models, penalties, strict=True)
     ]
-    for candidate, merged in zip(candidates, block.merged, strict=True):
-        for task, h, model, slope in zip(tasks, curvature, models, slopes, strict=False):
+    found = torch.zeros(len(block.merged), tasks, len(Cost._fields), dtype=torch.float64)
+    for i, merged in enumerate(block.merged):
+        for j, (h, model, slope) in enumerate(zip(curvature, models, slopes, strict=False)):
             distance = merged - model
             change = applied(h, distance)
             first = -float((slope.double() * distance).sum()) if slope is not None else 0.0
-            found.costs[candidate, task, group] = Cost(0.5 * _dot(change, distance), _dot(change, change), first)
+            cost = Cost(0.5 * _dot(change, distance), first, _dot(change, change))
+            found[i, j] = torch.tensor(cost, dtype=torch.float64)
+    return found
+
+
+def _block_interference(block: Block, tasks: int) -> Tensor:
+    """The interference over one block: tasks × tasks × the numbers of an :class:`Interference`."""
+    found = torch.zeros(tasks, tasks, len(Interference._fields), dtype=torch.float64)
     scaled = [
         (model - block.base).mul_(diagonal_of(h).sqrt()) for h, model in zip(block.curvature, block.tuned, strict=True)
     ]
@@ -199,13 +199,8 @@ def _block_costs(block: Block, tasks: list[str], candidates: list[str], group: s
             product = one * scaled[j]
             overlap = float(product.abs().sum(dtype=torch.float64))
             opposed = max(0.0, (overlap - float(product.sum(dtype=torch.float64))) / 2)
-            found.interference[tasks[j], tasks[i], group] = Interference(overlap, opposed)
+            found[i, j] = found[j, i] = torch.tensor([overlap, opposed], dtype=torch.float64)
     return found
-
-
-def _add(sums: dict[Any, Any], more: Mapping[Any, Any]) -> None:
-    for key, value in more.items():
-        sums[key] = sums[key] + value if key in sums else value
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
@@ -220,69 +215,56 @@ def _dot(a: Tensor, b: Tensor) -> float:
 class Predictor(Evaluator):
     """Predicts the costs of settings from the curvature of the tasks, many in one pass over the files."""
 
-    def __init__(
-        self, recipe: Recipe, methods: Sequence[str], *, threads: int = 1, plan: Plan | None = None, **allowed: Any
-    ) -> None:
-        """``plan`` is an open plan as of :func:`open_for_prediction`; by default a new one."""
+    def __init__(self, recipe: Recipe, methods: Sequence[str], *, threads: int = 1, **allowed: Any) -> None:
         if "fa1" in methods:
             raise InputError(
                 "fa1: its curvature is estimated at the differences to the base, and does not predict the loss of a "
                 "merge. Give data of the tasks (data NAME=SRC)"
             )
 
-        def reopen(changed: Recipe) -> Plan:
+        def open_plan(changed: Recipe, methods: Sequence[str]) -> Plan:
             return open_for_prediction(changed, **allowed)
 
-        super().__init__(recipe, methods, reopen(recipe) if plan is None else plan, reopen, threads)
+        super().__init__(recipe, methods, open_plan, threads)
         self.tasks = [*self.names, *([BASE] if self.plan.inputs.prior is not None else [])]
-        self.group_by: Callable[[str], str] = lambda name: ""
-        """Maps a tensor's name to the part of the model whose costs each outcome keeps."""
 
     def evaluate(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         rows: list[Outcome] = []
         _check_comparable(settings)
-        for plan, known, batch in self.plans.batches(self.plans.possible(settings), CANDIDATES_PER_PASS):
-            rows += self._one_pass(plan, known, batch, advance)
+        for plan, known, batch in self.batches(settings, CANDIDATES_PER_PASS):
+            plan.block = max(1 << 14, min(BLOCK, MAX_NUMBERS // len(batch)))
+            candidates = {str(number): merge for number, merge in enumerate(batch.values())}
+            done = _MergesDone(len(batch), plan.total_read, advance)
+            found = predict(plan, self.names, candidates, threads=self.threads, advance=done, known=known)
+            done(plan.total_read)
+            sources = [*plan.inputs.curvature, *([plan.inputs.prior] if plan.inputs.prior is not None else [])]
+            examples = [source.examples * source.factor if source.examples else 1.0 for source in sources]
+            total = _summed(found.costs)
+            excess = (total[..., 0] + total[..., 1]) / torch.tensor(examples, dtype=torch.float64)
+            for setting, costs in zip(batch, excess.tolist(), strict=True):
+                rows.append(Outcome(setting, costs=dict(zip(self.tasks, costs, strict=True))))
         return rows
 
-    def _one_pass(
-        self, plan: Plan, known: KnownStatistics, settings: Sequence[Setting], advance: Advance
-    ) -> list[Outcome]:
-        plan.block = max(1 << 14, min(BLOCK, MAX_NUMBERS // len(settings)))
-        lock, total, read, reported = threading.Lock(), max(1, plan.total_read), 0, 0
 
-        def count(nbytes: int) -> None:
-            """Convert bytes that were read to merges that are done."""
-            nonlocal read, reported
-            with lock:
-                read += nbytes
-                done = min(len(settings), len(settings) * read // total)
-                if done > reported:
-                    advance(done - reported)
-                    reported = done
+class _MergesDone:
+    """Converts bytes that were read to merges that are done."""
 
-        candidates = [self.plans.candidate(setting, str(number)) for number, setting in enumerate(settings)]
-        options: dict[str, Any] = {"threads": self.threads, "measured": known, "group_by": self.group_by}
-        found = predict(plan, self.names, candidates, advance=count, **options)
-        advance(len(settings) - reported)
-        sources = [*plan.inputs.curvature, *([plan.inputs.prior] if plan.inputs.prior is not None else [])]
-        per_example = {
-            task: 1.0 / (source.examples * source.factor) if source.examples else 1.0
-            for task, source in zip(self.tasks, sources, strict=True)
-        }
-        parts: list[dict[str, dict[str, float]]] = [{} for _ in settings]
-        for (name, task, group), cost in found.costs.items():
-            parts[int(name)].setdefault(group, {})[task] = cost.excess * per_example[task]
-        rows = []
-        for setting, groups in zip(settings, parts, strict=True):
-            costs = {task: sum(group[task] for group in groups.values()) for task in self.tasks}
-            rows.append(Outcome(setting, costs=costs, parts=groups))
-        return rows
+    def __init__(self, merges: int, total: int, advance: Advance) -> None:
+        self._merges, self._total, self._advance = merges, max(1, total), advance
+        self._read = self._reported = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            self._read += nbytes
+            done = min(self._merges, self._merges * self._read // self._total)
+            self._advance(done - self._reported)
+            self._reported = done
 
 
 def _check_comparable(settings: Sequence[Setting]) -> None:
     """Raise InputError if settings change the curvature, or the tensors, that losses are predicted from."""
-    changed = {key: setting.name for setting in settings for key, _ in setting.changes if changes_inputs(key)}
+    changed = {key: setting.name for setting in settings for key in setting.changes if changes_inputs(key)}
     for key, name in changed.items():
         if key.partition(".")[0] != "reduction" and key not in ("options.include_base", "base.examples"):
             raise InputError(

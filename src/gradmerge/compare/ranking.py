@@ -17,7 +17,7 @@ from ..recipe import Recipe, Varying, leaves
 from ..rules import METHODS
 from ..tasks.standard_errors import Difference, averaged, difference, standard_error
 from ..text import Measured
-from .settings import Axis, Grid, Setting, is_removal, own_setting, same_merge, task_names
+from .settings import Axis, Grid, Setting, is_removal, task_names
 
 if TYPE_CHECKING:
     from .evaluate import Evaluator
@@ -78,8 +78,6 @@ class Outcome:
     """Task → all metrics, if data was given."""
     costs: dict[str, float] = field(default_factory=dict)
     """Task → what a search minimizes: predicted excess loss, or the share of fine-tuning's gain that is lost."""
-    parts: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Part of the model → task → predicted excess loss in that part; without data."""
     rows: dict[str, Rows] = field(default_factory=dict, compare=False, repr=False)
     """Task → metric (the first one, and the loss) → one number per row."""
     shares: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -284,16 +282,14 @@ class Preview(Displayed):
 
 def compare(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
     """Evaluate all settings of a grid, and the recipe's own merge, and rank them; see :func:`set_scores`."""
-    settings = grid.settings()
-    own = own_setting(grid)
-    reference = next((setting for setting in settings if same_merge(grid.recipe, setting, own)), own)
-    asked = settings if reference in settings else [*settings, reference]
+    settings, own = grid.settings(), grid.own_setting()
+    asked = list(dict.fromkeys([*settings, own]))
     progress.begin("previewing", len(asked))
     rows = evaluator.evaluate(asked, progress.advance)
-    found = next((row for row in rows if row.setting == reference), rows[0])
-    shown = [row for row in rows if row is not found] if len(asked) > len(settings) else rows
+    reference = next((row for row in rows if row.setting == own), rows[0])
+    shown = [row for row in rows if row is not reference or own in settings]
     criterion = set_scores(rows, evaluator.measured)
-    return make_preview(grid.recipe, evaluator, shown or [found], found, grid.axis, criterion)
+    return make_preview(grid.recipe, evaluator, shown or [reference], reference, grid.axis, criterion)
 
 
 def make_preview(

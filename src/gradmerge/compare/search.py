@@ -21,18 +21,10 @@ from ..recipe import Recipe
 from ..rules import METHODS
 from .evaluate import Evaluator
 from .ranking import Outcome, Preview, largest_cost, make_preview, set_scores_by_costs
-from .settings import (
-    SEARCHED_WEIGHTS,
-    Dimension,
-    Grid,
-    Setting,
-    Weights,
-    own_setting,
-    parse_range,
-    parse_weights,
-    takes_weights,
-)
+from .settings import Dimension, Grid, Setting, Weights, parse_range, parse_weights, takes_weights, weight_keys
 
+#: The range of weights without one.
+DEFAULT_RANGE = "0:1.5"
 #: Points of the first round.
 SAMPLES = 64
 #: How far each round goes from the best point, as a share of the ranges.
@@ -50,10 +42,10 @@ def search_grid(
 
     ``fixed`` are other keys, with one value each.
     """
-    given = {key: one for one in parse_weights(weights, recipe, methods, SEARCHED_WEIGHTS) for key in one.keys}
-    anywhere = replace(parse_range(SEARCHED_WEIGHTS), methods=tuple(filter(takes_weights, methods)))
-    keys = [f"models.{i}.weight" for i in range(len(recipe.models))]
-    return Grid(recipe, methods, [replace(given.get(key, anywhere), keys=(key,)) for key in keys], fixed)
+    given = {key: one for one in parse_weights(weights, recipe, methods, DEFAULT_RANGE) for key in one.keys}
+    default = replace(parse_range(DEFAULT_RANGE), methods=tuple(filter(takes_weights, methods)))
+    ranges = [replace(given.get(key, default), keys=(key,)) for key in weight_keys(recipe)]
+    return Grid(recipe, methods, [*fixed, *ranges])
 
 
 def search(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
@@ -67,26 +59,25 @@ def search(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
         raise InputError(
             "the recipe has no base; without it, the share of fine-tuning's gain that is lost is not known"
         )
-    searches = [_WeightSearch(method, grid) for method in grid.methods]
-    reference = own_setting(grid)
+    searches, own = [_WeightSearch(method, grid) for method in grid.methods], grid.own_setting()
     expected = 1 + len(searches) * (SAMPLES + DIAGONAL + len(RADII) * (SAMPLES // 2 + GUESSES))
     progress.begin("searching", expected)
-    first = [setting for one in searches for setting in one.first()]
-    rows = evaluator.evaluate([reference, *(one for one in first if one != reference)], progress.advance)
+    asked = dict.fromkeys([own, *(setting for one in searches for setting in one.first())])
+    rows = evaluator.evaluate(list(asked), progress.advance)
     for number, radius in enumerate(RADII):
-        asked = [setting for one in searches for setting in one.further(rows, radius, 2 * radius if number else 1.0)]
-        if asked:
-            rows += evaluator.evaluate(asked, progress.advance)
+        further = [setting for one in searches for setting in one.further(rows, radius, 2 * radius if number else 1.0)]
+        if further:
+            rows += evaluator.evaluate(further, progress.advance)
     progress.advance(max(0, expected - len(rows)))  # points that were evaluated before
     criterion = set_scores_by_costs(rows, evaluator.measured)
-    own = next((row for row in rows if row.setting == reference), rows[0])
+    reference = next((row for row in rows if row.setting == own), rows[0])
+    ranges = {one.keys[0]: one for one in grid.dimensions if one.is_weight}
     inside = all(
-        not isinstance(weight, tuple) and one.low <= weight <= one.high
-        for one, weight in zip(grid.weights, reference.weights, strict=False)
+        not isinstance(own[key], tuple) and one.low <= own[key] <= one.high for key, one in ranges.items() if key in own
     )
-    shown = rows if inside or len(rows) == 1 else [row for row in rows if row is not own]
+    shown = rows if inside or len(rows) == 1 else [row for row in rows if row is not reference]
     more = {"searched": True, "allows_own": shown is rows}
-    found = make_preview(grid.recipe, evaluator, shown, own, grid.axis, criterion, **more)
+    found = make_preview(grid.recipe, evaluator, shown, reference, grid.axis, criterion, **more)
     if found.best() is None:
         raise InputError("no setting gives a finite loss; check the models and their curvature")
     return found
@@ -97,9 +88,10 @@ class _WeightSearch:
 
     def __init__(self, method: str, grid: Grid) -> None:
         self.method, self._grid = method, grid
-        self._lows = torch.tensor([one.low for one in grid.weights], dtype=torch.float64)
-        self._widths = torch.tensor([one.high for one in grid.weights], dtype=torch.float64) - self._lows
-        self._points = SobolEngine(len(grid.weights), scramble=True, seed=0)
+        self._ranges = [one for one in grid.dimensions if one.is_weight]
+        self._lows = torch.tensor([one.low for one in self._ranges], dtype=torch.float64)
+        self._widths = torch.tensor([one.high for one in self._ranges], dtype=torch.float64) - self._lows
+        self._points = SobolEngine(len(self._ranges), scramble=True, seed=0)
         self._asked: set[Setting] = set()
 
     def first(self) -> list[Setting]:
@@ -142,11 +134,11 @@ class _WeightSearch:
         found = []
         for values in (self._lows + points * self._widths).tolist():
             # As many decimals as a person would write.
-            rounded = (
+            rounded = [
                 min(max(round(value, 3 if one.high - one.low >= 0.1 else 6) + 0.0, one.low), one.high)
-                for one, value in zip(self._grid.weights, values, strict=True)
-            )
-            fixed = [one.values[0] for one in self._grid.sweeps if self.method in one.methods]
+                for one, value in zip(self._ranges, values, strict=True)
+            ]
+            fixed = [one.values[0] for one in self._grid.dimensions_of(self.method) if not one.is_weight]
             setting = self._grid.setting(self.method, [*fixed, *(rounded if takes_weights(self.method) else ())])
             if setting not in self._asked:
                 self._asked.add(setting)

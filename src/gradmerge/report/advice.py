@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..compare.diagnose import TUNED, UNDER_PENALTY, WITHOUT_PENALTY, Diagnosis
+from ..compare.diagnose import FINE_TUNED, UNDER_PENALTY, WITHOUT_PENALTY, Diagnosis
 from ..compare.ranking import Outcome, Preview, are_tied, headline, higher_is_better, lost_share, with_error
 from ..compare.settings import BASE, changes_text
 from ..recipe import Varying, in_words
@@ -165,7 +165,7 @@ def ranges_text(found: Preview, rows: Sequence[Outcome]) -> str:
     parts = [f"{task} {span}" for task, span in spans.items()]
     if len(spans) == len(found.models) and len(set(spans.values())) == 1:
         parts = [spans[found.models[0]]]
-    changes = [dict(row.setting.changes) for row in rows]
+    changes = [row.setting.changes for row in rows]
     for key in dict.fromkeys(key for one in changes for key in one):
         parts.append(f"{key.removeprefix('options.')} {_range([one[key] for one in changes if key in one])}")
     return ", ".join(parts)
@@ -247,7 +247,7 @@ def _measured_results(found: Diagnosis) -> list[str]:
     words = []
     for task in found.examples:
         name, apart = headline(found.metrics(found.own, task)), _beside_tuned(found, task)
-        merged, tuned = (with_error(found.metrics(model, task), name) for model in (found.own, TUNED))
+        merged, tuned = (with_error(found.metrics(model, task), name) for model in (found.own, FINE_TUNED))
         if merged is None or tuned is None:
             continue
         on = f"On {task} ({counted(range(found.examples[task]), 'row')})"
@@ -260,7 +260,7 @@ def _measured_results(found: Diagnosis) -> list[str]:
 def _beside_tuned(found: Diagnosis, task: str) -> Difference | None:
     """How much larger a task's first metric is for the merge than for the task's own model, on the same rows."""
     name = headline(found.metrics(found.own, task))
-    one, other = (found.outcomes[model].rows.get(task, {}) for model in (found.own, TUNED))
+    one, other = (found.outcomes[model].rows.get(task, {}) for model in (found.own, FINE_TUNED))
     return difference(one[name], other[name]) if name in one and name in other else None
 
 
@@ -342,20 +342,19 @@ def _comparison(compared: Preview, row: Outcome, other: Outcome) -> str:
 
 def _measured_advice(found: Diagnosis, compared: Preview) -> list[str]:
     own = compared.reference
-    others = [row for row in compared.rows if row is not own and row.setting.method != found.without_penalty]
-    better = [row for row in others if _better(compared, row, own)]
+    others = {name: row for name, row in found.merges.items() if name not in (found.own, found.without_penalty)}
+    better = [name for name, row in others.items() if _better(compared, row, own)]
     where = "" if len(found.examples) == len(found.prediction.tasks) else f" on the data of {', '.join(found.examples)}"
     predicted = _predicted_winner(found)
     if better:
         sign = -1 if compared.criterion.higher else 1
-        best = min(better, key=lambda row: (row.rank, sign * (row.score or 0)))
-        name = best.setting.method
-        what = f"**{name} measured better** than {found.own}{where}: {_comparison(compared, best, own)}."
+        name = min(better, key=lambda name: (others[name].rank, sign * (others[name].score or 0)))
+        what = f"**{name} measured better** than {found.own}{where}: {_comparison(compared, others[name], own)}."
         if predicted != name and _worst(found, name) > _worst(found, found.own):
             what += " The prediction from curvature says otherwise; trust the measurement."
         return [f"{what} To compare other weights: {_compare_with(found, name)}"]
     words = f"No other method measured better than {found.own}{where} by more than two standard errors"
-    tied = [row.setting.method for row in others if are_tied(row, own, compared.criterion)]
+    tied = [name for name, row in others.items() if are_tied(row, own, compared.criterion)]
     words += f"; tied with it: {', '.join(tied)}." if tied else "."
     if predicted != found.own:
         row = found.outcomes[predicted]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..compare.diagnose import TARGET, TUNED, UNDER_PENALTY, WITHOUT_PENALTY, Diagnosis
+from ..compare.diagnose import FINE_TUNED, TARGET, UNDER_PENALTY, WITHOUT_PENALTY, Diagnosis
 from ..compare.ranking import headline, higher_is_better, with_error
 from ..compare.settings import BASE
 from ..text import Measured
@@ -89,13 +89,12 @@ def measured_table(found: Diagnosis) -> Table:
     """Metrics of every model with standard errors, and how merges compare with the one that is diagnosed."""
     compared = found.measured
     assert compared is not None
-    merges = {row.setting.method: row for row in compared.rows}
     columns = ["model", plain_words(compared.criterion.name), f"more than {found.own}"]
     columns += [f"{task}, {plain_words(headline(found.metrics(found.own, task)))}" for task in found.examples]
     rows: list[list[Value]] = []
     for model, values in _measured_values(found).items():
-        row = merges.get(model)
-        apart = None if row in (None, compared.reference) else compared.difference(merges[model], compared.reference)
+        row = found.merges.get(model)
+        apart = None if row is None or model == found.own else compared.difference(row, compared.reference)
         more = None if apart is None else "tie" if apart.tied else Measured(apart.value, apart.error)
         rows.append([model, None if row is None else compared.shown_score(row), more, *values])
     note = "± is a standard error. Merges are compared on the same rows; a tie is within two standard errors."
@@ -104,7 +103,7 @@ def measured_table(found: Diagnosis) -> Table:
 
 def _measured_values(found: Diagnosis) -> dict[str, list[float | None]]:
     """Model → the first metric of every task."""
-    models = [BASE, TUNED, *found.candidates, *filter(None, [found.without_penalty])]
+    models = [BASE, FINE_TUNED, *found.candidates, *filter(None, [found.without_penalty])]
     names = {task: headline(found.metrics(found.own, task)) for task in found.examples}
     return {
         model: [with_error(found.metrics(model, task), name) for task, name in names.items()]

@@ -225,8 +225,8 @@ def settings_table(found: Preview) -> Table:
         weights = (row.setting.weights for row in found.rows)
         columns[f"weight {model}"] = [_cell(own[i]) if own else None for own in weights]
     columns["rank"] = [row.rank for row in found.rows]
-    for key in dict.fromkeys(key for row in found.rows for key, _ in row.setting.changes):
-        columns[key] = [_cell(dict(row.setting.changes).get(key)) for row in found.rows]
+    for key in dict.fromkeys(key for row in found.rows for key in row.setting.changes):
+        columns[key] = [_cell(row.setting.get(key)) for row in found.rows]
     name, leading = found.criterion.name, found.leading()
     columns[name if found.measured else f"{name}, times reference"] = map(found.shown_score, found.rows)
     if found.measured and leading is not None:

@@ -38,7 +38,7 @@ _METHODS = (
     *("regmean", "removal", "slerp"),
 )
 #: Models that are not merges.
-_MODELS = {"base": "soft", "tuned": "ink", "its own model": "ink", "target": "c9", "best so far": "c4"}
+_MODELS = {"base": "soft", "fine-tuned model": "ink", "its own model": "ink", "target": "c9", "best so far": "c4"}
 _COLORS = 10
 MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 #: Dark blue to yellow, safe for color-blind readers.

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ..compare.candidates import Candidate, plan_of
-from ..compare.settings import Setting, is_removal, takes_weights, task_names
+from ..compare.candidates import plan_of
+from ..compare.settings import (
+    Setting,
+    is_removal,
+    make_setting,
+    recipe_with,
+    takes_weights,
+    task_names,
+    weight_keys,
+)
 from ..engine.plan import Plan
 from ..errors import InputError
 from ..recipe import Recipe, Varying, leaves, mapped
@@ -60,7 +68,7 @@ def methods_of(recipe: Recipe, plan: Plan) -> list[str]:
         if lacking or ("base" in needs - rule.optional and plan.inputs.base is None):
             continue
         try:
-            plan_of(plan, Candidate(name, name, [1.0] * len(recipe.models)))
+            plan_of(plan, recipe_with(recipe, make_setting(recipe, name, dict.fromkeys(weight_keys(recipe), 1.0))))
         except InputError:
             continue
         found.append(name)
@@ -135,18 +143,22 @@ class Choices:
                 hint = f"{nearest(name, self.models)}\n  Models are {', '.join(self.models)}."
                 raise InputError(f"weights: no model is called {name!r}{hint}")
         own = zip(self.models, self._weights_of(method), strict=True)
-        chosen = tuple(weights.get(name, weight) for name, weight in own)
+        chosen = (weights.get(name, weight) for name, weight in own)
         rules = [METHODS[method]]
-        pairs = ((full_key(key, rules, f"changes: {key}"), _frozen(value)) for key, value in changes.items())
-        found = Setting(method, chosen, tuple(sorted(pairs)))
-        return found if takes_weights(method) else replace(found, weights=())
+        others = {full_key(key, rules, f"changes: {key}"): value for key, value in changes.items()}
+        return make_setting(
+            self._recipe, method, {**dict(zip(weight_keys(self._recipe), chosen, strict=True)), **others}
+        )
 
     def strengths(self, method: str | None) -> list[Setting]:
         """The recipe's weights times several factors."""
         method = method or self._recipe.method
         self._check(method)
-        own = self._weights_of(method)
-        return [Setting(method, tuple(_times(weight, strength) for weight in own)) for strength in STRENGTHS]
+        own = dict(zip(weight_keys(self._recipe), self._weights_of(method), strict=True))
+        return [
+            make_setting(self._recipe, method, {key: _times(weight, strength) for key, weight in own.items()})
+            for strength in STRENGTHS
+        ]
 
     def _check(self, method: str) -> None:
         if method not in self.methods:
@@ -163,7 +175,3 @@ class Choices:
 def _times(weight: Varying, factor: float) -> Varying:
     found: Varying = mapped(weight, lambda value: value * factor + 0.0)  # no -0
     return found
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value

@@ -133,7 +133,7 @@ class Panel:
         chosen = dict(zip(models, setting.weights, strict=True)) if setting.weights else {}
         numbers = [_number(chosen.get(model)) for model in models]
         weights = [self._start(model) if n is None else n for model, n in zip(models, numbers, strict=True)]
-        return self._updates(setting.method, weights, dict(setting.changes))
+        return self._updates(setting.method, weights, setting.changes)
 
     def change_method(self, method: str, *weights: Any) -> list[Any]:
         """Updates of ``outputs`` for another method; weights stay if they are in its range."""

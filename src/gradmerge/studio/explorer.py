@@ -15,7 +15,7 @@ from ..api.diagnose import report_folder
 from ..api.merge import merge, merged_first, number_of_threads, recipe_of_models
 from ..api.preview import write_preview
 from ..api.recipe_yaml import recipe_documents
-from ..compare.interactive import InteractiveEvaluator, Stop, Superseded
+from ..compare.evaluate import InteractiveEvaluator, Stop, Superseded
 from ..compare.ranking import (
     Outcome,
     Preview,
@@ -26,7 +26,7 @@ from ..compare.ranking import (
     set_scores,
     unbeaten,
 )
-from ..compare.settings import BASE, Axis, Setting, check_methods, is_removal, recipe_with, task_names
+from ..compare.settings import BASE, Axis, Setting, check_methods, is_removal, recipe_with, task_names, weight_keys
 from ..engine.run import MergeResult
 from ..errors import InputError
 from ..progress import Progress
@@ -185,7 +185,7 @@ class Explorer:
     ) -> Setting:
         """A setting of the recipe that can be merged; keys that are not given are the recipe's."""
         made = self.choices.setting(method, weights or {}, changes or {})
-        self.evaluator.plans.check(made)
+        self.evaluator.merge_plan(made)
         return made
 
     @contextlib.contextmanager
@@ -225,7 +225,7 @@ class Explorer:
             raise InputError("nothing is measured yet")
         if self._compared is None or len(self._compared.rows) < len(rows):
             own = next((row for row in rows if row.setting == self.own), rows[0])
-            axis = Axis("weight", models=tuple(range(len(self.models))))
+            axis = Axis("weight", tuple(weight_keys(self.recipe)))
             criterion = set_scores(rows, True)
             self._compared = make_preview(self.recipe, self.evaluator, rows, own, axis, criterion)
         return self._compared

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import gradio as gr
 
-from ..compare.interactive import Superseded
+from ..compare.evaluate import Superseded
 from ..compare.ranking import Outcome, Preview
 from ..compare.settings import BASE, Setting
 from ..errors import GradmergeError, MachineError
@@ -283,7 +283,7 @@ class Session:
 
     def sweep(self, present: Setting) -> list[Setting]:
         """Settings of a curve: the same weight for all models, or strengths of a removal."""
-        explorer, method, changes = self.explorer, present.method, dict(present.changes)
+        explorer, method, changes = self.explorer, present.method, present.changes
         if explorer.removes:
             weights = [one.weights for one in explorer.choices.strengths(method)]
             return [explorer.setting(method, dict(zip(explorer.models, w, strict=True)), changes) for w in weights]  # type: ignore[arg-type]
