@@ -28,8 +28,7 @@ from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice,
 from gradmerge.recipe.mergekit.methods import MERGEKIT_METHODS
 from gradmerge.rules import METHODS, Rule
 from gradmerge.rules.spec import INPUTS
-from gradmerge.tasks import MEANINGS
-from gradmerge.tasks.data import columns
+from gradmerge.tasks import MEANINGS, TASK_MEANINGS, columns
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -227,14 +226,14 @@ def usual_columns() -> str:
         return ", ".join(f"`{word}`" for word in words)
 
     rows = [
-        ("`classify`", "`text`", names(columns.TEXT) + "; or else the only column with text"),
+        ("`classify`", "`text`", names(columns.TEXT)),
         ("", "`text`, `text2`", ", ".join(f"`{a}` + `{b}`" for a, b in columns.PAIRS)),
         ("", "`label`", names(columns.LABEL)),
         ("`causal-lm`", "`messages`", "`messages`"),
         ("", "`text`", "`text`; if there is neither this nor a prompt with its completion, as for `classify`"),
         ("", "`prompt`", names(columns.PROMPT)),
         ("", "`completion`", names(columns.COMPLETION)),
-        ("`seq2seq`", "`source`", names(columns.SOURCE) + "; or else the only column with text"),
+        ("`seq2seq`", "`source`", names(columns.SOURCE)),
         ("", "`target`", names(columns.TARGET)),
         ("`image`", "`image`", names(columns.IMAGE)),
         ("", "`label`", "as for `classify`"),
@@ -251,7 +250,10 @@ def usual_columns() -> str:
 
 def metrics_reference() -> str:
     """What each number of `gradmerge evaluate` is, in the program's own words."""
-    return table(("metric", "meaning"), [(f"`{name}`", meaning) for name, meaning in MEANINGS.items()])
+    rows = [(f"`{name}`", meaning) for name, meaning in MEANINGS.items()]
+    for task in ("embedding", "causal-lm"):
+        rows += [(f"`{name}` of `{task}`", meaning) for name, meaning in TASK_MEANINGS[task].items()]
+    return table(("metric", "meaning"), rows)
 
 
 def python_names() -> str:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .recipe import Recipe as Recipe, load_recipe as load_recipe
     from .refinement.influence import RemovalResult as RemovalResult
     from .rules import METHODS as METHODS
-    from .tasks.data.read import Rows as Rows, read_rows as read_rows
+    from .tasks.data import Rows as Rows, read_rows as read_rows
     from .tasks.generation import Generation as Generation
     from .training.curvature_callback import CurvatureCallback as CurvatureCallback
     from .training.prior_adamw import PriorAdamW as PriorAdamW
@@ -69,7 +69,7 @@ _NAMES = {
     "recipe": "Recipe load_recipe",
     "refinement.influence": "RemovalResult",
     "rules": "METHODS",
-    "tasks.data.read": "Rows read_rows",
+    "tasks.data": "Rows read_rows",
     "tasks.generation": "Generation",
     "training.curvature_callback": "CurvatureCallback",
     "training.prior_adamw": "PriorAdamW",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from .errors import InputError
+
 
 class LoadOptions(TypedDict, total=False):
     """How a model and its data are loaded: keywords of every function that does so, options of every such command."""
@@ -43,3 +45,16 @@ DEFAULTS = LoadOptions(
     dtype="auto",
     model_args=None,
 )
+
+
+def parse_pairs(name: str, text: str) -> dict[str, Any]:
+    """Parse `KEY=VALUE,…` from the command line. `true` and `false` become booleans. ``name`` is the option's."""
+    result: dict[str, Any] = {}
+    for part in text.split(","):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not key or not value:
+            raise InputError(f"{name}: {text!r} is not KEY=VALUE,KEY=VALUE")
+        if key in result:
+            raise InputError(f"{name}: {key} is repeated in {text!r}")
+        result[key] = {"true": True, "false": False}.get(value.lower(), value)
+    return result

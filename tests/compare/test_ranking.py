@@ -25,7 +25,7 @@ from gradmerge.compare.settings import Axis, Setting
 from gradmerge.recipe import make_recipe
 from gradmerge.report.advice import preview_verdict
 from gradmerge.report.preview import best_table
-from gradmerge.tasks.standard_errors import standard_errors
+from gradmerge.tasks.metrics import standard_errors
 
 from .making import setting
 

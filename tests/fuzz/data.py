@@ -30,10 +30,10 @@ def models_kept() -> Iterator[None]:
     def kept(name: str) -> Any:
         original = getattr(loading, name)
 
-        def load(reference: str, *arguments: Any, **settings: Any) -> Any:
-            key = (name, str(Path(reference).absolute()))
+        def load(model: Any, *arguments: Any, **settings: Any) -> Any:
+            key = (name, str(Path(getattr(model, "reference", model)).absolute()))
             if key not in _kept:
-                _kept[key] = original(reference, *arguments, **settings)
+                _kept[key] = original(model, *arguments, **settings)
             return _kept[key]
 
         return patch.object(loading, name, load)

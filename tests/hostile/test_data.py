@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradmerge.errors import InputError
-from gradmerge.tasks.data.read import read_rows
+from gradmerge.tasks.data import read_rows
 
 FILES = Path(__file__).parent / "files"
 

@@ -12,7 +12,7 @@ from gradmerge.compare.settings import Setting
 from gradmerge.recipe import make_recipe
 from gradmerge.report.advice import diagnosis_verdict as verdict
 from gradmerge.report.diagnosis import measured_table
-from gradmerge.tasks.standard_errors import standard_errors
+from gradmerge.tasks.metrics import standard_errors
 
 OWN, OTHER, THIRD = "gradient-matching", "average", "task-arithmetic"
 TASKS = ["a", "b", "base"]

@@ -10,9 +10,8 @@ import pytest
 
 from gradmerge.errors import InputError
 from gradmerge.tasks import load_task
-from gradmerge.tasks.data.columns import choose_columns, parse_columns
-from gradmerge.tasks.data.labels import read_labels
-from gradmerge.tasks.data.read import Rows
+from gradmerge.tasks.columns import choose_columns, read_labels
+from gradmerge.tasks.data import Rows
 
 from .making import tiny_bert_checkpoint
 from .test_data import write_format
@@ -31,7 +30,6 @@ def rows_of(*names: str, **values: Any) -> Rows:
         ("classify", "premise hypothesis label idx", "text=premise text2=hypothesis label=label"),
         ("causal-lm", "instruction output", "prompt=instruction completion=output"),
         ("causal-lm", "messages prompt", "messages=messages"),
-        ("causal-lm", "prompt only", "text=only"),
         ("seq2seq", "article highlights id", "source=article target=highlights"),
         ("image", "img fine_label coarse_label", "image=img label=fine_label"),
         ("embedding", "sentence1 sentence2 score", "anchor=sentence1 positive=sentence2 score=score"),
@@ -40,8 +38,7 @@ def rows_of(*names: str, **values: Any) -> Rows:
 )
 def test_common_names_are_found(task: str, names: str, chosen: str) -> None:
     columns = names.split()
-    row = {name: 1 if name == "prompt" and "only" in columns else "some words" for name in columns}
-    fields = choose_columns(task, Rows("data.csv", [row], tuple(row)), None)
+    fields = choose_columns(task, rows_of(*columns), None)
     assert fields == {pair.split("=")[0]: (pair.split("=")[1],) for pair in chosen.split()}
 
 
@@ -54,7 +51,6 @@ def test_the_columns_of_the_user_come_first() -> None:
     partly = choose_columns("embedding", rows_of("query", "positive"), {"anchor": "query"})
     assert partly == {"anchor": ("query",), "positive": ("positive",)}
     assert choose_columns("classify", rows, None, labeled=False) == {"text": ("text",)}
-    assert parse_columns("text=review, label=stars") == {"text": "review", "label": "stars"}
 
 
 @pytest.mark.parametrize(
@@ -73,12 +69,6 @@ def test_the_columns_of_the_user_come_first() -> None:
 def test_columns_that_do_not_fit_are_refused(task: str, names: str, given: dict[str, str]) -> None:
     with pytest.raises(InputError):
         choose_columns(task, rows_of(*names.split()), given)
-
-
-def test_columns_on_the_command_line_are_pairs() -> None:
-    for text in ("text", "text=", "=a", "text=a,text=b"):
-        with pytest.raises(InputError):
-            parse_columns(text)
 
 
 def test_lists_and_several_columns_become_lines() -> None:
@@ -144,7 +134,6 @@ WRONG: list[tuple[list[Any], dict[str, Any]]] = [
     (["many"], {"classes": 1}),
     ([float("nan")], {"classes": 1}),
     ([0, 4], {"classes": 5, "names": STARS}),
-    (["a"], {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 1, "b": 0}}),
     ([1], {"label2id": {"a": "x"}}),
 ]
 

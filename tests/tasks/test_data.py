@@ -22,7 +22,7 @@ from PIL import Image
 
 from gradmerge.errors import InputError
 from gradmerge.io import small_files
-from gradmerge.tasks.data.read import MAX_LINE, data_paths, dataset_metadata, read_rows
+from gradmerge.tasks.data import MAX_LINE, data_paths, dataset_metadata, read_rows
 
 from ..http_stand_in import Web, web_server
 
@@ -88,18 +88,6 @@ def test_a_hub_dataset_gives_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(rows.column("label")) == [1]
 
 
-def test_a_saved_dataset_gives_the_same_rows(tmp_path: Path) -> None:
-    data = datasets.Dataset.from_list(ROWS)
-    data.save_to_disk(tmp_path / "rows")
-    datasets.DatasetDict({"test": data}).save_to_disk(tmp_path / "splits")
-    for source in (f"{tmp_path}/rows", f"{tmp_path}/splits:test"):
-        assert list(read_rows(source).rows) == ROWS
-        assert list(read_rows(source, limit=2).rows) == ROWS[:2]
-    for source in (f"{tmp_path}/splits", f"{tmp_path}/splits:dev"):
-        with pytest.raises(InputError, match="splits"):
-            read_rows(source)
-
-
 def test_hub_datasets_that_cannot_be_loaded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*_: Any, **__: Any) -> Any:
         raise ConnectionError("Couldn't reach the Hub")
@@ -124,7 +112,7 @@ def test_a_limit_stops_reading(tmp_path: Path) -> None:
 def test_arrays_are_rows_and_may_have_splits(tmp_path: Path) -> None:
     x, y = np.arange(4 * 6, dtype=np.uint8).reshape(4, 2, 3), np.array([[0], [1], [2], [1]])
     np.savez(tmp_path / "one.npz", x=x, y=y)
-    np.savez(tmp_path / "two.npz", X_train=x[:3], y_train=y[:3], x_test=x[3:], y_test=y[3:])
+    np.savez(tmp_path / "two.npz", x_train=x[:3], y_train=y[:3], x_test=x[3:], y_test=y[3:])
     rows = read_rows(str(tmp_path / "one.npz"), limit=3)
     assert [r["label"] for r in rows.rows] == [0, 1, 2]
     assert np.array_equal(rows.cell(2, "image"), x[2])

@@ -157,7 +157,7 @@ def test_a_long_prompt_loses_its_beginning_and_a_long_text_its_end(tmp_path: Pat
 def test_empty_texts_are_dropped_and_rows_keep_their_numbers(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", [{"text": t} for t in ("", "a cat", "  ", "a dog")])
     loaded = load_task(tiny_llama_checkpoint(tmp_path / "model"), data, **EXACT)
-    rows: Any = loaded.data.rows  # type: ignore[attr-defined]
+    rows: Any = loaded.data.rows
     assert loaded.examples == 2 and len(loaded.notes) == 1 and rows.number(1) == 4
 
 
@@ -178,7 +178,7 @@ def test_batches_can_start_at_any_row(tmp_path: Path) -> None:
     loaded = load_task(tiny_bert_checkpoint(tmp_path / "model"), write_jsonl(tmp_path / "rows.jsonl", rows), **EXACT)
     labels = [label for batch in loaded.batches(2, start=3) for label in batch["labels"].tolist()]
     assert labels == [row["label"] for row in rows[3:]]
-    loaded.data.rows.rows[0]["text"] = None  # type: ignore[attr-defined]
+    loaded.data.rows.rows[0]["text"] = None
     assert len(list(loaded.batches(2, start=1))) == 3
     with pytest.raises(gm.InputError, match="row 1: 'text'"):
         list(loaded.batches(2))

@@ -15,7 +15,7 @@ import torch
 import gradmerge as gm
 from gradmerge.tasks import LoadedTask, load_task
 from gradmerge.tasks.generation import Generation, generate, normalize, prompts, score_texts
-from gradmerge.tasks.standard_errors import standard_error
+from gradmerge.tasks.metrics import standard_error
 
 from ..compare.conftest import tuned_from
 from .making import (
@@ -55,7 +55,7 @@ def one_at_a_time(loaded: LoadedTask, ids: list[list[int]], length: int) -> list
                 else:
                     logits = model(input_ids=torch.tensor([prompt + written])).logits
             written.append(int(logits[0, -1].argmax()))
-        words: Any = loaded.data.tokenizer  # type: ignore[attr-defined]
+        words: Any = loaded.data.tokenizer
         texts.append(words.decode([token for token in written if token > 3], skip_special_tokens=False))
     return texts
 
@@ -64,7 +64,7 @@ def one_at_a_time(loaded: LoadedTask, ids: list[list[int]], length: int) -> list
 def test_batches_generate_what_single_rows_do(make: Callable[..., Path], tmp_path: Path) -> None:
     names = ("source", "target") if make is tiny_t5_checkpoint else ("prompt", "completion")
     loaded = loaded_for(tmp_path, make, pairs(*names))
-    words: Any = loaded.data.tokenizer  # type: ignore[attr-defined]
+    words: Any = loaded.data.tokenizer
     ids = [words(row[names[0]])["input_ids"] for row in pairs(*names)]
     want = one_at_a_time(loaded, ids, 6)
     assert len(set(want)) > 2, "texts differ, or little is tested"
@@ -80,7 +80,7 @@ def test_generation_stops_at_the_end_token(tmp_path: Path) -> None:
     model: Any = loaded.model
     with torch.no_grad():
         model.lm_head.weight[1] *= 20  # </s> is likely after some prompts
-    words: Any = loaded.data.tokenizer  # type: ignore[attr-defined]
+    words: Any = loaded.data.tokenizer
     ids = [words(row["prompt"])["input_ids"] for row in pairs("prompt", "completion")]
     want = one_at_a_time(loaded, ids, 12)
     lengths = {len(text.split()) for text in want}
@@ -98,7 +98,7 @@ def test_the_generation_config_of_the_model_is_not_used(tmp_path: Path) -> None:
     kept = again.model.generation_config
     got = generate(again, again.model, range(COUNT), 8)
     assert again.model.generation_config is kept and not again.model.training
-    words: Any = again.data.tokenizer  # type: ignore[attr-defined]
+    words: Any = again.data.tokenizer
     end = words.convert_ids_to_tokens(7)
     assert got == [text.partition(end)[0].strip() if end in text.split() else text for text in want]
 
@@ -129,7 +129,7 @@ def test_the_prompt_of_a_conversation_ends_before_the_last_answer(tmp_path: Path
     first, second = prompts(loaded, [0, 1])
     assert (first.text, first.reference) == ("who is it ? the", "the cat")
     assert (second.text, second.reference) == ("who is it ? the", None)
-    words: Any = loaded.data.tokenizer  # type: ignore[attr-defined]
+    words: Any = loaded.data.tokenizer
     assert words.decode(first.ids, skip_special_tokens=True) == "who is it ? the"
     with pytest.raises(gm.InputError, match="row 2"):
         gm.evaluate(model, rows, generation=gm.Generation(), device="cpu")

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification
 
 from gradmerge.errors import InputError
 from gradmerge.tasks import load_model, load_task
-from gradmerge.tasks.resolve_model import offline
+from gradmerge.tasks.model_files import offline
 
 from .making import labelled, tiny_bert_checkpoint, write_jsonl
 

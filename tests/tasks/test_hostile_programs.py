@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,22 +55,6 @@ def test_what_does_not_end_is_stopped_in_every_thread(run: Callable[..., BaseExc
 
     error = run(waits)
     assert isinstance(error, InputError)
-
-
-def test_an_alarm_that_was_set_before_still_rings() -> None:
-    rung: list[int] = []
-    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with time_limit(0.01, "it"):
-            pass
-        deadline = time.monotonic() + 20
-        while not rung and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert rung
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 TEMPLATES = {

@@ -89,9 +89,9 @@ def test_folders_of_images_are_matched_with_the_classes_of_the_model(models: dic
         (tmp_path / "photos" / name).mkdir(parents=True)
         Image.fromarray(PIXELS[number]).save(tmp_path / "photos" / name / "one.png")
     source = str(tmp_path / "photos")
-    assert load_task(models["named"], source).data.labels.tolist() == [2, 0]  # type: ignore[attr-defined]
+    assert load_task(models["named"], source).data.labels.tolist() == [2, 0]
     loaded = load_task(models["rgb"], source)
-    assert loaded.data.labels.tolist() == [0, 1]  # type: ignore[attr-defined]
+    assert loaded.data.labels.tolist() == [0, 1]
     assert loaded.notes
     assert torch.allclose(pixels_of(models["rgb"], source), processed(PIXELS[:2]), atol=1e-5)
 

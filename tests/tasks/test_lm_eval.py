@@ -56,7 +56,7 @@ def write_tasks(folder: Path) -> Path:
 def by_hand(folder: Path) -> list[float]:
     """1 for every row whose own choice has the highest summed log-probability after the text."""
     model, info = load_model(str(folder), "causal-lm", device="cpu")
-    words: Any = load_tokenizer(str(folder), info)
+    words: Any = load_tokenizer(info)
     right = []
     for place, text in enumerate(sentences(COUNT, 5)):
         begun = words(text)["input_ids"]
@@ -94,7 +94,7 @@ def test_accuracy_is_that_of_the_likeliest_choice(place: Path) -> None:
 
 def test_a_group_and_its_tasks_are_evaluated(place: Path) -> None:
     model, info = load_model(str(place / "two"), "causal-lm", device="cpu")
-    words = load_tokenizer(str(place / "two"), info)
+    words = load_tokenizer(info)
     found = LMEval("geography", place / "tasks").evaluate(model, words, batch_size=3)
     right = by_hand(place / "two")
     assert found["cities"]["acc"] == pytest.approx(sum(right) / COUNT)

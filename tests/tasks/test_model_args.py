@@ -10,9 +10,10 @@ import torch
 
 import gradmerge as gm
 from gradmerge.errors import InputError
+from gradmerge.load_options import parse_pairs
 from gradmerge.tasks import load_model
 from gradmerge.tasks.loading import complete
-from gradmerge.tasks.model_args import ModelArgs, parse_model_args
+from gradmerge.tasks.model_args import ModelArgs
 
 from .making import tiny_bert_checkpoint
 
@@ -21,14 +22,14 @@ CPU = torch.device("cpu")
 
 def test_the_command_line_gives_texts_and_booleans() -> None:
     text = "load_in_4bit=True,gradient_checkpointing=false, tokenizer = org/name"
-    assert parse_model_args(text) == {
+    assert parse_pairs("model_args", text) == {
         "load_in_4bit": True,
         "gradient_checkpointing": False,
         "tokenizer": "org/name",
     }
     for wrong in ("", "sdpa", "device_map=", "=auto", "tokenizer=a,,", "tokenizer=a,tokenizer=b"):
         with pytest.raises(InputError):
-            parse_model_args(wrong)
+            parse_pairs("model_args", wrong)
 
 
 @pytest.mark.parametrize(

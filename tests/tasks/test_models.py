@@ -26,7 +26,8 @@ import gradmerge as gm
 from gradmerge.errors import InputError
 from gradmerge.quiet import quiet_transformers
 from gradmerge.tasks import evaluate, load_model, load_task
-from gradmerge.tasks.models import TASKS, model_with
+from gradmerge.tasks.model_files import TASKS
+from gradmerge.tasks.models import model_with
 from gradmerge.tasks.text import longest_sequence, num_positions
 
 from .making import (

@@ -11,8 +11,15 @@ from scipy import stats
 from torch import Tensor
 
 from gradmerge.curvature.losses import LOSSES, MASKED
-from gradmerge.tasks.metrics import METRICS, Metrics
-from gradmerge.tasks.standard_errors import Difference, averaged, difference, standard_error, standard_errors
+from gradmerge.tasks.metrics import (
+    METRICS,
+    Difference,
+    Metrics,
+    averaged,
+    difference,
+    standard_error,
+    standard_errors,
+)
 
 Batch = tuple[Tensor, Tensor]
 N = 400
@@ -83,9 +90,9 @@ def test_rows_have_the_metric_as_mean_and_the_jackknife_as_error(case: str) -> N
     output = LOSSES["classes" if name == "ranking" else "squared" if name == "cosine" else name]
     losses = output.losses(logits, labels[:, None] if name == "cosine" else labels)
     whole = taken(name, logits, labels, losses, range(N))
-    rows, found = whole.rows(), whole.numbers()
-    assert set(rows) == set(found) - {"examples", "tokens"} and found["examples"] == N
-    without = [taken(name, logits, labels, losses, [*range(i), *range(i + 1, N)]).numbers() for i in range(N)]
+    rows, found = whole.rows(), whole.summary()
+    assert set(rows) == set(found) - {"examples", "tokens", "standard_errors"} and found["examples"] == N
+    without = [taken(name, logits, labels, losses, [*range(i), *range(i + 1, N)]).summary() for i in range(N)]
     errors = whole.summary()["standard_errors"]
     for metric, values in rows.items():
         assert values.dtype == torch.float64 and values.shape == (N,)
@@ -101,11 +108,11 @@ def test_rows_have_the_metric_as_mean_and_the_jackknife_as_error(case: str) -> N
 def test_metrics_that_are_not_defined_have_no_rows() -> None:
     metrics = METRICS["squared"]()
     metrics.add(torch.ones(4, 1), torch.ones(4, 1), torch.zeros(4))
-    assert metrics.numbers()["pearson_r"] is None and set(metrics.rows()) == {"mse"}
+    assert metrics.summary()["pearson_r"] is None and set(metrics.rows()) == {"mse"}
     assert metrics.summary()["standard_errors"] == {"mse": None}, "four equal numbers say nothing of others"
     alone = METRICS["tokens"]()
     alone.add(torch.zeros(1, 2, 3), torch.tensor([[1, MASKED]]), torch.tensor([800.0]))
-    assert alone.numbers()["perplexity"] == math.inf and "perplexity" not in alone.rows()
+    assert alone.summary()["perplexity"] == math.inf and "perplexity" not in alone.rows()
     assert alone.summary()["standard_errors"]["loss_per_token"] is None, "a single example says nothing of it"
 
 

@@ -109,7 +109,7 @@ def report_folder(
 ) -> AbstractContextManager[AtomicDir | None]:
     """A folder for a report, if one is wanted, which appears if all goes well; ``models`` are others that are read."""
     from ..engine.input_state import model_paths, recipe_paths
-    from ..tasks.data.read import data_paths
+    from ..tasks.data import data_paths
 
     if out is None:
         return nullcontext()

@@ -21,7 +21,7 @@ from ..engine.write_cards import damping_and_penalties
 from ..progress import NoProgress
 from ..recipe import Recipe, plain
 from ..tasks import LoadOptions, complete
-from ..tasks.data.read import read_rows
+from ..tasks.data import read_rows
 from ..tasks.model_args import ModelArgs
 from ..tasks.models import device_of, empty_model
 from ..text import size

@@ -193,7 +193,7 @@ def estimate_to_disk(
     from ..curvature.offload import offloaded_modules
     from ..engine.input_state import changed, digest_of_state, model_paths, state_of
     from ..tasks import complete, load_task
-    from ..tasks.data.read import data_paths
+    from ..tasks.data import data_paths
     from ..tasks.model_args import ModelArgs
     from .saved_sums import SavedSums, estimate_with_saves
 
@@ -295,7 +295,7 @@ def _check_task(loaded: LoadedTask, kind: str, likelihood: str) -> None:
 def _card_facts(source: str, loaded: LoadedTask, options: LoadOptions, at_delta: str | None) -> dict[str, str]:
     """Return what the card says in addition to the header of the curvature file."""
     from ..cards.metadata import name_of
-    from ..tasks.data.read import dataset_metadata
+    from ..tasks.data import dataset_metadata
 
     facts = {"data": dataset_metadata(source)[0], "task": loaded.task}
     facts |= {"max length": f"{options['max_length']} tokens"} if options["max_length"] is not None else {}

@@ -11,7 +11,7 @@ from ..cards.metadata import CARD, MAX_CARD, RECORD
 from ..errors import InputError
 from ..io.atomic_dir import atomic_file
 from ..io.small_files import MAX_TOKENIZER, read_bounded, read_json
-from ..tasks.data.read import dataset_metadata, dataset_type
+from ..tasks.data import dataset_metadata, dataset_type
 from ..text import to_json
 from ..urls import redact, remote_url, strip_file_scheme
 

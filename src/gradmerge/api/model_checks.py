@@ -26,11 +26,10 @@ from ..quiet import quiet_transformers
 from ..refinement.distances import Outputs, answer_divergence
 from ..refinement.inputs import read_record, recorded_model, recorded_models, same_head
 from ..tasks import LoadOptions
-from ..tasks.adapters import base_folder_of
 from ..tasks.generation import prompts
 from ..tasks.loading import load_tokenizer, read_unlabeled, with_data
-from ..tasks.models import device_of, empty_model, encoder_prefix, load_model, locate
-from ..tasks.resolve_model import folder_of
+from ..tasks.model_files import base_folder_of, folder_of, locate
+from ..tasks.models import device_of, empty_model, encoder_prefix, load_model
 from ..tasks.text import num_positions
 from ..text import counted, some
 from .verify import Verification
@@ -244,7 +243,7 @@ class ModelRuns:
         else:
             options: Any = {**self.options, "max_length": self._length()}
             with _prompts(self.data) as source:
-                batches, _ = read_unlabeled(source, self.module, self.model, self.info, options)
+                batches, _ = read_unlabeled(source, self.module, self.info, options)
         return [moved(batch, device) for batch in batches]
 
     def _length(self) -> int:
@@ -277,12 +276,12 @@ class ModelRuns:
 
     def _generate(self, run: ModelRun, reference: str, module: Any) -> None:
         """Continue a few prompts with the model's own tokenizer, chat template and generation config."""
-        info = locate(reference, self.info.task)[0]
-        run.has_template = load_tokenizer(reference, info).chat_template is not None
+        info = locate(reference, self.info.task)
+        run.has_template = load_tokenizer(info).chat_template is not None
         decoder_only, limit = info.task == "causal-lm", min(NEW_TOKENS, self._length() // 2)
         with _prompts(self.data, chat=run.has_template and decoder_only) as source:
             options: Any = {**self.options, "limit": GENERATED_ROWS, "max_length": self._length() - limit}
-            loaded: Any = with_data(reference, module, info, source, **options)
+            loaded: Any = with_data(module, info, source, **options)
             ids = [prompt.ids for prompt in prompts(loaded, range(loaded.examples))]
         ends = module.generation_config.eos_token_id
         run.ends = set(ends if isinstance(ends, list | tuple) else [] if ends is None else [ends])

@@ -206,7 +206,7 @@ def refine_folder(
     from ..engine.input_state import changed, model_paths, state_of
     from ..refinement.inputs import find_teachers, model_reference, opened_inputs, recorded_models
     from ..refinement.model_io import write_folder
-    from ..tasks.data.read import data_paths
+    from ..tasks.data import data_paths
 
     begun = time.perf_counter()
     if options["dtype"] not in ("auto", "float32"):

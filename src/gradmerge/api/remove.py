@@ -196,10 +196,10 @@ def _remove_on_disk(
     from ..refinement.streaming import load_trainable, open_model_files
     from ..report.refinement import removal_card, removal_page
     from ..tasks import tokenizer_of, with_data
-    from ..tasks.data.read import data_paths, dataset_metadata
+    from ..tasks.data import data_paths, dataset_metadata
     from ..tasks.model_args import BASIC_KEYS, ModelArgs
+    from ..tasks.model_files import folder_of
     from ..tasks.models import device_of
-    from ..tasks.resolve_model import folder_of
 
     begun = time.perf_counter()
     models = [path for reference in (base, tokenizer_of(options)) for path in model_paths(reference)]
@@ -219,9 +219,7 @@ def _remove_on_disk(
                 raise InputError(f"{base}: these weights are not in its files:\n{listed(opened.missing)}")
             before = state_of(models) + state_of(data, deep=True)
             files = load_trainable(opened, device_of(options["device"]))
-            tasks = {
-                name: with_data(base, files.module, files.info, source, **options) for name, source in sources.items()
-            }
+            tasks = {name: with_data(files.module, files.info, source, **options) for name, source in sources.items()}
             rows = {n: Dataset(RowBatches(task, range(task.examples)), task.loss) for n, task in tasks.items()}
             result = _remove_rows(files.module, rows, round_weights=files.round_weights, **settings)
             if path := changed(before, state_of(models) + state_of(data, deep=True)):

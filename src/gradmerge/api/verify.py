@@ -98,7 +98,7 @@ def verify(
     True
     """
     from .. import tasks
-    from ..tasks.resolve_model import folder_of
+    from ..tasks.model_files import folder_of
     from .model_checks import ModelRuns, Parents, check_answers, check_unchanged
 
     options = tasks.complete(loading, verify)

@@ -49,7 +49,7 @@ def evaluate(
     """
     with heavy_imports():
         from ..api.evaluate import evaluate_task
-        from ..tasks import MEANINGS, Generation
+        from ..tasks import MEANINGS, TASK_MEANINGS, Generation
 
     if max_new_tokens is not None and metrics is None:
         raise InputError("--max-new-tokens: goes with --metrics, such as --metrics exact-match")
@@ -78,7 +78,7 @@ def evaluate(
         if not printing.quiet:
             columns_text = ", ".join(f"{role} from {' + '.join(names)}" for role, names in loaded.columns.items())
             echo(one_line(f"{model} on {data}: {loaded.task}, {columns_text}"))
-        errors = found["standard_errors"]
+        errors, meanings = found["standard_errors"], {**MEANINGS, **TASK_MEANINGS.get(loaded.task, {})}
         rows = [
             [
                 name,
@@ -86,7 +86,7 @@ def evaluate(
                 meaning,
             ]
             for name, value in found.items()
-            if (meaning := MEANINGS.get(name)) is not None
+            if (meaning := meanings.get(name)) is not None
         ]
         print_table(["metric", "value ± standard error", "meaning"], rows, right=(1,), digits=5)
     if "lm_eval" in found:

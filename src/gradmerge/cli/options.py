@@ -24,7 +24,7 @@ import typer
 from ..arguments import annotation, argument_help, attribute_help
 from ..distributed import launched
 from ..errors import InputError
-from ..load_options import DEFAULTS, LoadOptions
+from ..load_options import DEFAULTS, LoadOptions, parse_pairs
 from ..urls import output_path
 from .completion import WORDS, words_of
 from .output import handle_errors, note_downloads
@@ -244,12 +244,8 @@ def _keywords(values: dict[str, Any], function: Callable[..., Any]) -> dict[str,
     """Return options as keywords of a function of `api/`, which has its own defaults for loading models and data."""
     own = inspect.signature(function).parameters
     values = {name: v for name, v in values.items() if name in own or v != LOADING[name]}
-    if {"columns", "model_args"} & values.keys():
-        from ..tasks import parse_columns, parse_model_args
-
-        parsers: dict[str, Callable[[str], Any]] = {"columns": parse_columns, "model_args": parse_model_args}
-        values |= {name: parse(values[name]) for name, parse in parsers.items() if name in values}
-    return values
+    texts = {name: values[name] for name in ("columns", "model_args") if values.get(name) is not None}
+    return values | {name: parse_pairs(name, text) for name, text in texts.items()}
 
 
 def _names_options(text: str, function: Callable[..., Any]) -> str:

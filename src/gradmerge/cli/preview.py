@@ -114,7 +114,7 @@ def preview(
 def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:
     """Raise InputError before any work if the best setting cannot be written."""
     from ..io.atomic_dir import check_output_path
-    from ..tasks.data.read import data_paths
+    from ..tasks.data import data_paths
 
     check_output_path(save_best, [recipe, *(path for source in data.values() for path in data_paths(source))])
     if save_best.absolute() == out.absolute():

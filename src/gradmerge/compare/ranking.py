@@ -15,7 +15,7 @@ from ..display import Displayed, View
 from ..progress import Progress
 from ..recipe import Recipe, Varying, leaves
 from ..rules import METHODS
-from ..tasks.standard_errors import Difference, averaged, difference, standard_error
+from ..tasks.metrics import Difference, averaged, difference, standard_error
 from ..text import Measured
 from .settings import Axis, Grid, Setting, is_removal, task_names
 

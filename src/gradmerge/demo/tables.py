@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tasks.standard_errors import difference, standard_error
+from ..tasks.metrics import difference, standard_error
 from .demo_settings import BASE, REMOVED, TASKS
 from .recipes import CALIBRATED, DISTILLED, INFLUENCE, MATCHING, NEGATION, REMOVAL, TUNED
 

@@ -34,8 +34,7 @@ from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, los
 from ..display import Displayed, View
 from ..errors import InputError
 from ..progress import NoProgress, Progress
-from ..tasks.metrics import ratio_rows
-from ..tasks.standard_errors import standard_errors
+from ..tasks.metrics import ratio_rows, standard_errors
 from ..text import Measured
 from .kronecker_basis import KroneckerBasis
 from .rows import count_rows, sample_rows

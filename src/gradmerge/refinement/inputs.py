@@ -23,8 +23,8 @@ from ..io.small_files import MAX_TOKENIZER, read_json
 from ..tasks import LoadOptions
 from ..tasks.loading import read_unlabeled
 from ..tasks.model_args import BASIC_KEYS, ModelArgs
+from ..tasks.model_files import folder_of
 from ..tasks.models import device_of, encoder_prefix
-from ..tasks.resolve_model import folder_of
 from ..text import listed, nearest
 from ..urls import is_url, url_of
 from .layers import Layer
@@ -141,7 +141,7 @@ def opened_inputs(
         rows, notes = {}, []
         for task, source in data.items():
             limited = options if options["limit"] is not None else LoadOptions(**{**options, "limit": LIMIT})
-            batches, row_notes = read_unlabeled(source, opened.module, merged, opened.info, limited)
+            batches, row_notes = read_unlabeled(source, opened.module, opened.info, limited)
             notes += [f"{task}: {note}" for note in row_notes]
             batches = [moved(batch, device) for batch in batches]
             if tokens is not None:

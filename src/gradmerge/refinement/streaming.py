@@ -22,8 +22,8 @@ from ..curvature.checkpoint_names import adapter_names, names_of_parameters, sto
 from ..engine.rounding import rounded
 from ..errors import InputError
 from ..quiet import quiet_transformers
-from ..tasks.models import LoadingInfo, class_name, load_model, locate
-from ..tasks.resolve_model import offline
+from ..tasks.model_files import LoadingInfo, class_name, locate, offline
+from ..tasks.models import load_model
 from ..text import first_line, listed
 from .blocks import stored_values
 
@@ -97,16 +97,16 @@ def open_model_files(reference: str, task: str = "auto", attn_implementation: st
 
     No remote code is run, and only safetensors are read.
     """
-    info, config, adapter, setup = locate(reference, task)
+    info = locate(reference, task)
     prefix = ""
-    if setup is not None:
-        path = setup.transformer.relative_to(info.folder).as_posix()
+    if info.sentence_config is not None:
+        path = info.base_folder.relative_to(info.folder).as_posix()
         prefix = "" if path == "." else f"{path}/"
     checkpoint = open_checkpoint(info.folder, dequantize=True)
     try:
-        if adapter is None and (quantization := detect_quantization(checkpoint)):
+        if info.adapter is None and (quantization := detect_quantization(checkpoint)):
             raise InputError(f"{reference}: {quantization}. Give the unquantized model.")
-        module = module_without_weights(reference, info.task, config, attn_implementation)
+        module = module_without_weights(info, attn_implementation)
         stored, missing = _find_tensors(module, checkpoint, prefix)
         _check_shapes(reference, module, checkpoint, stored)
     except BaseException:
@@ -115,20 +115,20 @@ def open_model_files(reference: str, task: str = "auto", attn_implementation: st
     return ModelFiles(reference, module, checkpoint, info, stored, missing)
 
 
-def module_without_weights(reference: str, task: str, config: Any, attn_implementation: str | None = None) -> nn.Module:
+def module_without_weights(info: LoadingInfo, attn_implementation: str | None = None) -> nn.Module:
     """A model of transformers with its parameters on the meta device, and its buffers computed."""
     import transformers
 
-    kind: Any = getattr(transformers, class_name(task, config))
+    kind: Any = getattr(transformers, class_name(info))
     try:
         with quiet_transformers(), offline(), parameters_on_meta():
             more = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-            module: nn.Module = kind.from_config(config, dtype=torch.float32, trust_remote_code=False, **more)
+            module: nn.Module = kind.from_config(info.config, dtype=torch.float32, trust_remote_code=False, **more)
     except MemoryError:
         raise
     except Exception as error:
-        problem = f"its config makes no model for task {task}: {first_line(error)}"
-        raise InputError(f"{reference}: {problem}") from error
+        problem = f"its config makes no model for task {info.task}: {first_line(error)}"
+        raise InputError(f"{info.reference}: {problem}") from error
     return module.eval().requires_grad_(False)
 
 

@@ -14,7 +14,7 @@ from ..compare.diagnose import FINE_TUNED, UNDER_PENALTY, WITHOUT_PENALTY, Diagn
 from ..compare.ranking import Outcome, Preview, are_tied, headline, higher_is_better, lost_share, with_error
 from ..compare.settings import BASE, changes_text
 from ..recipe import Varying, in_words
-from ..tasks.standard_errors import TIE, Difference, difference
+from ..tasks.metrics import TIE, Difference, difference
 from ..text import counted, plus_minus
 from .tables import number, plain_words
 

@@ -8,7 +8,7 @@ from ..refinement.calibrate import MERGE
 from ..refinement.distances import Distances
 from ..refinement.distill import Distillation
 from ..refinement.influence import RemovalResult
-from ..tasks.standard_errors import TIE
+from ..tasks.metrics import TIE
 from ..text import count
 from .figures import Series, curves
 from .page import Figure, Page, Section, made

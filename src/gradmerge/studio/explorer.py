@@ -34,8 +34,8 @@ from ..recipe import Recipe
 from ..refinement.rows import count_rows, select_rows
 from ..report.preview import trade_off_chart
 from ..tasks import LoadOptions, complete, measure
-from ..tasks.predictions import Prediction, display_rows, has_right_and_wrong, predict
-from ..tasks.standard_errors import SHARES, Difference, difference
+from ..tasks.evaluate import Prediction, display_rows, has_right_and_wrong, predict
+from ..tasks.metrics import SHARES, Difference, difference
 from ..text import one_line
 from .choices import Choices
 

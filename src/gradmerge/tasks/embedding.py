@@ -16,11 +16,9 @@ from ..checkpoints.open import modules_of
 from ..curvature.checkpoint_names import skeleton
 from ..curvature.losses import ClassLoss, ExampleLoss, SquaredLoss
 from ..errors import InputError
-from ..io.small_files import read_json
-from .data.columns import Fields
-from .data.labels import to_float
-from .data.read import Rows, shorten
-from .resolve_model import check_small_files
+from ..io.small_files import read_json, require_within
+from .columns import Fields, to_float
+from .data import Rows, shorten
 from .text import TokenizedData, pad
 
 #: cos / temperature is the logit of a candidate. Ranking losses of sentence-transformers use the same value.
@@ -59,15 +57,13 @@ def read_sentence_config(reference: str, folder: Path) -> SentenceConfig:
             f"then Pooling, not {', '.join(kinds[:2]) or 'nothing'}"
         )
     (transformer, _), (pooling, _) = modules[:2]
-    if pooling.is_dir():
-        check_small_files(pooling)
-    pooling_config = _read_optional(pooling / "config.json")
-    general = _read_optional(folder / "config_sentence_transformers.json")
+    pooling_config = _read_optional(folder, pooling / "config.json")
+    general = _read_optional(folder, folder / "config_sentence_transformers.json")
     prompts, name = general.get("prompts"), general.get("default_prompt_name")
     prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
     if prompt and pooling_config.get("include_prompt") is False:
         raise InputError(f"{reference}: task embedding does not support include_prompt false in {pooling.name}")
-    settings = _read_optional(next(iter(sorted(transformer.glob("sentence_*_config.json"))), transformer / "none"))
+    settings = _read_optional(folder, *sorted(transformer.glob("sentence_*_config.json"))[:1])
     length = settings.get("max_seq_length")
     return SentenceConfig(
         folder=folder,
@@ -80,8 +76,12 @@ def read_sentence_config(reference: str, folder: Path) -> SentenceConfig:
     )
 
 
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+def _read_optional(folder: Path, *paths: Path) -> dict[str, Any]:
+    """Return the content of a file of the folder; an empty dictionary if there is none."""
+    if not paths or not paths[0].exists():
+        return {}
+    require_within(paths[0], folder)
+    return read_json(paths[0])
 
 
 class EmbeddingModel(nn.Module):
@@ -135,14 +135,15 @@ class EmbeddingModel(nn.Module):
 
 
 def pool(hidden: Tensor, mask: Tensor, mode: str) -> Tensor:
-    """Pool the vectors of tokens to one per text."""
+    """Pool the vectors of tokens to one per text. Padding is on the right."""
     if mode == "mean":
         weights = mask.to(hidden.dtype).unsqueeze(-1)
         return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
     if mode == "max":
         return hidden.masked_fill(~mask.unsqueeze(-1), -torch.inf).amax(1)
-    first, last = mask.int().argmax(1), hidden.shape[1] - 1 - mask.int().flip(1).argmax(1)
-    return hidden[torch.arange(len(hidden), device=hidden.device), first if mode == "cls" else last]
+    if mode == "cls":
+        return hidden[:, 0]
+    return hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
 
 
 class CosineLoss(SquaredLoss):

@@ -1,8 +1,9 @@
-"""Evaluate a model on data."""
+"""Evaluate a model on data, and predict single rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from ..curvature.offload import input_device
 from ..distributed import SINGLE, Processes
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import first_line
-from .generation import Advance, Generation, generation_rows
+from .generation import Advance, Generation, generate, generation_rows, prompts
+from .lm_eval import MODEL_TASKS
 from .loading import LoadedTask
-from .metrics import METRICS, Metrics
-from .standard_errors import standard_errors
+from .metrics import METRICS, Metrics, standard_errors
 
 
 def evaluate(
@@ -61,8 +62,7 @@ def measure(
 ) -> Metrics:
     """Measure a model on batches: keyword arguments with "labels", or sequences that end with the labels.
 
-    The model is in eval mode during the evaluation. The result has ``numbers()``, ``rows()`` with one number per
-    example, and ``summary()``, the metrics with their standard errors. All processes get the metrics of all examples.
+    The model is in eval mode during the evaluation. All processes get the metrics of all examples.
 
     Args:
         model: The model.
@@ -85,7 +85,11 @@ def measure(
                 loss.check(logits.shape, labels)
                 # One example at a time: the logits of a batch over a large vocabulary may not fit in float32.
                 losses = torch.cat([loss.losses(logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
-                _check_finite(losses, done)
+                if not bool(losses.isfinite().all()):
+                    raise InputError(
+                        f"example {done + int((~losses.isfinite()).nonzero()[0]) + 1}: the model's loss is not finite. "
+                        "Its weights are damaged, or the numbers too large for its type (try dtype=float32)"
+                    )
                 metrics.add(logits, labels, losses)
                 done += len(labels)
                 if advance is not None:
@@ -110,10 +114,91 @@ def _logits(model: nn.Module, batch: Any, done: int) -> Tensor:
         raise InputError(f"the model cannot be run on the batch that starts at example {done + 1}: {reason}") from error
 
 
-def _check_finite(losses: Tensor, done: int) -> None:
-    wrong = ~losses.isfinite()
-    if bool(wrong.any()):
-        raise InputError(
-            f"example {done + int(wrong.nonzero()[0]) + 1}: the model's loss is not finite. "
-            "Its weights are damaged, or the numbers too large for its type (try dtype=float32)"
-        )
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction of a model for one row."""
+
+    text: str
+    """The name of a class, a number, or a generated text."""
+    probability: float | None = None
+    """The probability of the class."""
+    right: bool | None = None
+    """Whether the prediction is right; None for numbers, and for texts without a reference."""
+
+
+@dataclass(frozen=True)
+class DisplayRow:
+    """A row and its label, as people read them."""
+
+    text: str | None
+    image: Any
+    """A PIL image, for a task on images."""
+    label: str
+
+
+def display_rows(loaded: LoadedTask, rows: Sequence[int]) -> list[DisplayRow]:
+    """Return rows of the data: their text or image, and the label, target or completion."""
+    return [_display_row(loaded, row) for row in rows]
+
+
+def _display_row(loaded: LoadedTask, row: int) -> DisplayRow:
+    data: Any = loaded.data
+    if loaded.task in MODEL_TASKS:
+        prompt = data.prompt(row)
+        return DisplayRow(prompt.text, None, prompt.reference or "")
+    label = _text_of(loaded, data.batch([row])["labels"][0])
+    if loaded.task == "image":
+        return DisplayRow(None, data.image(row), label)
+    roles = [role for role in ("text", "text2", "anchor", "positive", "negative") if role in loaded.columns]
+    texts = [data.rows.text(row, [name]) for role in roles for name in loaded.columns[role]]
+    return DisplayRow("\n— ".join(texts), None, label)
+
+
+def _text_of(loaded: LoadedTask, label: Tensor) -> str:
+    """Return a label, or a prediction in the form of one, as people read it."""
+    if loaded.loss.name == "classes":
+        return class_label(loaded.model, int(label))
+    if loaded.loss.name == "ranking":
+        return f"candidate {int(label) + 1} is nearest"
+    if loaded.loss.name == "labels":
+        return ", ".join(class_label(loaded.model, int(n)) for n in (label > 0.5).nonzero().flatten()) or "none"
+    return ", ".join(f"{float(value):.3g}" for value in label.reshape(-1))
+
+
+def class_label(model: Any, number: int) -> str:
+    """Return the name of a class in the config, or the number of a class called LABEL_3."""
+    names = getattr(model.config, "id2label", None) or {}
+    return str(names.get(number, names.get(str(number), number))).removeprefix("LABEL_")
+
+
+def has_right_and_wrong(loaded: LoadedTask) -> bool:
+    """Whether every prediction is right or wrong."""
+    return loaded.loss.name in ("classes", "labels", "ranking")
+
+
+@torch.no_grad()
+def predict(loaded: LoadedTask, model: nn.Module, rows: Sequence[int]) -> list[Prediction]:
+    """Predict some rows of the data. A language model generates text, which must equal the reference."""
+    if loaded.task in MODEL_TASKS:
+        references = [prompt.reference for prompt in prompts(loaded, rows)]
+        return [
+            Prediction(text, None, None if reference is None else text.strip() == reference.strip())
+            for text, reference in zip(generate(loaded, model, rows), references, strict=True)
+        ]
+    result: list[Prediction] = []
+    for first in range(0, len(rows), loaded.batch_size):
+        batch = moved(loaded.data.batch(rows[first : first + loaded.batch_size]), loaded.device)
+        logits, labels = logits_of(model, batch).double().cpu(), labels_of(batch).cpu()
+        result += [_prediction(loaded, *pair) for pair in zip(logits, labels, strict=True)]
+    return result
+
+
+def _prediction(loaded: LoadedTask, logits: Tensor, label: Tensor) -> Prediction:
+    if loaded.loss.name in ("classes", "ranking"):
+        best = logits.argmax()
+        return Prediction(_text_of(loaded, best), float(logits.softmax(-1)[best]), bool(best == label))
+    if loaded.loss.name == "labels":
+        chosen = (logits > 0).double()
+        probability = float((chosen * logits.sigmoid() + (1 - chosen) * (1 - logits.sigmoid())).prod())
+        return Prediction(_text_of(loaded, chosen), probability, bool((chosen == label).all()))
+    return Prediction(_text_of(loaded, logits))

@@ -149,14 +149,14 @@ def generate(
     training, own_config = model.training, getattr(model, "generation_config", None)
     model.eval()
     model.generation_config = config  # generate() would take the keys that are None from the model's own
+    side = "left" if decoder_only else "right"
+    order = sorted(range(len(rows)), key=lambda index: -len(ids[index]))  # similar lengths in a batch
     try:
         with torch.no_grad(), quiet_transformers():
-            order = sorted(range(len(rows)), key=lambda index: -len(ids[index]))  # similar lengths in a batch
             for start in range(0, len(order), loaded.batch_size):
                 batch = order[start : start + loaded.batch_size]
-                batch_ids, side = [ids[index] for index in batch], "left" if decoder_only else "right"
-                input_ids = pad(batch_ids, data.pad_token, side).to(input_device(model))
-                mask = pad([[1] * len(prompt) for prompt in batch_ids], 0, side).to(input_ids.device)
+                input_ids = pad([ids[index] for index in batch], data.pad_token, side).to(input_device(model))
+                mask = pad([[1] * len(ids[index]) for index in batch], 0, side).to(input_ids.device)
                 output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
                 new_tokens = output[:, input_ids.shape[1] if decoder_only else 1 :].tolist()
                 for index, tokens in zip(batch, new_tokens, strict=True):
@@ -232,26 +232,50 @@ def _rouge(answers: list[str], references: list[str]) -> Scores:
 def _bleu(answers: list[str], references: list[str]) -> Scores:
     from sacrebleu import BLEU
 
-    return {"bleu": _corpus_rows(BLEU(force=True), answers, references)}
+    metric = BLEU(effective_order=True)  # of which only the counts are used
+    pairs = zip(answers, references, strict=True)
+    sentences = [metric.sentence_score(answer, [reference]) for answer, reference in pairs]
+    counts = torch.tensor([[*s.counts, *s.totals, s.sys_len, s.ref_len] for s in sentences])
+
+    def score(corpus: Tensor) -> Tensor:
+        *ngrams, sys_len, ref_len = corpus.tolist()
+        orders = len(ngrams) // 2
+        found = BLEU.compute_bleu(ngrams[:orders], ngrams[orders:], sys_len, ref_len, smooth_method="exp")
+        return torch.tensor(found.score, dtype=torch.float64)
+
+    return {"bleu": _corpus_rows(score, counts)}
 
 
 def _chrf(answers: list[str], references: list[str]) -> Scores:
     from sacrebleu import CHRF
+    from sacrebleu.metrics.helpers import extract_all_char_ngrams
 
-    return {"chrf": _corpus_rows(CHRF(), answers, references)}
+    texts = [[extract_all_char_ngrams(text, CHRF.CHAR_ORDER) for text in column] for column in (answers, references)]
+    counts = torch.tensor(
+        [
+            [[a.total() if r else 0, r.total(), (a & r).total()] for a, r in zip(*orders, strict=True)]
+            for orders in zip(*texts, strict=True)
+        ],
+        dtype=torch.float64,
+    )
+
+    def score(corpus: Tensor) -> Tensor:
+        answered, expected, shared = corpus[(corpus[:, :2] > 0).all(1)].T
+        precision, recall = (shared / answered).mean(), (shared / expected).mean()
+        f_score = (1 + CHRF.BETA**2) * precision * recall / (CHRF.BETA**2 * precision + recall)
+        value: Tensor = 100 * f_score.nan_to_num()
+        return value
+
+    return {"chrf": _corpus_rows(score, counts)}
 
 
-def _corpus_rows(metric: Any, answers: list[str], references: list[str]) -> Sequence[float]:
-    """Score a corpus with sacrebleu, as one number per row whose standard error is the jackknife's."""
-    # Counts of every row, which add up: the corpus without a row is scored without counting again.
-    counts = torch.tensor(metric._extract_corpus_statistics(answers, [references]), dtype=torch.float64)
+def _corpus_rows(score: Callable[[Tensor], Tensor], counts: Tensor) -> list[float]:
+    """Write the score of a corpus as a mean over rows, whose standard error is the jackknife's.
 
-    def score(statistics: Tensor) -> float:
-        value = float(metric._compute_score_from_stats(statistics.long().tolist()).score)
-        return round(value, 10)  # 100, not 100.00000000000004
-
+    The counts of a corpus are the sums of those of its rows. So the score without a row needs no counting.
+    """
     total = counts.sum(0)
-    without = torch.tensor([score(total - row) for row in counts], dtype=torch.float64)
+    without = torch.stack([score(total - row) for row in counts])
     rows: list[float] = (score(total) + (len(without) - 1) * (without.mean() - without)).tolist()
     return rows
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from PIL import Image
 from torch import Tensor, nn
 
 from ..curvature.losses import ExampleLoss, loss_of
 from ..errors import InputError
 from ..text import count
-from .data.columns import Fields
-from .data.labels import read_labels
-from .data.read import Rows, shorten
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from .columns import Fields, read_labels
+from .data import Rows, shorten
 
 #: The formats that Pillow may open. It would pass PostScript to another program, Ghostscript.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
@@ -32,7 +29,7 @@ class ImageData:
     def __init__(self, rows: Rows, fields: Fields, model: nn.Module, processor: Any) -> None:
         self.rows, self.column, self.processor = rows, fields["image"][0], processor
         config: Any = model.config
-        self.channels = int(getattr(config, "num_channels", 3))
+        self.mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
         self.dtype = next(model.parameters()).dtype
         self.labels = None
         if "label" in fields:
@@ -43,6 +40,7 @@ class ImageData:
         return self.rows.notes
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return rows as arguments of the model."""
         images = [self.image(index) for index in indices]
         try:
             pixels = self.processor(images=images, return_tensors="pt")["pixel_values"].to(self.dtype)
@@ -53,11 +51,11 @@ class ImageData:
         inputs = {"pixel_values": pixels}
         return inputs if self.labels is None else inputs | {"labels": self.labels[list(indices)]}
 
-    def image(self, index: int) -> Image:
+    def image(self, index: int) -> Image.Image:
         """Open the image of a row, and convert it to the model's channels: gray for one, RGB for three."""
         value = self.rows.cell(index, self.column)
         try:
-            return _open_image(value, self.rows.folder).convert("L" if self.channels == 1 else "RGB")
+            return _open_image(value, self.rows.folder).convert(self.mode)
         except MemoryError:
             raise
         except Exception as error:  # every format of Pillow has errors of its own
@@ -65,10 +63,8 @@ class ImageData:
             raise self.rows.error(index, f"{what}the image cannot be read: {error}") from error
 
 
-def _open_image(value: Any, folder: Path) -> Image:
+def _open_image(value: Any, folder: Path) -> Image.Image:
     """Open an image from a path, the bytes of a file, a Hub dataset's dictionary of either, or an array."""
-    from PIL import Image
-
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes | str):
@@ -80,28 +76,18 @@ def _open_image(value: Any, folder: Path) -> Image:
             raise InputError(f"{image.width} × {image.height} is above the limit of {count(MAX_PIXELS)} pixels")
         image.load()  # and close the file
         return image
-    if isinstance(value, Image.Image):
-        return value
     if isinstance(value, np.ndarray | list):
-        return Image.fromarray(_to_bytes(_channels_last(np.asarray(value))))
+        return Image.fromarray(_pixels(np.asarray(value)))
     raise InputError(f"{type(value).__name__} is not a path, the bytes of an image file or an array")
 
 
-def _channels_last(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return height × width × channels."""
-    if array.ndim == 2:
-        return array[:, :, None]
-    if array.ndim != 3:
-        raise InputError(f"an array of shape {list(array.shape)} is not an image")
-    channels_first = array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4)
-    return array.transpose(1, 2, 0) if channels_first else array
-
-
-def _to_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return pixels from 0 to 255. Numbers in [0, 1] are scaled."""
+def _pixels(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return pixels from 0 to 255, height × width (× channels). Numbers in [0, 1] are scaled."""
+    if array.ndim == 3 and array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
+        array = array.transpose(1, 2, 0)  # channels first
     if array.dtype.kind in "fb":
         array = np.rint(array * 255.0)
     if array.dtype.kind not in "uif" or not (array.size and array.min() >= 0 and array.max() <= 255):
         raise InputError(f"pixels of an array ({array.dtype}) must be from 0 to 255, or from 0 to 1")
     array = np.ascontiguousarray(array.astype(np.uint8))
-    return array[:, :, 0] if array.shape[-1] == 1 else array
+    return array[:, :, 0] if array.ndim == 3 and array.shape[-1] == 1 else array

@@ -67,8 +67,8 @@ class LMEval:
         logger = logging.getLogger("lm_eval")
         level = logger.level
         logger.setLevel(logging.ERROR)
+        silent = io.StringIO()
         try:
-            silent = io.StringIO()
             with quiet_transformers(), contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
                 pretrained: Any = model
                 output: Any = lm_eval.simple_evaluate(
@@ -111,14 +111,14 @@ def _summary(output: Any, name: str) -> dict[str, Any]:
             f"lm_eval={name}: the model's loss is not finite. Its weights are damaged, or the numbers too large "
             "for its type (try dtype=float32)"
         )
-    counts, groups = output.get("n-samples", {}), output.get("group_subtasks") or {}
-    examples = sum(int(counts[task]["effective"]) for task in _tasks_of(groups, name) if task in counts)
-    return {**metrics, "examples": examples, "standard_errors": errors}
+    return {**metrics, "examples": _num_examples(output, name), "standard_errors": errors}
 
 
-def _tasks_of(groups: dict[str, Any], name: str) -> list[str]:
-    """Return the tasks of a group, or a task itself."""
-    return [task for child in groups.get(name) or () for task in _tasks_of(groups, child)] or [name]
+def _num_examples(output: Any, name: str) -> int:
+    """Return the number of examples of a task, or of all tasks of a group."""
+    if name in output["n-samples"]:
+        return int(output["n-samples"][name]["effective"])
+    return sum(_num_examples(output, child) for child in output["group_subtasks"].get(name, ()))
 
 
 def language_model(reference: str, loading: LoadOptions, loaded: LoadedTask | None) -> tuple[nn.Module, Any]:
@@ -132,7 +132,7 @@ def language_model(reference: str, loading: LoadOptions, loaded: LoadedTask | No
         model, info = load_model(reference, task, device=device, dtype=loading["dtype"], model_args=model_args)
         task = info.task
         if task in MODEL_TASKS:
-            return model, load_tokenizer(reference, info, tokenizer_of(loading))
+            return model, load_tokenizer(info, tokenizer_of(loading))
     raise InputError(
         f"lm_eval: {reference} is a model for {task}; the harness evaluates models for {' or '.join(MODEL_TASKS)}"
     )

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Unpack, get_type_hints
+from typing import Any, Unpack, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,13 @@ from ..errors import InputError
 from ..load_options import DEFAULTS, LoadOptions
 from ..quiet import quiet_transformers
 from ..text import first_line, nearest
-from .data.columns import Fields, choose_columns
-from .data.read import Rows, read_rows
-from .embedding import EmbeddingData, read_sentence_config
+from .columns import Fields, choose_columns
+from .data import Rows, read_rows
+from .embedding import EmbeddingData
 from .image import ImageData
 from .model_args import BASIC_KEYS, ModelArgs
-from .models import LoadingInfo, device_of, load_model
-from .resolve_model import check_small_files, folder_of, offline
+from .model_files import LoadingInfo, check_small_files, folder_of, offline
+from .models import device_of, load_model
 from .text import CausalLMData, ClassificationData, Seq2SeqData, TokenizedData, drop_empty_rows
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.tiktoken", "tekken.json")
@@ -63,21 +63,6 @@ def tokenizer_of(options: LoadOptions) -> str | None:
     return (options["model_args"] or {}).get("tokenizer")
 
 
-class TaskData(Protocol):
-    """Rows of a data set as inputs of a model."""
-
-    @property
-    def loss(self) -> ExampleLoss: ...
-
-    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return rows as keyword arguments of the model, with "labels", padded to the longest of them."""
-        ...
-
-    def notes(self) -> list[str]:
-        """Return what a user should know about how the rows were read so far."""
-        ...
-
-
 @dataclass
 class LoadedTask:
     """A model, its data, and the loss of an example."""
@@ -90,7 +75,8 @@ class LoadedTask:
     device: torch.device
     columns: Fields
     """Role → the columns of the data that it is read from."""
-    data: TaskData
+    data: Any
+    """The rows: :class:`.TokenizedData` or :class:`.ImageData`. ``batch(indices)`` returns arguments of the model."""
     loading_notes: list[str]
     batch_size: int = 8
     """Default of :meth:`batches`."""
@@ -98,7 +84,7 @@ class LoadedTask:
     @property
     def notes(self) -> list[str]:
         """Notes for the user. Making batches adds some, such as the number of rows that are too long."""
-        return self.loading_notes + self.data.notes()
+        return [*self.loading_notes, *self.data.notes()]
 
     def shared_facts(self) -> dict[str, Any]:
         """Return what must be the same in all processes of a run. Otherwise their results cannot be combined."""
@@ -140,10 +126,9 @@ def load_task(
         loading: The options of :class:`gradmerge.LoadOptions`.
     """
     options = complete(loading, load_task, None)
-    model_reference, source = str(model_reference), str(source)
-    rows = read_rows(source, limit=options["limit"])  # the quicker of the two to fail
+    rows = read_rows(str(source), limit=options["limit"])  # the quicker of the two to fail
     model, info = load_model(
-        model_reference,
+        str(model_reference),
         options["task"],
         device=options["device"],
         dtype=options["dtype"],
@@ -152,29 +137,51 @@ def load_task(
         bytes_per_parameter=bytes_per_parameter,
         head=head,
     )
-    return make_task(model_reference, model, info, rows, options)
+    return make_task(model, info, rows, options)
 
 
-def with_data(
-    model_reference: str | Path, model: nn.Module, info: LoadingInfo, source: str | Path, **loading: Unpack[LoadOptions]
-) -> LoadedTask:
+def with_data(model: nn.Module, info: LoadingInfo, source: str | Path, **loading: Unpack[LoadOptions]) -> LoadedTask:
     """Load data for a model that :func:`load_model` has loaded."""
     options = complete(loading, with_data)
-    return make_task(str(model_reference), model, info, read_rows(str(source), limit=options["limit"]), options)
+    return make_task(model, info, read_rows(str(source), limit=options["limit"]), options)
 
 
-def make_task(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, options: LoadOptions) -> LoadedTask:
-    """Combine a model and rows."""
-    fields = choose_columns(info.task, rows, options["columns"])
+def read_unlabeled(
+    source: str, module: nn.Module, info: LoadingInfo, options: LoadOptions
+) -> tuple[list[dict[str, Tensor]], list[str]]:
+    """Read the inputs of a model from a data source, without the columns of labels. Return batches and notes.
+
+    Language models read texts, prompts with completions, or conversations. Encoder-decoders read their targets too,
+    as inputs of the decoder: labels in the batches say which positions count. Embedding models read single texts.
+    """
+    task = make_task(module, info, read_rows(source, limit=options["limit"]), options, labeled=False)
+    return list(task.batches()), task.notes
+
+
+def make_task(
+    model: nn.Module, info: LoadingInfo, rows: Rows, options: LoadOptions, *, labeled: bool = True
+) -> LoadedTask:
+    """Combine a model and rows. Without ``labeled``, the data has no loss."""
+    fields = choose_columns(info.task, rows, options["columns"], labeled=labeled)
     notes = list(info.notes)
     if info.task == "causal-lm":
         rows, dropped = drop_empty_rows(rows, fields)
         notes += dropped
-    data = _make_data(reference, model, info, rows, fields, options)
+    data: Any
+    if info.task == "image":
+        data = ImageData(rows, fields, model, load_image_processor(info))
+    else:
+        data_class, max_length = _DATA_CLASSES[info.task], options["max_length"]
+        if info.sentence_config is not None and not labeled:
+            config = info.sentence_config
+            texts = [config.prepare(rows.text(index, fields["anchor"])) for index in range(len(rows))]
+            rows = Rows(rows.label, [{"text": text} for text in texts], ("text",), notes=rows.notes)
+            fields, data_class, max_length = {"text": ("text",)}, ClassificationData, max_length or config.max_length
+        data = data_class(rows, fields, model, load_tokenizer(info, tokenizer_of(options)), max_length)
     return LoadedTask(
         model=model,
         task=info.task,
-        loss=data.loss,
+        loss=getattr(data, "loss", None),  # type: ignore[arg-type]
         examples=len(rows),
         device=spread_device(model) or device_of(options["device"]),
         columns=fields,
@@ -184,59 +191,18 @@ def make_task(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, o
     )
 
 
-def _make_data(
-    reference: str,
-    model: nn.Module,
-    info: LoadingInfo,
-    rows: Rows,
-    fields: Fields,
-    options: LoadOptions,
-    data_class: type[TokenizedData] | None = None,
-) -> Any:
-    if info.task == "image":
-        return ImageData(rows, fields, model, load_image_processor(reference, info))
-    data_class = data_class or _DATA_CLASSES[info.task]
-    tokenizer = load_tokenizer(reference, info, tokenizer_of(options))
-    return data_class(rows, fields, model, tokenizer, options["max_length"])
-
-
-def read_unlabeled(
-    source: str, module: nn.Module, reference: str, info: LoadingInfo, options: LoadOptions
-) -> tuple[list[dict[str, Tensor]], list[str]]:
-    """Read the inputs of a model from a data source, without the columns of labels. Return batches and notes.
-
-    Language models read texts, prompts with completions, or conversations. Encoder-decoders read their targets too,
-    as inputs of the decoder: labels in the batches say which positions count.
-    """
-    rows = read_rows(source, limit=options["limit"])
-    fields = choose_columns(info.task, rows, options["columns"], labeled=False)
-    data_class = None
-    if info.task == "causal-lm":
-        rows, _ = drop_empty_rows(rows, fields)
-    elif info.task == "embedding":
-        sentence_config = read_sentence_config(reference, info.folder)
-        texts = [sentence_config.prepare(rows.text(index, fields["text"])) for index in range(len(rows))]
-        rows = Rows(rows.label, [{"text": text} for text in texts], ("text",), notes=rows.notes)
-        fields, data_class = {"text": ("text",)}, ClassificationData
-        options = {**options, "max_length": options["max_length"] or sentence_config.max_length}
-    data = _make_data(reference, module, info, rows, fields, options, data_class)
-    with quiet_transformers():
-        starts = range(0, len(rows), options["batch_size"])
-        batches = [data.batch(range(first, min(first + options["batch_size"], len(rows)))) for first in starts]
-    return batches, list(data.notes())
-
-
-def load_tokenizer(reference: str, info: LoadingInfo, tokenizer: str | None = None) -> Any:
+def load_tokenizer(info: LoadingInfo, tokenizer: str | None = None) -> Any:
     """Load the tokenizer that a user names, or the model's, or that of an adapter's base model."""
     folders = list(dict.fromkeys([info.folder, info.base_folder]))
     if tokenizer is not None:
         folders = [folder_of(tokenizer)]
         check_small_files(folders[0])
-    folder = next((f for f in folders if any(any(f.glob(name)) for name in _TOKENIZER_FILES)), None)
+    name = tokenizer or info.reference
+    folder = next((f for f in folders if any(any(f.glob(pattern)) for pattern in _TOKENIZER_FILES)), None)
     if folder is None:
         raise InputError(
-            f"{tokenizer or reference}: there is no tokenizer in {folders[0]} (no tokenizer.json, nor a vocabulary). "
-            "Give a folder or Hub id that has one: model_args tokenizer=PATH"
+            f"{name}: there is no tokenizer in {folders[0]} (no tokenizer.json, nor a vocabulary). Give a folder or "
+            "Hub id that has one: model_args tokenizer=PATH"
         )
     from transformers import AutoTokenizer
 
@@ -245,17 +211,17 @@ def load_tokenizer(reference: str, info: LoadingInfo, tokenizer: str | None = No
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # errors of every kind, from JSON to sentencepiece
         raise InputError(
-            f"{tokenizer or reference}: the tokenizer in {folder} cannot be loaded: {first_line(error)}. "
-            "Give another folder: model_args tokenizer=PATH"
+            f"{name}: the tokenizer in {folder} cannot be loaded: {first_line(error)}. Give another folder: "
+            "model_args tokenizer=PATH"
         ) from error
 
 
-def load_image_processor(reference: str, info: LoadingInfo) -> Any:
+def load_image_processor(info: LoadingInfo) -> Any:
     """Load the model's image processor."""
     folders = dict.fromkeys([info.folder, info.base_folder])
     folder = next((f for f in folders if any((f / name).is_file() for name in _PROCESSOR_FILES)), None)
     if folder is None:
-        raise InputError(f"{reference}: there is no preprocessor_config.json. Copy it from the base model.")
+        raise InputError(f"{info.reference}: there is no preprocessor_config.json. Copy it from the base model.")
     import transformers
 
     processor_class: Any = transformers.AutoImageProcessor
@@ -268,9 +234,11 @@ def load_image_processor(reference: str, info: LoadingInfo) -> Any:
             sizes = [dict(getattr(processor, key, None) or {}) for key in ("size", "crop_size", "pad_size")]
     except Exception as error:
         raise InputError(
-            f"{reference}: the image processor in {folder} cannot be loaded: {first_line(error)}"
+            f"{info.reference}: the image processor in {folder} cannot be loaded: {first_line(error)}"
         ) from error
     edge = max((n for size in sizes for n in size.values() if isinstance(n, int)), default=0)
     if edge > MAX_EDGE:
-        raise InputError(f"{reference}: the image processor makes images of {edge} pixels per edge, above {MAX_EDGE}")
+        raise InputError(
+            f"{info.reference}: the image processor makes images of {edge} pixels per edge, above {MAX_EDGE}"
+        )
     return processor

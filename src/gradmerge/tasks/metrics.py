@@ -1,15 +1,26 @@
 """Metrics of a model on labeled data, collected batch by batch.
 
-Every metric is the mean of one number per example. For ratios and correlations, which are not means, an example's
-number is the metric plus what the example adds to it, to first order (the influence function). So the standard error
-of every metric is that of a mean, and two models can be compared example by example.
+Every metric is the mean of one number per example, so its standard error is that of a mean, and two models can be
+compared example by example. Ratios and correlations are not means. For them, an example's number is the metric plus
+what more weight on the example adds to it (:func:`influence_rows`).
+
+- The error of a share (accuracy, exact match) is binomial, √(p(1 − p)/n). If all examples are right, or all wrong, that
+  would be 0. Then two right and two wrong ones are added first (Agresti and Coull), so that two standard errors are
+  about 3/n.
+- The error of any other metric is that of a mean over examples, √(variance/n).
+- Two models are compared on the same examples: the error is that of the mean of the differences. For right and wrong
+  answers, one example is added that only the first model has right, and one that only the second has (Bonett and
+  Price), because few examples differ.
+- Two numbers are tied if they differ by at most two standard errors. There is no correction for the number of
+  comparisons.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,23 +29,23 @@ from torch import Tensor
 from ..curvature.losses import MASKED
 from ..distributed import Processes
 from ..errors import InputError
-from .standard_errors import standard_errors
 
-Number = int | float | None
-"""None if a metric is not defined, such as the correlation with a constant."""
-PerExample = dict[str, Tensor | None]
-"""Metric → one float64 per example, whose mean is the metric; None if the metric is not defined."""
+Rows = dict[str, Tensor]
+"""Metric → one float64 per example, whose mean is the metric; NaN if the metric is not defined."""
 
+#: Numbers that differ by at most this many standard errors are tied.
+TIE = 2.0
+#: Metrics that are shares of the examples.
+SHARES = frozenset({"accuracy", "exact_match"})
 #: What each number means.
 MEANINGS: Mapping[str, str] = {
-    "accuracy": "share of examples whose most likely class is right; of embeddings, whose positive is the nearest",
+    "accuracy": "share of examples whose most likely class is right",
     "spearman_r": "correlation of the ranks of cosines and scores",
     "mean_reciprocal_rank": "1 / rank of the positive among its candidates, mean over examples",
     "macro_f1": "mean of F1 over the classes that occur in data or predictions",
     "f1": "F1 of class 1",
     "loss_per_example": "loss of an example (the sum over its labels or tokens), mean over examples, nats",
-    "exact_match": "share of examples with all labels right; of answers that are the reference, but for case, white "
-    "space and punctuation at the ends",
+    "exact_match": "share of examples with all labels right",
     "rouge1": "F-measure of words shared with the reference, mean over examples, 0 to 1",
     "rouge2": "the same of pairs of words",
     "rougeL": "the same of the longest common subsequence",
@@ -49,6 +60,15 @@ MEANINGS: Mapping[str, str] = {
     "token_accuracy": "share of those tokens that the model finds most likely",
     "tokens": "number of tokens that count",
     "examples": "number of examples",
+}
+_ANSWERS = {
+    "exact_match": "share of answers that are the reference, but for case, white space and punctuation at the ends"
+}
+#: Task → meanings that differ for it.
+TASK_MEANINGS: Mapping[str, Mapping[str, str]] = {
+    "embedding": {"accuracy": "share of examples whose positive is the nearest candidate"},
+    "causal-lm": _ANSWERS,
+    "seq2seq": _ANSWERS,
 }
 
 
@@ -67,7 +87,7 @@ class Metrics(ABC):
         """Return what to keep of a batch besides the losses: tensors with one entry, or one row, per example."""
 
     @abstractmethod
-    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
         """Compute all metrics of all examples."""
 
     def join(self, processes: Processes) -> None:
@@ -79,7 +99,7 @@ class Metrics(ABC):
             vars(self).update(state)
         self._batches = [batch for state in states for batch in state["_batches"]]
 
-    def _compute(self) -> PerExample:
+    def _compute(self) -> Rows:
         return self.compute(*(torch.cat(parts) for parts in zip(*self._batches, strict=True)))
 
     @property
@@ -90,20 +110,40 @@ class Metrics(ABC):
         """Return counts besides the number of examples."""
         return {}
 
-    def numbers(self) -> dict[str, Number]:
-        """Return the metrics of all examples, and counts."""
-        means = {name: None if rows is None else rows.mean().item() for name, rows in self._compute().items()}
-        return {**means, **self.counts(), "examples": self.examples}
-
-    def rows(self) -> dict[str, Tensor]:
+    def rows(self) -> Rows:
         """Return metric → one float64 per example, in their order, whose mean is the metric."""
-        return {
-            name: rows for name, rows in self._compute().items() if rows is not None and bool(rows.isfinite().all())
-        }
+        return {name: rows for name, rows in self._compute().items() if bool(rows.isfinite().all())}
 
     def summary(self) -> dict[str, Any]:
-        """Return the metrics and counts, and under `standard_errors` the metrics' standard errors."""
-        return {**self.numbers(), "standard_errors": standard_errors(self.rows())}
+        """Return the metrics and counts, and under `standard_errors` the metrics' standard errors.
+
+        A metric is None if it is not defined, such as the correlation with a constant.
+        """
+        means = {name: float(rows.mean()) for name, rows in self._compute().items()}
+        defined = {name: None if math.isnan(mean) else mean for name, mean in means.items()}
+        errors = standard_errors(self.rows())
+        return {**defined, **self.counts(), "examples": self.examples, "standard_errors": errors}
+
+
+def influence_rows(metric: Callable[[Tensor], Tensor], examples: int) -> Tensor:
+    """Write a metric of weighted examples as a mean over examples, to first order (the infinitesimal jackknife).
+
+    Args:
+        metric: The metric for a weight per example. It does not change if all weights are multiplied by a number.
+        examples: The number of examples.
+    """
+    weights = torch.ones(examples, dtype=torch.float64, requires_grad=True)
+    with torch.enable_grad():
+        value = metric(weights)
+    if not bool(value.isfinite()):
+        return torch.full((examples,), value.item(), dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(value, weights)
+    return value.detach() + examples * gradient
+
+
+def ratio_rows(numerators: Tensor, denominators: Tensor) -> Tensor:
+    """Write a ratio of two means over examples as a mean over examples."""
+    return influence_rows(lambda weights: weights @ numerators / (weights @ denominators), len(numerators))
 
 
 class ClassMetrics(Metrics):
@@ -111,20 +151,20 @@ class ClassMetrics(Metrics):
         self._classes = logits.shape[-1]
         return logits.argmax(-1), labels
 
-    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
         predicted, labels = collected
         right = (predicted == labels).double()
-        occurrences = torch.bincount(torch.cat([predicted, labels]), minlength=self._classes)
-        # NaN for a class that occurs neither in the data nor in the predictions
-        f1 = 2 * torch.bincount(labels, right, self._classes) / occurrences
-        # An example changes F1 of two classes only: its label and the predicted one.
-        scale = len(predicted) / occurrences
-        of_label, of_predicted = (((right - f1[classes]) * scale[classes]) for classes in (labels, predicted))
-        occurring = occurrences > 0
-        macro = f1[occurring].mean() + (of_label + of_predicted) / occurring.sum()
-        result: PerExample = {"accuracy": right, "macro_f1": macro}
+        occurs = torch.bincount(torch.cat([predicted, labels]), minlength=self._classes) > 0
+
+        def f1(weights: Tensor) -> Tensor:
+            """F1 of every class, which is NaN for one that does not occur."""
+            none = weights.new_zeros(self._classes)
+            occurrences = none.index_add(0, predicted, weights) + none.index_add(0, labels, weights)
+            return 2 * none.index_add(0, labels, weights * right) / occurrences
+
+        result = {"accuracy": right, "macro_f1": influence_rows(lambda w: f1(w)[occurs].mean(), len(right))}
         if self._classes == 2:
-            result["f1"] = f1[1] + of_label * labels + of_predicted * predicted if occurring[1] else None
+            result["f1"] = influence_rows(lambda w: f1(w)[1], len(right))
         return {**result, "loss_per_example": losses}
 
 
@@ -132,14 +172,13 @@ class LabelMetrics(Metrics):
     def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
         return logits > 0, labels > 0.5
 
-    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
         predicted, labels = collected
         hits, total = 2.0 * (predicted & labels).double(), predicted.double() + labels.double()
-        occurring = total.any(0)
-        defined = bool(occurring.any())
+        occurs = total.any(0)
         return {
-            "micro_f1": ratio_rows(hits.sum(1), total.sum(1)) if defined else None,
-            "macro_f1": ratio_rows(hits[:, occurring], total[:, occurring]).mean(1) if defined else None,
+            "micro_f1": ratio_rows(hits.sum(1), total.sum(1)),
+            "macro_f1": influence_rows(lambda w: (w @ hits / (w @ total))[occurs].mean(), len(hits)),
             "exact_match": (predicted == labels).all(-1).double(),
             "loss_per_example": losses,
         }
@@ -149,22 +188,26 @@ class SquaredMetrics(Metrics):
     def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
         return logits.double().flatten(1), labels.double().reshape(len(labels), -1)
 
-    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
         outputs, labels = collected
-        error, spread = (outputs - labels).square(), (labels - labels.mean(0)).square()
+        error = (outputs - labels).square()
+
+        def r2(weights: Tensor) -> Tensor:
+            spread = weights @ (labels - weights @ labels / weights.sum()).square()
+            return 1 - (weights @ error / spread.where(spread > 0, torch.nan)).mean()
+
         return {
             "mse": error.mean(1),
-            "pearson_r": _pearson(outputs, labels),
-            # The mean of the labels adds nothing to first order: it minimizes their squared distance.
-            "r2": 1 - ratio_rows(error, spread).mean(1) if bool((spread.sum(0) > 0).all()) else None,
+            "pearson_r": influence_rows(lambda w: correlation(w, outputs, labels), len(labels)),
+            "r2": influence_rows(r2, len(labels)),
         }
 
 
 class CosineMetrics(SquaredMetrics):
-    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
         result = super().compute(losses, *collected)
         outputs, labels = collected
-        spearman = _spearman(outputs[:, 0], labels[:, 0])
+        spearman = influence_rows(lambda w: correlation(w, ranks(w, outputs), ranks(w, labels)), len(labels))
         return {"spearman_r": spearman, "pearson_r": result["pearson_r"], "mse": result["mse"]}
 
 
@@ -174,9 +217,10 @@ class RankingMetrics(Metrics):
         # Candidates as near as the positive count as nearer: equal embeddings get the worst rank.
         return ((logits >= positive).sum(1).double(),)
 
-    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
-        (ranks,) = collected
-        return {"accuracy": (ranks == 1).double(), "mean_reciprocal_rank": 1 / ranks, "loss_per_example": losses}
+    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
+        (positions,) = collected
+        accuracy = (positions == 1).double()
+        return {"accuracy": accuracy, "mean_reciprocal_rank": 1 / positions, "loss_per_example": losses}
 
 
 class TokenMetrics(Metrics):
@@ -188,14 +232,13 @@ class TokenMetrics(Metrics):
     def counts(self) -> dict[str, int]:
         return {"tokens": int(sum(tokens.sum() for _, tokens, _ in self._batches))}
 
-    def compute(self, losses: Tensor, *collected: Tensor) -> PerExample:
+    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
         tokens, right = collected
         if not bool(tokens.any()):
             raise InputError("the data has no token to predict: its texts are too short, or cut before what counts")
-        per_token = ratio_rows(losses, tokens)
         return {
-            "loss_per_token": per_token,
-            "perplexity": perplexity_rows(per_token),
+            "loss_per_token": ratio_rows(losses, tokens),
+            "perplexity": influence_rows(lambda w: (w @ losses / (w @ tokens)).exp(), len(losses)),
             "loss_per_example": losses,
             "token_accuracy": ratio_rows(right, tokens),
         }
@@ -218,52 +261,74 @@ METRICS: Mapping[str, type[Metrics]] = {
 }
 
 
-def ratio_rows(numerators: Tensor, denominators: Tensor) -> Tensor:
-    """Write a ratio of two means over examples as a mean over examples: r + (n − r · d) / mean d."""
-    mean = denominators.mean(0)
-    ratio = numerators.mean(0) / mean
-    rows: Tensor = ratio + (numerators - ratio * denominators) / mean
-    return rows
+def correlation(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the mean over columns of the correlation of x and y; NaN if a column is constant."""
+    x, y = (values - weights @ values / weights.sum() for values in (x, y))
+    columns: Tensor = weights @ (x * y) / ((weights @ x.square()) * (weights @ y.square())).sqrt()
+    return columns.mean()
 
 
-def perplexity_rows(losses: Tensor) -> Tensor:
-    """Write exp of a mean over examples as a mean over examples. A mean above 700 gives infinity."""
-    mean = losses.mean()
-    return mean.exp() * (1 + losses - mean) if mean < 700 else torch.full_like(losses, math.inf)
+def ranks(weights: Tensor, values: Tensor) -> Tensor:
+    """Return each value's rank, as the share of the weight below it. Equal values share the mean of their ranks."""
+    _, groups = values[:, 0].unique(return_inverse=True)
+    sums = weights.new_zeros(int(groups.max()) + 1).index_add(0, groups, weights)
+    return ((sums.cumsum(0) - sums / 2)[groups] / weights.sum())[:, None]
 
 
-def _pearson(outputs: Tensor, labels: Tensor) -> Tensor | None:
-    """The correlation of each column of the outputs with that of the labels; their mean."""
-    outputs, labels = outputs - outputs.mean(0), labels - labels.mean(0)
-    return _correlation(outputs * labels, outputs.square(), labels.square())
+@dataclass(frozen=True)
+class Difference:
+    """How much larger one number is than another, on the same examples."""
+
+    value: float
+    error: float
+    """Standard error of ``value``; NaN for a single example."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the difference is not significant."""
+        return not abs(self.value) > TIE * self.error
 
 
-def _correlation(covariance: Tensor, variance_x: Tensor, variance_y: Tensor) -> Tensor | None:
-    """Write c / √(v w) of three means over examples as a mean over examples; None if v or w is 0."""
-    means = variance_x.mean(0), variance_y.mean(0)
-    if not all(bool((mean > 1e-300).all()) for mean in means):
-        return None
-    scale = (means[0] * means[1]).sqrt()
-    r = covariance.mean(0) / scale
-    rows = r + covariance / scale - r * (variance_x / means[0] + variance_y / means[1]) / 2
-    return rows.flatten(1).mean(1) if rows.ndim > 1 else rows
+def standard_error(rows: Tensor, share: bool = False) -> float:
+    """Return the standard error of the mean of one number per example; NaN if all numbers are equal.
+
+    Args:
+        rows: One number per example.
+        share: The numbers are 0 and 1, and their mean a share of the examples, whose error is binomial.
+    """
+    count = len(rows)
+    if share:
+        right = float(rows.sum())
+        if right in (0, count):
+            right, count = right + 2, count + 4
+        return math.sqrt(right * (count - right) / count**3)
+    spread = float(rows.double().std()) if count > 1 else 0.0
+    return spread / math.sqrt(count) if spread > 1e-12 * float(rows.abs().max()) else math.nan
 
 
-def _spearman(outputs: Tensor, labels: Tensor) -> Tensor | None:
-    """The correlation of ranks. Equal values share the mean of their ranks."""
+def standard_errors(rows: Mapping[str, Tensor]) -> dict[str, float | None]:
+    """Return the standard error of every metric; None if all of its numbers are equal."""
+    errors = {name: standard_error(values, name in SHARES) for name, values in rows.items()}
+    return {name: error if math.isfinite(error) else None for name, error in errors.items()}
 
-    def above(values: Tensor, weights: Tensor) -> Tensor:
-        """For every example, the mean over all of the weights of those with a larger value, and half of equal ones."""
-        _, groups = values.unique(return_inverse=True)
-        sums = weights.new_zeros(int(groups.max()) + 1).index_add(0, groups, weights)
-        return (sums.flip(0).cumsum(0).flip(0) - sums / 2)[groups] / len(values)
 
-    def covariance(x: Tensor, y: Tensor) -> Tensor:
-        """Of ranks as shares f and g, whose means are ½. An example adds f·g, and changes all ranks above its own."""
-        f, g = (1 - above(values, torch.ones_like(values)) for values in (x, y))
-        rows: Tensor = f * g + above(x, g) + above(y, f) - 2 * (f * g).mean() - 0.25
-        return rows
+def are_shares(rows: Tensor) -> bool:
+    """Whether every number is 0 or 1, so that their mean is a share of the examples."""
+    return bool(((rows == 0) | (rows == 1)).all())
 
-    if not all(bool((values != values[0]).any()) for values in (outputs, labels)):
-        return None
-    return _correlation(covariance(outputs, labels), covariance(outputs, outputs), covariance(labels, labels))
+
+def difference(rows: Tensor, others: Tensor) -> Difference:
+    """Return how much larger the mean of ``rows`` is than that of ``others``: the same examples in the same order."""
+    differences, count = rows.double() - others.double(), len(rows)
+    value = float(differences.mean())
+    if not (are_shares(rows) and are_shares(others)):
+        return Difference(value, float(differences.std()) / math.sqrt(count) if count > 1 else math.nan)
+    total = count + 2
+    variance = float(differences.square().sum()) + 2 - float(differences.sum()) ** 2 / total
+    return Difference(value, math.sqrt(variance) / total)
+
+
+def averaged(differences: Sequence[Difference]) -> Difference:
+    """Return the mean of differences on independent examples, such as those of several tasks."""
+    value = sum(difference.value for difference in differences) / len(differences)
+    return Difference(value, math.hypot(*(difference.error for difference in differences)) / len(differences))

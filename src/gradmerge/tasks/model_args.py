@@ -67,17 +67,13 @@ class ModelArgs:
 
     def check_device(self, device: str) -> None:
         """Raise if ``device_map`` contradicts ``device`` or several processes."""
-        if self.device_map is None:
-            return
-        if device != "auto":
-            raise InputError(f"model_args: device_map cannot be combined with device {device}. Give one of them.")
-        if launched() is not None:
-            raise InputError("model_args: device_map is for one process with several devices. Start one process.")
+        if self.device_map is not None and (device != "auto" or launched() is not None):
+            raise InputError("model_args: device_map is for one process, without device. Remove the other.")
 
     def from_pretrained(
-        self, config: Any, dtype: str, device: torch.device, *, quantized: bool, bytes_per_parameter: int
+        self, config: Any, dtype: str, device: torch.device, quantized: bool, bytes_per_parameter: int
     ) -> dict[str, Any]:
-        """Arguments of ``from_pretrained``.
+        """Return arguments of ``from_pretrained``.
 
         Args:
             config: The model's config.
@@ -94,34 +90,21 @@ class ModelArgs:
         return_freed_memory()
         for library in ("accelerate", "bitsandbytes"):
             logging.getLogger(library).setLevel(logging.ERROR)  # notes of gradmerge replace their warnings
+        compute_dtype = getattr(config, "dtype", None) if dtype == "auto" else getattr(torch, dtype)
+        if not isinstance(compute_dtype, torch.dtype):
+            compute_dtype = torch.float32
         if self.bits:
-            arguments["quantization_config"] = _bitsandbytes_config(self.bits, config, dtype)
+            arguments["quantization_config"] = _bitsandbytes_config(self.bits, config, compute_dtype)
         arguments["device_map"] = {"": device} if self.device_map is None else self.device_map
         if self.device_map == "auto":
             from accelerate.utils import get_max_memory  # type: ignore[import-untyped]
 
-            size = _compute_dtype(config, dtype).itemsize
-            arguments["max_memory"] = {
-                key: int(free * size / (size + bytes_per_parameter)) for key, free in get_max_memory().items()
-            }
+            share = compute_dtype.itemsize / (compute_dtype.itemsize + bytes_per_parameter)
+            arguments["max_memory"] = {key: int(free * share) for key, free in get_max_memory().items()}
         return arguments
 
 
-def parse_model_args(text: str) -> dict[str, Any]:
-    """Read `KEY=VALUE,…` from the command line. `true` and `false` become booleans."""
-    result: dict[str, Any] = {}
-    for part in text.split(","):
-        key, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or not key or not value:
-            raise InputError(f"--model-args {text}: write KEY=VALUE, such as attn_implementation=sdpa")
-        if key in result:
-            raise InputError(f"--model-args {text}: {key} is repeated")
-        boolean = {"true": True, "false": False}.get(value.lower())
-        result[key] = boolean if boolean is not None else value
-    return result
-
-
-def _bitsandbytes_config(bits: int, config: Any, dtype: str) -> Any:
+def _bitsandbytes_config(bits: int, config: Any, compute_dtype: torch.dtype) -> Any:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
@@ -133,11 +116,4 @@ def _bitsandbytes_config(bits: int, config: Any, dtype: str) -> Any:
     config_class: Any = transformers.BitsAndBytesConfig
     if bits == 8:
         return config_class(load_in_8bit=True)
-    return config_class(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=_compute_dtype(config, dtype)
-    )
-
-
-def _compute_dtype(config: Any, dtype: str) -> torch.dtype:
-    stored = getattr(config, "dtype", None) if dtype == "auto" else getattr(torch, dtype)
-    return stored if isinstance(stored, torch.dtype) else torch.float32
+    return config_class(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
-from ..checkpoints.lora import is_adapter, read_adapter_config
+from ..checkpoints.lora import PatternMatcher
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.quantization import detect_quantization
 from ..curvature.losses import unwrapped
@@ -20,47 +20,18 @@ from ..curvature.offload import offloaded_modules
 from ..distributed import launched
 from ..errors import InputError
 from ..io.reader import close_files, open_files
-from ..io.small_files import read_json, refuse_hub_code
 from ..quiet import quiet_transformers
 from ..text import count, first_line, listed, nearest
-from .adapters import add_adapter, base_folder_of, num_classes
-from .embedding import EmbeddingModel, SentenceConfig, read_sentence_config
+from .embedding import EmbeddingModel
 from .model_args import ModelArgs
-from .resolve_model import check_small_files, check_weights, folder_of, offline
+from .model_files import LoadingInfo, architectures, check_weights, class_name, locate, offline
 
-TASKS = ("classify", "causal-lm", "seq2seq", "image", "embedding")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 FLOAT16_NOTE = "the model is stored as float16 and computes in float32 here, because CPUs are slow in float16"
-
-_AUTO_CLASSES = {
-    "classify": ("AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
-    "causal-lm": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
-    "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
-    "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
-}
-_ADAPTER_TASKS = {"SEQ_CLS": "classify", "CAUSAL_LM": "causal-lm", "SEQ_2_SEQ_LM": "seq2seq"}
 
 #: A model may have this many parameters for a new head, and this many times the numbers in its files: one stored
 #: integer packs up to eight quantized weights.
 MAX_NEW_PARAMETERS, MAX_RATIO = 50_000_000, 16
-
-
-@dataclass
-class LoadingInfo:
-    """Facts about how a model was loaded."""
-
-    folder: Path
-    """The local folder of the model."""
-    base_folder: Path
-    """The same, or the folder of an adapter's base model."""
-    task: str
-    missing: dict[str, str] = field(default_factory=dict)
-    """Parameters of the model that are not in the checkpoint, or have another shape there → what to tell the user."""
-    notes: list[str] = field(default_factory=list)
-
-    def drop_missing(self, prefixes: tuple[str, ...]) -> None:
-        """Forget missing tensors that something else replaces."""
-        self.missing = {name: text for name, text in self.missing.items() if not name.startswith(prefixes)}
 
 
 def load_model(
@@ -99,37 +70,34 @@ def load_model(
     args.check_device(device)
     target = device_of(device)
     check_dtype(dtype)
-    info, config, adapter, sentence_config = locate(reference, task)
-    _check_weight_files(reference, info)
-    quantized = _computes_quantized(reference, args, config, adapter is not None, gradients)
-    if adapter is not None and args.device_map is not None and not quantized:
+    info = locate(reference, task)
+    check_weights(info)
+    quantized = _computes_quantized(info, args, gradients)
+    if info.adapter is not None and args.device_map is not None and not quantized:
         raise InputError(
             f"{reference}: device_map: an adapter is merged into its base in memory. Write the merged model first "
             "(gradmerge merge), or keep the base quantized (load_in_4bit)."
         )
     on_cpu = target.type == "cpu" if args.device_map is None else not torch.cuda.is_available()
-    if on_cpu and dtype == "auto" and getattr(config, "dtype", None) == torch.float16:
+    if on_cpu and dtype == "auto" and getattr(info.config, "dtype", None) == torch.float16:
         dtype = "float32"
         info.notes.append(FLOAT16_NOTE)
-    options = args.from_pretrained(config, dtype, target, quantized=quantized, bytes_per_parameter=bytes_per_parameter)
+    options = args.from_pretrained(info.config, dtype, target, quantized, bytes_per_parameter)
     with quiet_transformers(), offline():
-        model = _from_pretrained(reference, config, dtype, info, options, dequantize=not quantized)
-        if adapter is not None:
-            merge = merge_adapter and not any(
-                type(p).__name__ in ("Params4bit", "Int8Params") for p in model.parameters()
-            )
-            model, replaced = add_adapter(reference, model, info.folder, merge=merge)
-            info.drop_missing(replaced)
-    if sentence_config is not None:
-        info.drop_missing(("pooler.",))  # the pooler of BERT is not used
+        model = _from_pretrained(info, dtype, options, dequantize=not quantized)
+        if info.adapter is not None:
+            merge = merge_adapter and not quantized and not _has_quantization(info.config)
+            model = _add_adapter(info, model, merge=merge)
+    if info.sentence_config is not None:
+        _drop_missing(info, "pooler.")  # the pooler of BERT is not used
     if info.missing and not allow_missing:
         raise InputError(
             f"{reference}: the checkpoint does not fit task {info.task}. {type(model).__name__} has weights that are "
             f"not in the checkpoint and would be random:\n{listed(info.missing.values())}\n"
             "  Give a model that was fine-tuned for the task, or another task."
         )
-    if sentence_config is not None:
-        model = EmbeddingModel(model, sentence_config)
+    if info.sentence_config is not None:
+        model = EmbeddingModel(model, info.sentence_config)
     if args.gradient_checkpointing and not enable_gradient_checkpointing(model):
         raise InputError(f"model_args: gradient_checkpointing: {type(model).__name__} does not support it")
     if gradients and offloaded_modules(model):
@@ -148,44 +116,18 @@ def _load_with_head(reference: str, head: str, task: str, **options: Any) -> tup
     return with_encoder_of(model, with_head, reference, head), info
 
 
-def locate(reference: str, task: str) -> tuple[LoadingInfo, Any, dict[str, Any] | None, SentenceConfig | None]:
-    """Find a model, and read its config, an adapter's config, and the modules of a sentence-transformers folder."""
-    folder = folder_of(reference)
-    check_small_files(folder)
-    adapter = read_adapter_config(folder) if is_adapter(folder) else None
-    sentence_config = None
-    if task == "embedding" or (task == "auto" and adapter is None and (folder / "modules.json").is_file()):
-        if adapter is not None:
-            raise InputError(f"{reference}: task embedding takes no adapter. Merge it into its base with PEFT first")
-        task, sentence_config = "embedding", read_sentence_config(reference, folder)
-    base_folder = folder
-    if sentence_config is not None:
-        base_folder = sentence_config.transformer
-    elif adapter is not None:
-        base_folder = base_folder_of(reference, folder, adapter)
-    check_small_files(base_folder)
-    config = _read_config(reference, folder, base_folder, adapter)
-    return (
-        LoadingInfo(folder, base_folder, _task_of(reference, config, task, adapter)),
-        config,
-        adapter,
-        sentence_config,
-    )
-
-
 def empty_model(reference: str, task: str = "auto", dtype: str = "auto") -> tuple[nn.Module, LoadingInfo]:
     """Make a model on the meta device from its config, and check the headers of its weight files.
 
     ``dtype`` "auto" is the type in the config, or float32. An adapter counts as merged into its base.
     """
     check_dtype(dtype)
-    info, config, _, sentence_config = locate(reference, task)
-    _check_weight_files(reference, info)
-    stored = getattr(config, "dtype", None) or torch.float32
-    model_dtype = stored if dtype == "auto" else getattr(torch, dtype)
+    info = locate(reference, task)
+    check_weights(info)
+    stored = getattr(info.config, "dtype", None) or torch.float32
     with quiet_transformers(), offline():
-        model = _make_empty(reference, config, info.task, dtype=model_dtype)
-    return (model if sentence_config is None else EmbeddingModel(model, sentence_config)).eval(), info
+        model = _make_empty(info, dtype=stored if dtype == "auto" else getattr(torch, dtype))
+    return (model if info.sentence_config is None else EmbeddingModel(model, info.sentence_config)).eval(), info
 
 
 def check_dtype(dtype: str) -> None:
@@ -215,99 +157,40 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _read_config(reference: str, folder: Path, base_folder: Path, adapter: dict[str, Any] | None) -> Any:
-    """Read the model's config. An adapter without one has its base's, with the number of classes of its own head."""
-    from transformers import AutoConfig
-
-    path = folder / "config.json"
-    if not path.is_file():
-        path = base_folder / "config.json"
-    if not path.is_file():
-        raise InputError(f"{reference}: there is no config.json in {base_folder}. Save the model with transformers.")
-    try:
-        refuse_hub_code(read_json(path), path)
-        with quiet_transformers(), offline():
-            config = AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # bad JSON, an unknown model type, values that do not fit
-        raise InputError(f"{reference}: {path} cannot be used: {first_line(error)}") from error
-    if adapter is not None and path.parent != folder and (classes := num_classes(folder)) is not None:
-        config.num_labels = classes
-    return config
-
-
-def _task_of(reference: str, config: Any, task: str, adapter: dict[str, Any] | None) -> str:
-    """Return the task that the user asks for. "auto" is the task of the config's architecture."""
-    if task != "auto":
-        if task not in TASKS:
-            raise InputError(f"task={task}: not known{nearest(task, TASKS)}\n  Known are {', '.join(TASKS)}.")
-        return task
-    if adapter is not None and adapter.get("task_type") in _ADAPTER_TASKS:
-        return _ADAPTER_TASKS[adapter["task_type"]]
-    from transformers.models.auto import modeling_auto
-
-    architectures = _architectures(config)
-    for name, (_, table) in _AUTO_CLASSES.items():
-        for value in getattr(modeling_auto, table).values():
-            if not set(architectures).isdisjoint([value] if isinstance(value, str) else value):
-                return name
-    raise InputError(
-        f"{reference}: no task has the architecture {', '.join(architectures) or 'none'}. Give a task, one of "
-        f"{', '.join(TASKS)}"
-    )
-
-
-def _architectures(config: Any) -> list[str]:
-    names = getattr(config, "architectures", None)
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
-
-
-def class_name(task: str, config: Any) -> str:
-    """Return the name of the class in transformers for a task."""
-    if task != "embedding":
-        return _AUTO_CLASSES[task][0]
-    return "AutoModelForTextEncoding" if getattr(config, "is_encoder_decoder", False) else "AutoModel"
-
-
-def _check_weight_files(reference: str, info: LoadingInfo) -> None:
-    check_weights(reference, info.base_folder, "model")
-    if is_adapter(info.folder):
-        check_weights(reference, info.folder, "adapter_model")
-
-
-def _cannot_load(reference: str, config: Any, task: str, error: Exception) -> InputError:
-    architecture = ", ".join(_architectures(config)) or "unknown"
-    return InputError(
-        f"{reference}: the model (architecture {architecture}) cannot be loaded for task {task}: {first_line(error)}"
-    )
-
-
-def _make_empty(reference: str, config: Any, task: str, **options: Any) -> nn.Module:
+def _make_empty(info: LoadingInfo, **options: Any) -> nn.Module:
     """Make the model on the meta device."""
     import transformers
 
     try:
         with torch.device("meta"):
-            model_class = getattr(transformers, class_name(task, config))
-            model: nn.Module = model_class.from_config(config, trust_remote_code=False, **options)
-    except Exception as error:  # no such model for the task, or impossible values
-        raise _cannot_load(reference, config, task, error) from error
+            model: nn.Module = getattr(transformers, class_name(info)).from_config(
+                info.config, trust_remote_code=False, **options
+            )
+    except Exception as error:  # an architecture of another task, values that do not fit together
+        raise _cannot_load(info, error) from error
     return model
 
 
-def _from_pretrained(
-    reference: str, config: Any, dtype: str, info: LoadingInfo, options: dict[str, Any], *, dequantize: bool
-) -> nn.Module:
+def _cannot_load(info: LoadingInfo, error: Exception) -> InputError:
+    architecture = ", ".join(architectures(info.config)) or "unknown"
+    return InputError(
+        f"{info.reference}: the model (architecture {architecture}) cannot be loaded for task {info.task}: "
+        f"{first_line(error)}"
+    )
+
+
+def _from_pretrained(info: LoadingInfo, dtype: str, options: dict[str, Any], *, dequantize: bool) -> nn.Module:
+    """Load the model with transformers, and note the parameters that its files lack."""
     import transformers
 
-    model_class: Any = getattr(transformers, class_name(info.task, config))
-    empty = _make_empty(reference, config, info.task)
-    _refuse_inflated(reference, info.base_folder, empty)
+    empty = _make_empty(info)
+    _refuse_inflated(info, empty)
+    model_class: Any = getattr(transformers, class_name(info))
     folder: Path | None = info.base_folder
-    state = _dequantized_state(info.base_folder, config, info) if dequantize else None
-    if state is not None:
+    if dequantize and (state := _dequantized_state(info)) is not None:
         if "device_map" in options:
             raise InputError(
-                f"{reference}: the model is stored quantized and dequantized in memory, without device_map"
+                f"{info.reference}: the model is stored quantized and dequantized in memory, without device_map"
             )
         # Only classes of models load weights from memory, not AutoModel.
         model_class, folder, options = type(empty), None, options | {"state_dict": state}
@@ -317,19 +200,19 @@ def _from_pretrained(
     try:
         model, loading = model_class.from_pretrained(
             folder,
-            config=config,
+            config=info.config,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with the shapes, unless an adapter replaces them
+            ignore_mismatched_sizes=True,  # refused by the caller, unless an adapter replaces them
             **options,
         )
     except MemoryError:
         raise
     except Exception as error:  # a corrupt file, an unsupported attention
-        raise _cannot_load(reference, config, info.task, error) from error
+        raise _cannot_load(info, error) from error
     assert isinstance(model, nn.Module)
     parameters = {name for name, _ in model.named_parameters()}  # the model computes buffers itself
     info.missing = {name: name for name in sorted(loading["missing_keys"]) if name in parameters} | {
@@ -341,30 +224,34 @@ def _from_pretrained(
     return model
 
 
-def _refuse_inflated(reference: str, folder: Path, empty: nn.Module) -> None:
+def _drop_missing(info: LoadingInfo, *prefixes: str) -> None:
+    """Forget missing parameters that the model does not use, or that an adapter replaces."""
+    info.missing = {name: text for name, text in info.missing.items() if not name.startswith(prefixes)}
+
+
+def _refuse_inflated(info: LoadingInfo, empty: nn.Module) -> None:
     """Refuse a config that makes far more weights than the files hold: random ones, which fill the memory first."""
     parameters = sum(parameter.numel() for parameter in empty.parameters())
-    files = open_files(folder, "model") or []
+    files = open_files(info.base_folder, "model") or []
     stored = sum(entry.numel for file in files for entry in file.entries.values())
     close_files(files)
     if parameters > MAX_NEW_PARAMETERS + MAX_RATIO * stored:
         raise InputError(
-            f"{reference}: its config makes a model of {count(parameters)} parameters, and its files hold "
+            f"{info.reference}: its config makes a model of {count(parameters)} parameters, and its files hold "
             f"{count(stored)}. Is it the config of another model?"
         )
 
 
-def _dequantized_state(folder: Path, config: Any, info: LoadingInfo) -> dict[str, Tensor] | None:
+def _dequantized_state(info: LoadingInfo) -> dict[str, Tensor] | None:
     """Return the dequantized weights of a quantized model, which gradients need; None for other models."""
-    candidates: list[Any] = [config, getattr(config, "text_config", None)]
-    parts = [part for part in candidates if _has_quantization(part)]
-    if not parts:
+    configs = [info.config, getattr(info.config, "text_config", None)]
+    if not any(map(_has_quantization, configs)):
         return None
-    with open_checkpoint(folder) as stored:
+    with open_checkpoint(info.base_folder) as stored:
         quantization = detect_quantization(stored)
     if quantization is None or not quantization.readable:
         return None
-    with open_checkpoint(folder, dequantize=True) as dequantized:
+    with open_checkpoint(info.base_folder, dequantize=True) as dequantized:
         state = {
             name: dequantized.read(name, 0, tensor.numel, Buffers())
             .to(TORCH_TYPES[tensor.dtype])
@@ -373,8 +260,8 @@ def _dequantized_state(folder: Path, config: Any, info: LoadingInfo) -> dict[str
             for name, tensor in dequantized.tensors.items()
         }
         info.notes += dequantized.notes
-    for part in parts:
-        del part.quantization_config
+    for config in filter(_has_quantization, configs):
+        del config.quantization_config
     return state
 
 
@@ -382,31 +269,86 @@ def _has_quantization(config: Any) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
 
-def _computes_quantized(reference: str, args: ModelArgs, config: Any, adapter: bool, gradients: bool) -> bool:
+def _computes_quantized(info: LoadingInfo, args: ModelArgs, gradients: bool) -> bool:
     """Whether the model computes with bitsandbytes weights: ``args`` asks for them, or an adapter's base has them."""
     quantized = bool(args.bits)
-    if args.bits is None and gradients and adapter and _has_quantization(config):
-        stored = config.quantization_config
+    if args.bits is None and gradients and info.adapter is not None and _has_quantization(info.config):
+        stored = info.config.quantization_config
         method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
         quantized = str(getattr(method, "value", method)) == "bitsandbytes"
-    if quantized and gradients and not adapter:
+    if quantized and gradients and info.adapter is None:
         raise InputError(
-            f"{reference}: model_args: load_in_{args.bits}bit: quantized weights have no gradients. Give the folder of "
-            "a PEFT adapter: curvature of its parameters can be estimated on a quantized base."
+            f"{info.reference}: model_args: load_in_{args.bits}bit: quantized weights have no gradients. Give the "
+            "folder of a PEFT adapter: curvature of its parameters can be estimated on a quantized base."
         )
     return quantized
 
 
+def _add_adapter(info: LoadingInfo, model: nn.Module, *, merge: bool) -> nn.Module:
+    """Merge the adapter into its base model, or wrap the model for training the adapter."""
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError as error:
+        raise InputError(
+            f"{info.reference}: this is a PEFT adapter, which needs the library peft: pip install peft"
+        ) from error
+    folder = str(info.folder)
+    try:
+        config = _resolve_patterns(PeftConfig.from_pretrained(folder), model, info.folder)
+        wrapped = PeftModel.from_pretrained(model, folder, config=config, is_trainable=not merge)
+        saved_modules = [name for name, _ in wrapped.named_modules() if name.endswith(".modules_to_save")]
+        result = wrapped.merge_and_unload() if merge else wrapped
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{info.reference}: the adapter does not fit its base model: {first_line(error)}") from error
+    if merge:
+        result.requires_grad_(True)  # peft freezes the base model
+    assert isinstance(result, nn.Module)
+    _drop_missing(
+        info, *(name.removeprefix("base_model.model.").removesuffix("modules_to_save") for name in saved_modules)
+    )
+    return result
+
+
+def _resolve_patterns(config: Any, model: nn.Module, folder: Path) -> Any:
+    """Replace the regular expressions in an adapter's config by the names that they match.
+
+    PEFT matches them with ``re``, which has no time limit.
+    """
+    path = folder / "adapter_config.json"
+    matcher = PatternMatcher(path)
+    modules = [name for name, _ in model.named_modules() if name]
+    targets = [*modules, *(name for name, _ in model.named_parameters())] if config.target_parameters else modules
+
+    def matching(pattern: str, names: list[str]) -> list[str]:
+        return [name for name in names if matcher.fullmatch(pattern, name)]
+
+    for key in ("target_modules", "exclude_modules"):
+        value = getattr(config, key, None)
+        if isinstance(value, str) and value != "all-linear":
+            setattr(config, key, set(matching(value, modules)))
+    if config.target_modules is not None and not config.target_modules and not config.target_parameters:
+        raise InputError(f"{path}: target_modules fits no module of the base. Was it trained on another base?")
+    for key in ("rank_pattern", "alpha_pattern"):
+        values = getattr(config, key, None) or {}
+        names = {pattern: matching(rf"(.*\.)?({pattern})", targets) for pattern in values}
+        setattr(config, key, {"|".join(map(re.escape, names[p])): v for p, v in values.items() if names[p]})
+    for key in ("modules_to_save", "layers_pattern"):
+        value = getattr(config, key, None) or []
+        for name in [value] if isinstance(value, str) else value:
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise InputError(f"{path}: {key} must be names of modules, not {name[:80]!r}")
+    return config
+
+
 def enable_gradient_checkpointing(model: Any) -> bool:
     """Enable gradient checkpointing. Return whether the model supports it."""
-    inner = model
-    while not hasattr(inner, "gradient_checkpointing_enable") and (children := list(inner.children())):
-        inner = children[0]
+    inner = model.transformer if isinstance(model, EmbeddingModel) else model
     if not getattr(inner, "supports_gradient_checkpointing", False):
         return False
     inner.gradient_checkpointing_enable({"use_reentrant": False})
-    if hasattr(inner, "config"):
-        inner.config.use_cache = False
+    inner.config.use_cache = False
     return True
 
 

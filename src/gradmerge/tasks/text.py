@@ -21,9 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ..curvature.losses import LOSSES, MASKED, ExampleLoss, loss_of
 from ..errors import InputError
 from ..text import first_line, size
-from .data.columns import Fields
-from .data.labels import read_labels
-from .data.read import MAX_LINE, Rows, shorten
+from .columns import Fields, read_labels
+from .data import MAX_LINE, Rows, shorten
 
 #: The longest sequence in tokens if the user gives no --max-length and the model allows more.
 DEFAULT_LENGTH = 1024
@@ -340,7 +339,7 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
         if main:
             handler = signal.signal(signal.SIGALRM, stop)
             # Repeat every second: an exception that is raised in a destructor is lost.
-            remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds + 0.01, 1)
+            signal.setitimer(signal.ITIMER_REAL, seconds + 0.01, 1)
         else:
             sys.settrace(stop)
         yield
@@ -350,8 +349,6 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
         if main:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
-            if remaining:  # an alarm that was set before
-                signal.setitimer(signal.ITIMER_REAL, max(remaining - time.monotonic() + start, 1e-3), interval)
         else:
             sys.settrace(trace)
 

@@ -13,17 +13,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...arguments import checked
-from ...display import OneLine
-from ...errors import InputError, MachineError
-from ...io.reader import local_path
-from ...io.small_files import require_unpackable
-from ...text import first_line, size
-from ...urls import redact, remote_url, strip_file_scheme
+from ..arguments import checked
+from ..display import OneLine
+from ..errors import InputError, MachineError
+from ..io.reader import local_path
+from ..io.small_files import require_unpackable
+from ..text import first_line, size
+from ..urls import redact, remote_url, strip_file_scheme
 
 FORMATS = (
-    ".jsonl, .csv, .parquet or .txt (each also .gz), .npz, a folder of images by class, a folder of "
-    "Dataset.save_to_disk, or org/name:split of the Hub"
+    ".jsonl, .csv, .parquet or .txt (each also .gz), .npz, a folder of images by class, or org/name:split of the Hub"
 )
 SUFFIXES = (".npz", ".parquet", ".jsonl", ".csv", ".txt")
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -111,8 +110,7 @@ def read_rows(source: str | Path, *, limit: int | None = None) -> Rows:
 
     Args:
         source: A .jsonl, .csv, .parquet or .txt file (each also .gz), an .npz (`digits.npz:test` reads `x_test` and
-            `y_test`), a folder of images by class, a folder of ``Dataset.save_to_disk``, or a Hub dataset
-            `org/name:split`.
+            `y_test`), a folder of images by class, or a Hub dataset `org/name:split`.
         limit: The maximum number of rows.
 
     Returns:
@@ -126,14 +124,12 @@ def read_rows(source: str | Path, *, limit: int | None = None) -> Rows:
         raise InputError(f"limit {limit}: must be at least 1")
     location, split = split_source(source)
     path = _local_file(location)
-    if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
-        rows = _read_dataset(source, path, None, split, limit)
-    elif path.is_dir():
+    if path.is_dir():
         rows = _read_image_folder(source, path, split, limit)
     elif path.is_file():
         rows = _read_file(source, path, split, limit)
     elif (hub := HUB_DATASET.fullmatch(location)) and _format(location) is None:
-        rows = _read_dataset(source, hub["name"], hub["config"], split, limit)
+        rows = _read_hub_dataset(source, hub["name"], hub["config"], split, limit)
     else:
         raise InputError(f"{source}: no such file or folder. Data is {FORMATS}")
     if not len(rows):
@@ -156,7 +152,7 @@ def _local_file(location: str) -> Path:
     """Return the path of a location. A file at a URL is downloaded."""
     if (url := remote_url(location)) is None:
         return local_path(location, None)
-    from ...io.remote import download_url
+    from ..io.remote import download_url
 
     path = download_url(url)
     if path.is_dir():
@@ -296,17 +292,16 @@ def _read_parquet(source: str, path: Path, limit: int | None) -> Rows:
 def _read_npz(source: str, path: Path, split: str | None, limit: int | None) -> Rows:
     import numpy as np
 
-    wanted = [f"{letter}_{split.lower()}" if split else letter for letter in "xy"]
+    wanted = [f"{letter}_{split}" if split else letter for letter in "xy"]
     with np.load(path, allow_pickle=False) as file:
-        names = {name.lower(): name for name in file.files}
-        if missing := [name for name in wanted if name not in names]:
+        if missing := [name for name in wanted if name not in file.files]:
             raise InputError(
                 f"{source}: the file has no array {missing[0]}, but {', '.join(file.files)[:2000] or 'nothing'}. "
                 f"A split such as {path.name}:test has the arrays x_test and y_test."
             )
-        require_unpackable(path, sum(file.zip.getinfo(f"{names[name]}.npy").file_size for name in wanted))
+        require_unpackable(path, sum(file.zip.getinfo(f"{name}.npy").file_size for name in wanted))
         try:
-            x, y = (np.asarray(file[names[name]]) for name in wanted)
+            x, y = (np.asarray(file[name]) for name in wanted)
         except MemoryError as error:  # the header of an array claims any shape
             raise InputError(f"{source}: cannot be read: {first_line(error)}") from error
     if y.ndim == 2 and y.shape[1] == 1:
@@ -339,32 +334,22 @@ def _read_image_folder(source: str, folder: Path, split: str | None, limit: int 
     return Rows(source, rows, ("image", "label"), {"label": [path.name for path in classes]}, root)
 
 
-def _read_dataset(source: str, where: Path | str, config: str | None, split: str | None, limit: int | None) -> Rows:
-    """Read a dataset of the Hub, or a folder of ``Dataset.save_to_disk``."""
-    in_folder = isinstance(where, Path)
-    if split is None and not in_folder:
+def _read_hub_dataset(source: str, name: str, config: str | None, split: str | None, limit: int | None) -> Rows:
+    if split is None:
         raise InputError(f"{source}: no such file or folder. For a dataset of the Hub, name the split: {source}:test")
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
         raise InputError(f"{source}: needs the library datasets: pip install 'gradmerge[hub]'") from error
     try:
-        if in_folder:
-            data = datasets.load_from_disk(str(where))
-            data = data if split is None else data[split]
-        else:
-            data = datasets.load_dataset(where, config, split=split, streaming=limit is not None)
-        if isinstance(data, datasets.DatasetDict):
-            raise InputError(f"{source}: name a split, such as {source}:{next(iter(data), 'test')}")
+        data = datasets.load_dataset(name, config, split=split, streaming=limit is not None)
         features = data.features or {}
         for column, feature in features.items():
             if isinstance(feature, datasets.Image):
                 data = data.cast_column(column, datasets.Image(decode=False))
         rows = data if limit is None else list(data.take(limit))
-    except InputError:
-        raise
     except Exception as error:  # of the network, of scripts, of formats
-        problem = "cannot be read" if in_folder else "no such file or folder, and the Hub did not return this dataset"
+        problem = "no such file or folder, and the Hub did not return this dataset"
         raise InputError(f"{source}: {problem}: {first_line(error)}") from error
     class_names = {n: f.names for n, f in features.items() if isinstance(f, datasets.ClassLabel) and f.names}
     columns = tuple(features) or (tuple(rows[0]) if len(rows) else ())

@@ -1,1 +1,0 @@
-"""Rows of data, which column is what, and labels that fit a model."""
