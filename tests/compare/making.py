@@ -13,9 +13,8 @@ import gradmerge as gm
 from gradmerge.checkpoints.checkpoint import Checkpoint
 from gradmerge.compare.candidates import Candidate, plan_of
 from gradmerge.compare.settings import Setting, make_setting, recipe_with
-from gradmerge.engine.build_plan import make_plan
 from gradmerge.engine.inputs import CurvatureInput, Inputs
-from gradmerge.engine.plan import Plan
+from gradmerge.engine.plan import Plan, make_plan
 from gradmerge.engine.settings import LayerRange, LayerSettings
 from gradmerge.recipe import make_recipe
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from gradmerge.cli.app import app
 from gradmerge.demo import DemoResult, run_demo
 from gradmerge.demo.tables import EVERY
-from gradmerge.engine.thread_pool import one_thread_each
+from gradmerge.engine.executor import one_thread_each
 from gradmerge.errors import InputError
 
 from .making import tiny

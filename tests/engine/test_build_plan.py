@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import gradmerge as gm
-from gradmerge.engine.build_plan import open_plan
+from gradmerge.engine.plan import open_plan
 from gradmerge.notes import Kind
 from gradmerge.recipe import make_recipe
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gradmerge.engine.journal import Journal
+from gradmerge.engine.output import Journal
 from gradmerge.errors import InputError
 
 
@@ -26,5 +26,5 @@ def test_a_journal_of_another_merge_or_another_boot_is_not_used(
     journal.close()
     with pytest.raises(InputError):
         Journal(tmp_path, "two").load()
-    monkeypatch.setattr("gradmerge.engine.journal.boot_id", lambda: "another")
-    assert Journal(tmp_path, "one").load() is None
+    monkeypatch.setattr("gradmerge.engine.output.boot_id", lambda: "another")
+    assert Journal(tmp_path, "one").load() == set()

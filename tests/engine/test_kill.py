@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import gradmerge as gm
-from gradmerge.engine.journal import NAME
+from gradmerge.engine.output import JOURNAL
 from tests.forked import forked
 from tests.making import near, random_state, weight_bytes, write_model
 
@@ -31,8 +31,8 @@ import json, os, signal, sys, time
 import torch
 torch.set_num_threads(1)
 import gradmerge as gm
-import gradmerge.engine.build_plan, gradmerge.engine.run
-from gradmerge.engine.journal import Journal
+import gradmerge.engine.plan, gradmerge.engine.run
+from gradmerge.engine.output import Journal
 from gradmerge.errors import GradmergeError
 
 from tests.fuzz.killing import kill_before_change
@@ -164,7 +164,7 @@ def phase_of(out: Path) -> str:
         return "done"
     if not partial(out).exists():
         return "opening"
-    journal = partial(out) / NAME
+    journal = partial(out) / JOURNAL
     if not journal.exists():
         return "creating or finishing"
     lines = journal.read_bytes().count(b"\n")
@@ -302,7 +302,7 @@ def test_a_merge_whose_unfinished_work_was_damaged_ends_with_the_right_bytes(
 ) -> None:
     recipe, out, want = unfinished
     shard = sorted(partial(out).glob("model-*.safetensors"))[0]
-    journal = partial(out) / NAME
+    journal = partial(out) / JOURNAL
     if damage == "a shard is gone":
         shard.unlink()
     elif damage == "a shard is cut":
@@ -341,7 +341,7 @@ def begin(recipe: Path, out: Path) -> subprocess.Popen[str]:
     heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **heard)
     deadline = time.monotonic() + 60
-    while not (partial(out) / NAME).exists():
+    while not (partial(out) / JOURNAL).exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.001)
     process.send_signal(signal.SIGSTOP)

@@ -24,10 +24,9 @@ from gradmerge.engine import on_ray as ray_module
 from gradmerge.engine.executor import ignore
 from gradmerge.engine.input_state import files_read, fingerprint_of, state_of
 from gradmerge.engine.jobs import MergeOptions
-from gradmerge.engine.journal import NAME, Journal
 from gradmerge.engine.on_ray import MergeTask, MergeWorker, RayCluster
+from gradmerge.engine.output import JOURNAL, Journal
 from gradmerge.engine.run import MergeResult, merge_to_folder
-from gradmerge.engine.statistics import Statistics
 from gradmerge.errors import InputError, MachineError
 from gradmerge.progress import NoProgress
 from gradmerge.recipe import make_recipe
@@ -81,7 +80,7 @@ def on_ray(
     made = make_recipe(recipe, folder=folder, allow_code=True)
     with planned(made) as plan:
         plan.block = 64
-        return merge_to_folder(made, plan, out, cluster=cluster, accept_untrusted=True, **how)
+        return merge_to_folder(made, plan, out, executor=cluster, accept_untrusted=True, **how)
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -201,7 +200,7 @@ def test_an_interrupted_merge_resumes_on_ray(cluster: RayCluster, models: Path, 
     gm.merge(recipe, tmp_path / "local" / "out", block=64, progress=False)
     with pytest.raises(KeyboardInterrupt):
         on_ray(cluster, recipe, out, progress=StopMerging())
-    lines = (tmp_path / "ray" / "out.gradmerge-partial" / NAME).read_bytes().count(b"\n")
+    lines = (tmp_path / "ray" / "out.gradmerge-partial" / JOURNAL).read_bytes().count(b"\n")
     assert lines > 1 and not out.exists()
     on_ray(cluster, recipe, out, workers=1, resume=True)
     assert record(out)["resumed_blocks"] == lines - 1
@@ -223,7 +222,7 @@ def test_sigterm_ends_the_command_and_its_workers_and_keeps_the_work(cluster: Ra
     process = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": address})
     deadline = time.monotonic() + 120
     partial = tmp_path / "ray" / "out.gradmerge-partial"
-    while not (partial / NAME).exists():
+    while not (partial / JOURNAL).exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
@@ -253,10 +252,9 @@ def test_a_worker_refuses_inputs_and_folders_that_differ_from_the_drivers(
         state=state,
         folder=str(tmp_path),
         name="out",
-        shard_size=10**9,
         threads=1,
     )
-    MergeWorker(task).merge([], Statistics(), ignore)
+    MergeWorker(task).merge([], ignore)
     path, size, *rest = state[0]
     for changed in (
         {"folder": str(tmp_path / "elsewhere")},
@@ -267,7 +265,7 @@ def test_a_worker_refuses_inputs_and_folders_that_differ_from_the_drivers(
         {"recipe": task.recipe | {"exclude": ["embed.*"]}},
     ):
         with pytest.raises(InputError):
-            MergeWorker(replace(task, **changed)).merge([], Statistics(), ignore)
+            MergeWorker(replace(task, **changed)).merge([], ignore)
 
 
 def test_a_cluster_without_room_is_refused(

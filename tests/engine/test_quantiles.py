@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import pickle
 
 import numpy as np
 import pytest
 import torch
 
-from gradmerge.engine.executor import add_up
 from gradmerge.engine.quantiles import Bracket, Quantile, QuantileSearch, bracket_of
 
 GENERATOR = np.random.default_rng(0)
@@ -27,7 +28,7 @@ def search(values: np.ndarray, k: int, bracket: Bracket | None = None) -> tuple[
     found = QuantileSearch([[Quantile(k, torch.from_numpy(values).dtype, bracket)]])
     passes = 0
     while found.unknown:
-        found.narrow(add_up(found.count([part]) for part in np.array_split(values, 7)))
+        found.narrow(functools.reduce(operator.iadd, (found.count([part]) for part in np.array_split(values, 7))))
         passes += 1
     return found.values[0][0], passes
 
@@ -66,5 +67,6 @@ def test_quantiles_of_several_models_are_found_together_and_counts_can_be_pickle
     found = QuantileSearch([Quantile(k, torch.float32) for k in (1, 700, 0)] for _ in values)
     while found.unknown:
         parts = (found.count(parts) for parts in zip(*(np.array_split(some, 5) for some in values), strict=True))
-        found.narrow(pickle.loads(pickle.dumps(add_up(pickle.loads(pickle.dumps(part)) for part in parts))))
+        total = functools.reduce(operator.iadd, (pickle.loads(pickle.dumps(part)) for part in parts))
+        found.narrow(pickle.loads(pickle.dumps(total)))
     assert found.values == [[float(np.sort(some)[-k]) for k in (1, 700)] + [math.inf] for some in values]

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from gradmerge.engine.rounding import rounded
+from gradmerge.engine.jobs import rounded
 
 #: Bits of the significand, and the exponents of the smallest and of the largest binade.
 KINDS = {torch.bfloat16: (8, -126, 127), torch.float16: (11, -14, 15)}

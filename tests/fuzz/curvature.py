@@ -14,7 +14,7 @@ from torch import nn
 import gradmerge as gm
 from gradmerge.curvature.format import open_curvature
 from gradmerge.curvature.summary import pieces, summarize
-from gradmerge.engine.journal import NAME as JOURNAL
+from gradmerge.engine.output import JOURNAL
 from tests.making import random_curvature, random_state, weight_bytes
 
 from .models import SHAPES, Merging, recipe, write_models

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from gradmerge.engine.thread_pool import run_parallel
+from gradmerge.engine.executor import run_parallel
 from gradmerge.errors import InputError, MachineError
 from gradmerge.io import range_reader, remote
 from gradmerge.io.reader import TensorFile
@@ -59,12 +59,12 @@ def test_threads_that_read_a_file_in_order_download_each_byte_once(
     reader = range_reader.RangeReader(file)
     blocks = {}
 
-    def read(start: int) -> None:
+    def read(start: int, _: object) -> None:
         buffer = bytearray(min(333, file.size - start))
         reader.read_into(memoryview(buffer), start)
         blocks[start] = bytes(buffer)
 
-    run_parallel(range(0, file.size, 333), lambda: read, 4)
+    run_parallel(range(0, file.size, 333), read, 4)
     assert b"".join(blocks[start] for start in sorted(blocks)) == file.content
     assert sum(stop - start for start, stop in file.requests) == file.size
     assert max(stop - start for start, stop in file.requests) == 1000

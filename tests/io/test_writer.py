@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gradmerge.engine.thread_pool import run_parallel
+from gradmerge.engine.executor import run_parallel
 from gradmerge.errors import MachineError
 from gradmerge.io.reader import bytes_of
 from gradmerge.io.writer import ShardWriter
@@ -21,11 +21,11 @@ def test_blocks_in_any_order_on_threads_give_shards_that_safetensors_reads(tmp_p
     tensors = dict.fromkeys(state, ("F32", (8,)))
     with ShardWriter(tmp_path, "model", tensors, 64, {"format": "pt"}, ["sub"]) as writer:
 
-        def work(number: int) -> None:
+        def work(number: int, _: object) -> None:
             name, start = list(state)[number * 7 % len(state)], 4 * (number // len(state))
             writer.write(name, start, bytes_of(state[name][start : start + 4].contiguous()))
 
-        run_parallel(range(2 * len(state)), lambda: work, 4)
+        run_parallel(range(2 * len(state)), work, 4)
         writer.finish()
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 50 * 32 and len(set(index["weight_map"].values())) == 25

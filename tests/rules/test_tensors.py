@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
+from gradmerge.api.state_dicts import StateDictOutput
 from gradmerge.checkpoints.checkpoint import Checkpoint
 from gradmerge.engine import statistics
-from gradmerge.engine.build_plan import inputs_of, make_plan
-from gradmerge.engine.executor import LocalExecutor, merge_blocks
+from gradmerge.engine.executor import LocalExecutor
+from gradmerge.engine.plan import inputs_of, make_plan
 from gradmerge.engine.randomness import keep_mask, uniform
 from gradmerge.engine.statistics import compute_statistics
 from gradmerge.recipe import make_recipe
@@ -83,12 +84,8 @@ def merge(
     plan = make_plan(made, inputs)
     plan.block = block
     result = {name: torch.empty_like(value) for name, value in (base or tuned[0]).items()}
-    merge_blocks(
-        plan,
-        compute_statistics(plan, LocalExecutor(threads)),
-        lambda done: result[done.job.name].view(-1)[done.start : done.block.stop].copy_(done.tensors[done.job.name]),
-        threads=threads,
-    )
+    plan.statistics = compute_statistics(plan, LocalExecutor(threads))
+    LocalExecutor(threads).merge(plan, plan.blocks(), StateDictOutput(result))
     return result
 
 

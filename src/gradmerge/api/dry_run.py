@@ -16,8 +16,7 @@ from ..curvature.estimate import kronecker_layers
 from ..curvature.kernels import MAX_KRONECKER_DIM
 from ..curvature.per_example_gradients import is_conv1d
 from ..engine.executor import LocalExecutor
-from ..engine.run import check_merge
-from ..engine.write_cards import damping_and_penalties
+from ..engine.run import check_merge, damping_and_penalties
 from ..progress import NoProgress
 from ..recipe import Recipe, plain
 from ..tasks import LoadOptions, complete
@@ -98,8 +97,7 @@ def dry_run_merge(recipe: Recipe, out: Path | None, *, threads: int | None = Non
     """Return what a merge would do, and its size. ``reading`` is as of :func:`planned`."""
     threads, adapter = number_of_threads(threads), recipe.output.format == "adapter"
     with planned(recipe, **reading) as plan:
-        # The checks below read what they need for the damping and the notes, so this comes first.
-        bytes_read = plan.total_read + plan.statistics_read + plan.damping_read
+        bytes_read = plan.total_read + plan.statistics_read
         check_merge(recipe, plan, LocalExecutor(threads), NoProgress(), accept_untrusted=True)
         models = [{"source": c.label, "kind": c.kind, "bytes": c.nbytes} for c in plan.inputs.checkpoints]
         merged = plan.merged_tensors

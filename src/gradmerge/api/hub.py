@@ -20,7 +20,7 @@ from ..checkpoints.sidecars import sidecars
 from ..curvature.curvature import curvature_card
 from ..curvature.format import STEM, open_curvature
 from ..display import Displayed
-from ..engine.journal import NAME as JOURNAL
+from ..engine.output import JOURNAL
 from ..errors import GradmergeError, InputError, MachineError
 from ..io.atomic_dir import MARK, PARTIAL
 from ..io.reader import close_files, open_files

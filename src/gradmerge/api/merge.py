@@ -83,8 +83,8 @@ def merge(
     >>> merge({"method": "ties", "base": "./base", "models": ["./a", "./b"]}, "./merged").merged  # doctest: +SKIP
     148
     """
+    from ..engine.executor import LocalExecutor, allow_many_files
     from ..engine.run import merge_to_folder
-    from ..engine.thread_pool import allow_many_files
 
     recipe = as_recipe(recipe, allow_code)
     out = output_path(out)
@@ -96,15 +96,15 @@ def merge(
     allow_many_files()
     with contextlib.ExitStack() as stack:
         settings: dict[str, Any] = {
-            "threads": number_of_threads(threads),
             "device": device,
             "resume": resume,
             "allow_nonfinite": allow_nonfinite,
             "accept_untrusted": accept_untrusted,
             "progress": stack.enter_context(shown(progress)),
         }
-        if cluster is not None:
-            settings["cluster"] = stack.enter_context(cluster)
+        settings["executor"] = (
+            LocalExecutor(number_of_threads(threads)) if cluster is None else stack.enter_context(cluster)
+        )
 
         def run(recipe: Recipe, out: Path, force: bool = False) -> MergeResult:
             with planned(recipe, **reading) as plan:
@@ -138,9 +138,9 @@ def recipe_of_models(recipe: RecipeLike, command: str, allow_code: bool = False)
 def planned(recipe: RecipeLike, **reading: Any) -> Iterator[Plan]:
     """The plan of a recipe, with its inputs open.
 
-    ``reading`` are the keywords of :func:`gradmerge.engine.build_plan.open_plan`.
+    ``reading`` are the keywords of :func:`gradmerge.engine.plan.open_plan`.
     """
-    from ..engine.build_plan import open_plan
+    from ..engine.plan import open_plan
 
     recipe = as_recipe(recipe)
     if recipe.merges and not recipe.merged_folders:
@@ -242,6 +242,6 @@ def number_of_threads(threads: int | None) -> int:
     if threads is not None:
         check_count("threads", threads)
         return threads
-    from ..engine.thread_pool import available_cores
+    from ..engine.executor import available_cores
 
     return min(available_cores(), 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from torch import Tensor
 from ..arguments import checked
 from ..checkpoints.checkpoint import STORED_TYPES, Checkpoint
 from ..curvature.curvature import Curvature
-from ..engine.build_plan import inputs_of, make_plan
-from ..engine.executor import LocalExecutor, merge_blocks
+from ..engine.executor import LocalExecutor
 from ..engine.inputs import CurvatureInput
 from ..engine.jobs import MergedBlock, MergeOptions, torch_type
+from ..engine.plan import inputs_of, make_plan
 from ..engine.statistics import compute_mean_curvature, compute_statistics
 from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
@@ -119,23 +120,27 @@ def merge_state_dicts(
     if needs & {"curvature", "grams"}:
         if curvature is None or isinstance(curvature, Mapping) or len(curvature) != len(tuned):
             raise InputError(f"curvature: {method} needs one for each of the {len(tuned)} fine-tuned models")
-        every = [_in_memory(c, f"curvature[{i}]", recipe, method) for i, c in enumerate(curvature)]
-        inputs.curvature, inputs.grams = ([], every) if "grams" in needs else (every, [])
+        inputs.curvature = [_in_memory(c, f"curvature[{i}]", recipe, method) for i, c in enumerate(curvature)]
     plan = make_plan(recipe, inputs)
     infos = {name: info for job in plan.jobs for name, info in job.tensors.items()}
-    result = {name: torch.empty(info.shape, dtype=torch_type(info)) for name, info in infos.items()}
-
-    def put(merged: MergedBlock) -> None:
-        for name, values in merged.tensors.items():
-            result[name].view(-1)[merged.start : merged.start + len(values)] = values
-
+    output = StateDictOutput({name: torch.empty(info.shape, dtype=torch_type(info)) for name, info in infos.items()})
     executor = LocalExecutor(number_of_threads(threads))
     compute_mean_curvature(plan, executor)
-    statistics = compute_statistics(plan, executor)
-    how = MergeOptions(torch.device(device), allow_nonfinite)
-    merge_blocks(plan, statistics, put, threads=executor.threads, options=how)
+    plan.statistics = compute_statistics(plan, executor)
+    executor.merge(plan, plan.blocks(), output, MergeOptions(torch.device(device), allow_nonfinite))
     template = base if base is not None else tuned[0]
-    return {name: value.to(template[name].device) for name, value in result.items()}
+    return {name: value.to(template[name].device) for name, value in output.tensors.items()}
+
+
+@dataclass
+class StateDictOutput:
+    """Takes merged blocks into tensors of their final size."""
+
+    tensors: dict[str, Tensor]
+
+    def put(self, merged: MergedBlock) -> None:
+        for name, values in merged.tensors.items():
+            self.tensors[name].view(-1)[merged.start : merged.start + len(values)] = values
 
 
 def _method_name(method: str | Rule, allow_code: bool) -> str:

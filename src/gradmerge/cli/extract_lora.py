@@ -35,7 +35,7 @@ def extract_lora(
     embeddings that are also the head) are saved whole; --exclude leaves them out.
     """
     with heavy_imports():
-        from ..engine.peft_config import ROUNDING
+        from ..engine.adapter import LOSSLESS
 
     with progress(printing.silent) as bar:
         result = extract(model, out, progress=bar, **options)
@@ -46,7 +46,7 @@ def extract_lora(
     if printing.quiet:
         return
     share, loss = result.lost_share or 0.0, "without loss"
-    if share > ROUNDING:
+    if share > LOSSLESS:
         worst = sorted(result.lost, key=lambda name: -result.lost[name])[:PRINTED]
         print_table(["tensor", "lost"], [[name, f"{100 * result.lost[name]:.3g} %"] for name in worst], right=(1,))
         loss = f"{100 * share:.3g} % of the change lost (squared Frobenius norm)"

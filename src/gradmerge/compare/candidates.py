@@ -11,15 +11,13 @@ from torch import Tensor
 
 from ..checkpoints.checkpoint import Buffers, Checkpoint
 from ..checkpoints.tied_weights import tied_copies
-from ..engine.build_plan import check_rule_settings, open_plan, scope_problems
 from ..engine.checks import check_step_size, coefficient_notes
-from ..engine.executor import Advance, LocalExecutor
+from ..engine.executor import Advance, LocalExecutor, run_parallel
 from ..engine.inputs import CONSTANT_DAMPING
 from ..engine.jobs import Block as PlanBlock, BlockJob, Job, LayerJob, random_inputs, rule_arguments
 from ..engine.match_curvature import Layer, layer_option_problems
-from ..engine.plan import Plan
+from ..engine.plan import Plan, check_rule_settings, open_plan, scope_problems
 from ..engine.statistics import Statistics, compute_mean_curvature, compute_statistics
-from ..engine.thread_pool import run_parallel, with_buffers
 from ..errors import InputError
 from ..notes import Note
 from ..recipe import Recipe
@@ -94,7 +92,7 @@ def visit_blocks(
     granularity = coarsest(runner.granularity for runner in runners)
     jobs = [replace(job, granularity=granularity) if isinstance(job, BlockJob) else job for job in plan.merged_jobs]
 
-    def work(buffers: Buffers, block: PlanBlock) -> None:
+    def work(block: PlanBlock, buffers: Buffers) -> None:
         job, start, stop = block.job, block.start, block.stop
         masks: Masks = {}
         if isinstance(job, LayerJob):
@@ -107,9 +105,9 @@ def visit_blocks(
         curvature, penalty = tensors.get("curvature") or [], tensors.get("penalty") or []
         models = tensors["base"], tensors["tuned"]
         visit(Block(job, start, stop, *models, tensors.get("prior"), curvature, penalty, merged, block.number))
-        advance(plan.bytes_read(job) * (stop - start) // max(1, job.info.numel))
+        advance(job.bytes_read(plan) * (stop - start) // max(1, job.info.numel))
 
-    run_parallel(plan.blocks(plan.block, jobs), with_buffers(work), threads)
+    run_parallel(plan.blocks(plan.block, jobs), work, threads)
 
 
 def coarsest(granularities: Iterable[Granularity]) -> Granularity:
@@ -136,9 +134,9 @@ def plan_of(plan: Plan, recipe: Recipe) -> Plan:
             f"{rule.name} needs the curvature of the base: set base.curvature, or put a folder curvature/ into the "
             "base's folder"
         )
-    if plan.kronecker_jobs and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
+    if plan.layer_jobs and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
         raise InputError(f"{rule.name} takes diagonals, and the curvature of these models is Kronecker")
-    layers = {job.name: Layer(job.transposed, job.bias[0] if job.bias else None) for job in plan.kronecker_jobs}
+    layers = {job.name: Layer(job.transposed, job.bias[0] if job.bias else None) for job in plan.layer_jobs}
     problems = scope_problems(inputs)
     if layers and rule.layers is not None:
         problems += layer_option_problems(recipe.options, inputs, layers)

@@ -22,9 +22,8 @@ from ..curvature.checkpoint_names import stored_tensors
 from ..curvature.estimate import estimate_gradient
 from ..curvature.format import default_curvature
 from ..engine.inputs import CurvatureInput, Inputs
-from ..engine.jobs import torch_type
+from ..engine.jobs import rounded, torch_type
 from ..engine.plan import Plan
-from ..engine.rounding import rounded
 from ..errors import InputError
 from ..io.reader import local_path
 from ..recipe import Base, Model, Recipe
@@ -416,7 +415,6 @@ class _CheckpointInMemory(View):
 def keep_in_memory(inputs: Inputs) -> None:
     """Read all models and curvature now, and keep them in memory."""
     models = {model: _CheckpointInMemory(model) for model in inputs.checkpoints}
-    inputs.aliases = {models.get(model, model): names for model, names in inputs.aliases.items()}
     inputs.template = models[inputs.template]
     inputs.base = None if inputs.base is None else models.get(inputs.base, inputs.base)
     inputs.tuned = [models[model] for model in inputs.tuned]

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from ..curvature.format import default_curvature
 from ..curvature.summary import group_of
-from ..engine.build_plan import open_plan
 from ..engine.executor import Advance as AdvanceBytes
-from ..engine.plan import BLOCK, Plan
+from ..engine.plan import BLOCK, Plan, open_plan
 from ..errors import InputError
 from ..io.reader import local_path
 from ..recipe import Recipe

@@ -20,7 +20,7 @@ from ..api.estimate import estimate_curvature
 from ..api.merge import merge
 from ..api.preview import preview
 from ..api.remove import remove
-from ..engine.thread_pool import one_thread_each
+from ..engine.executor import one_thread_each
 from ..io.atomic_dir import AtomicDir
 from ..progress import NoProgress, Progress
 from ..text import to_json

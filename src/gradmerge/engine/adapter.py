@@ -11,35 +11,75 @@ import functools
 import json
 import math
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint, is_same
-from ..checkpoints.lora import AdapterCheckpoint
+from ..checkpoints.lora import AdapterCheckpoint, read_adapter_config
+from ..checkpoints.tied_weights import in_layer
+from ..checkpoints.transformers_model import empty_model
+from ..curvature.checkpoint_names import names_of_parameters, stored_sources
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
 from ..io.reader import TensorInfo
+from ..notes import Note
 from ..recipe import Recipe
-from .executor import Advance, Executor
-from .jobs import Block, BlockJob, Job, LayerJob, MergeOptions, all_finite, rule_arguments
-from .peft_config import AdapterReport, Change, ModuleTree, lay_out
+from ..text import some
+from ..urls import redact
+from .executor import Executor, LocalExecutor, run_parallel
+from .jobs import Block, BlockJob, Job, LayerJob, MergedBlock, MergeOptions, all_finite, rounded, rule_arguments
 from .plan import Plan
-from .rounding import rounded
-from .statistics import Statistics
-from .thread_pool import run_parallel, with_buffers
 
 #: A difference from the base below this share of an entry is a rounding error.
 ROUNDING = 2.0**-22
+#: The share of a change that the rounding of its factors may lose.
+LOSSLESS = 1e-12
 #: The inputs that a rule may read for its weights to be recognized.
 LINEAR_INPUTS = {"base", "tuned", "weights", "base_weight"}
 #: Entries of a matrix that are converted to float64 at once.
 PANEL = 1 << 20
 #: Singular values below this share of the largest are rounding errors.
 NEGLIGIBLE = 1e-7
+PREFIX = "base_model.model."
+#: Task of an adapter → what the names of its architectures end in, and the heads that PEFT saves whole for it.
+TASKS = {
+    "CAUSAL_LM": (("ForCausalLM", "LMHeadModel"), ()),
+    "SEQ_2_SEQ_LM": (("ForConditionalGeneration", "ForSeq2SeqLM"), ()),
+    "SEQ_CLS": (("ForSequenceClassification",), ("classifier", "score")),
+    "TOKEN_CLS": (("ForTokenClassification",), ("classifier", "score")),
+    "QUESTION_ANS": (("ForQuestionAnswering",), ("qa_outputs",)),
+}
+
+
+@dataclass
+class Change:
+    """What a merge changes of one tensor. Without factors, the tensor is saved whole."""
+
+    norm: float
+    """The squared Frobenius norm of the change."""
+    lost: float = 0.0
+    """The same of what the factors lack."""
+    factors: dict[str, Tensor] = field(default_factory=dict)
+    """A and B."""
+
+
+@dataclass
+class Difference:
+    """The difference of one tensor from the base, of which some blocks are merged."""
+
+    matrix: Tensor | None
+    """None if LoRA cannot represent it."""
+    missing: int
+    """How many entries are not merged yet."""
+    norms: list[float] = field(default_factory=list)
+    """The squared norm of each block."""
+    changed: bool = False
+    """Whether it is more than a rounding error."""
 
 
 class AdapterOutput:
@@ -50,18 +90,25 @@ class AdapterOutput:
 
     finished: frozenset[int] = frozenset()
 
-    def __init__(self, recipe: Recipe, plan: Plan, folder: AtomicDir, threads: int, options: MergeOptions) -> None:
+    def __init__(
+        self, recipe: Recipe, plan: Plan, folder: AtomicDir, executor: Executor, options: MergeOptions
+    ) -> None:
+        assert isinstance(executor, LocalExecutor)
         self.base = adapter_base(recipe, plan)
         adapters = [c for c in plan.inputs.tuned if isinstance(c, AdapterCheckpoint) and is_same(c.base, self.base)]
         self._adapters = adapters if len(adapters) == len(plan.inputs.tuned) else []
         """The merged models, if all of them are adapters of the base."""
         self._tree = ModuleTree(self.base, adapters)
-        self._plan, self._folder, self._threads, self._options = plan, folder, threads, options
+        self._plan, self._folder, self._executor, self._options = plan, folder, executor, options
         self._rank = recipe.output.rank
         self._dtype = getattr(torch, recipe.output.dtype, torch.float32)  # also for `auto` and `widest`
         self._stored = plan.merged_tensors
         plan.jobs = [in_float64(job) for job in plan.jobs]
+        self._differences: dict[str, Difference] = {}
         self._changes: dict[str, Change] = {}
+        self._whole: dict[str, Tensor] | None = None
+        """The tensors that are saved whole, once these are known."""
+        self._lock = threading.Lock()
         self.report: AdapterReport | None = None
 
     def __enter__(self) -> AdapterOutput:
@@ -76,11 +123,11 @@ class AdapterOutput:
         self._folder.keep = False
         left = set[str]()
 
-        def work(job: Job) -> None:
+        def work(job: Job, buffers: Buffers) -> None:
             if not self._combine_factors(job):
                 left.add(job.name)
 
-        run_parallel(self._plan.merged_jobs, lambda: work, self._threads)
+        run_parallel(self._plan.merged_jobs, work, self._executor.threads)
         if self._rank is None and (inexact := [name for name in self._stored if name in left and self._lora_may(name)]):
             raise InputError(
                 f"output.rank: the change of {inexact[0]} is no weighted sum of LoRA adapters of the base, so that an "
@@ -101,7 +148,7 @@ class AdapterOutput:
         if factors:
             b = torch.cat([weight * b for weight, b, _ in factors], 1)
             a = torch.cat([a for *_, a in factors])
-            self._keep_factors(job.name, truncate(b, a, self._rank, self._dtype))
+            self._set_change(job.name, truncate(b, a, self._rank, self._dtype))
         return True
 
     def _lora_may(self, name: str) -> bool:
@@ -109,62 +156,48 @@ class AdapterOutput:
         replaced = any(adapter.changes(name) and name not in adapter.factors for adapter in self._adapters)
         return not replaced and self._tree.can_factor(name)
 
-    def merge(
-        self,
-        executor: Executor,
-        statistics: Statistics,
-        blocks: list[Block],
-        options: MergeOptions,
-        advance: Advance,
-    ) -> None:
-        """Merge the tensors of these blocks, and factorize their differences from the base."""
-        lock = threading.Lock()
+    def put(self, merged: MergedBlock) -> None:
+        """Add a block to the difference of its tensors, and factorize those that it completes."""
+        for name, values in merged.tensors.items():
+            if self._whole is None:
+                self._add(name, merged.start, values)
+            elif name in self._whole:
+                tensor = self._whole[name]
+                tensor.view(-1)[merged.start : merged.start + len(values)] = rounded(values, tensor.dtype)
 
-        def work(buffers: Buffers, job: Job) -> None:
-            self._factorize(job, statistics, buffers)
-            with lock:
-                advance(self._plan.bytes_read(job))
-
-        jobs = {block.job.name: block.job for block in blocks}
-        run_parallel(jobs.values(), with_buffers(work), self._threads)
-
-    def _factorize(self, job: Job, statistics: Statistics, buffers: Buffers) -> None:
-        """Set the changes of a job's tensors."""
-        changes = {name: torch.zeros(info.numel if self._lora_may(name) else 0) for name, info in job.tensors.items()}
-        norms: dict[str, list[float]] = {name: [] for name in changes}
-        changed = set[str]()
-        for name, start, values in self._values([job], statistics, buffers):
-            base = self.base.read(name, start, start + len(values), Buffers()).double()
-            change = values.double() - base
-            norms[name].append(float(change.square().sum()))
-            if bool((change.abs() > ROUNDING * base.abs()).any()):
-                changed.add(name)
-            if len(changes[name]) and bool(change.any()):  # memory of zeros is not used until something is written
-                changes[name][start : start + len(values)] = change
-        for name in changed:
-            if not len(changes[name]):
-                self._changes[name] = Change(math.fsum(norms[name]))
-                continue
-            matrix = changes[name].reshape(self._stored[name].shape[0], -1)
+    def _add(self, name: str, start: int, values: Tensor) -> None:
+        numel = self._stored[name].numel
+        with self._lock:
+            if name not in self._differences:
+                # The memory of zeros is not used until something is written.
+                matrix = torch.zeros(numel) if self._lora_may(name) else None
+                self._differences[name] = Difference(matrix, numel)
+        difference = self._differences[name]
+        base = self.base.read(name, start, start + len(values), Buffers()).double()
+        change = values.double() - base
+        if difference.matrix is not None and bool(change.any()):
+            difference.matrix[start : start + len(values)] = change
+        with self._lock:
+            difference.norms.append(float(change.square().sum()))
+            difference.changed |= bool((change.abs() > ROUNDING * base.abs()).any())
+            difference.missing -= len(values)
+            if difference.missing:
+                return
+            del self._differences[name]
+        if difference.changed and difference.matrix is None:
+            self._changes[name] = Change(math.fsum(difference.norms))
+        elif difference.changed and difference.matrix is not None:
+            matrix = difference.matrix.reshape(self._stored[name].shape[0], -1)
             matrix = matrix.T if self._tree.find(name).transposed else matrix
             assert self._rank is not None
-            self._keep_factors(name, factorize(matrix, self._rank, self._dtype))
+            self._set_change(name, factorize(matrix, self._rank, self._dtype))
 
-    def _values(
-        self, jobs: Iterable[Job], statistics: Statistics, buffers: Buffers
-    ) -> Iterator[tuple[str, int, Tensor]]:
-        """Merge tensors, and yield name, first entry and values of every block."""
-        for block in self._plan.blocks(jobs=jobs):
-            merged = block.job.merge(self._plan, block, statistics, buffers, self._options)
-            for name, values in merged.tensors.items():
-                yield name, merged.start, values
-
-    def _keep_factors(self, name: str, factors: LowRank) -> None:
-        a, b, shape = factors.a, factors.b, self._stored[name].shape
+    def _set_change(self, name: str, change: Change) -> None:
+        shape, (a, b) = self._stored[name].shape, (change.factors[letter] for letter in "AB")
+        self._check_finite(name, a, b)
         if len(shape) > 2:  # PEFT's factors of a convolution have its shape
             a, b = a.reshape(-1, *shape[1:]), b.reshape(*b.shape, *(1 for _ in shape[2:]))
-        self._check_finite(name, a, b)
-        self._changes[name] = Change(factors.norm, factors.lost, {"A": a.contiguous(), "B": b.contiguous()})
+        self._changes[name] = replace(change, factors={"A": a.contiguous(), "B": b.contiguous()})
 
     def _check_finite(self, name: str, *tensors: Tensor) -> None:
         if not self._options.allow_nonfinite and not all(map(all_finite, tensors)):
@@ -173,36 +206,35 @@ class AdapterOutput:
                 "output.dtype to a wider type, or set allow_nonfinite."
             )
 
-    def finish(self, statistics: Statistics) -> dict[str, int]:
+    def finish(self) -> dict[str, int]:
         """Write the adapter, and return the bytes of its file."""
         changes = {name: self._changes[name] for name in self._stored if name in self._changes}
-        layout = lay_out(self._tree, changes, self._adapters)
-        whole = {name: self._whole(name) for name, part in layout.entries.values() if part == "whole"}
-        jobs = [job for job in self._plan.merged_jobs if whole.keys() & changes.keys() & job.tensors.keys()]
-        for name, start, values in self._values(jobs, statistics, Buffers()):
-            if name in whole:
-                whole[name].view(-1)[start : start + len(values)] = rounded(values, whole[name].dtype)
-        for name, tensor in whole.items():
+        config, entries = lay_out(self._tree, changes, self._adapters)
+        names = dict.fromkeys(name for name, part in entries.values() if part == "whole")
+        self._whole = {name: self._base_tensor(name) for name in names}
+        again = [job for job in self._plan.merged_jobs if names.keys() & changes.keys() & job.tensors.keys()]
+        self._executor.merge(self._plan, self._plan.blocks(jobs=again), self, self._options)
+        for name, tensor in self._whole.items():
             self._check_finite(name, tensor)
         tensors = {
-            key: whole[name].clone() if part == "whole" else changes[name].factors[part]
-            for key, (name, part) in sorted(layout.entries.items())
+            key: self._whole[name].clone() if part == "whole" else changes[name].factors[part]
+            for key, (name, part) in sorted(entries.items())
         }
         path = self._folder.folder / "adapter_model.safetensors"
         save_file(tensors, path, {"format": "pt"})
-        config = json.dumps(layout.config, indent=2) + "\n"
-        (self._folder.folder / "adapter_config.json").write_text(config, "utf-8")
+        (self._folder.folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        factored = [name for name in changes if name not in names]
         norm = sum(change.norm for change in changes.values())
         self.report = AdapterReport(
             self.base,
-            layout.config["r"],
-            {name: changes[name].lost / changes[name].norm for name in layout.factors},
-            sum(changes[name].lost for name in layout.factors) / norm,
-            [name for name in layout.whole if name in changes],
+            config["r"],
+            {name: changes[name].lost / changes[name].norm for name in factored},
+            sum(changes[name].lost for name in factored) / norm,
+            [name for name in names if name in changes],
         )
         return {path.name: path.stat().st_size}
 
-    def _whole(self, name: str) -> Tensor:
+    def _base_tensor(self, name: str) -> Tensor:
         """Return a tensor of the base, in the type of the result if the merge changes it."""
         info = self.base.tensors[name]
         dtype = TORCH_TYPES[self._stored[name].dtype if name in self._changes else info.dtype]
@@ -271,18 +303,11 @@ def _random_rows(rows: int) -> Tensor:
     return torch.randn(rows, 64, generator=generator, dtype=torch.float64) * 10 ** torch.linspace(-2, 2, 64).double()
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """B and A, with the squared Frobenius norms of the matrix and of its difference from BA."""
-
-    b: Tensor
-    a: Tensor
-    norm: float
-    lost: float
+# Factors
 
 
-def factorize(matrix: Tensor, rank: int, dtype: torch.dtype) -> LowRank:
-    """Return the nearest product of at most this rank, stored in ``dtype``.
+def factorize(matrix: Tensor, rank: int, dtype: torch.dtype) -> Change:
+    """Return the nearest product BA of at most this rank, stored in ``dtype``.
 
     The singular vectors of the shorter side are the eigenvectors of its Gram matrix, in float64. The loss is measured
     on the stored factors. Singular values that are rounding errors are left out.
@@ -301,11 +326,11 @@ def factorize(matrix: Tensor, rank: int, dtype: torch.dtype) -> LowRank:
     long = torch.cat([rounded(panel.double() @ (vectors / roots.sqrt()), dtype) for panel in tall.split(panels)])
     pairs = zip(tall.split(panels), long.split(panels), strict=True)
     lost = sum(float((panel.double() - part.double() @ short.double()).square_().sum()) for panel, part in pairs)
-    b, a = (long, short) if tall is matrix else (short.T.contiguous(), long.T.contiguous())
-    return LowRank(b, a, float(gram.trace()), lost)
+    b, a = (long, short) if tall is matrix else (short.T, long.T)
+    return Change(float(gram.trace()), lost, {"A": a, "B": b})
 
 
-def truncate(b: Tensor, a: Tensor, rank: int | None, dtype: torch.dtype) -> LowRank:
+def truncate(b: Tensor, a: Tensor, rank: int | None, dtype: torch.dtype) -> Change:
     """Return the nearest product of at most ``rank`` to BA, whose factors are in float64; None keeps their rank."""
     norm, lost = float(((b.T @ b) * (a @ a.T)).sum()), 0.0
     if rank is not None and a.shape[0] > rank:
@@ -314,4 +339,231 @@ def truncate(b: Tensor, a: Tensor, rank: int | None, dtype: torch.dtype) -> LowR
         u, roots, v = torch.linalg.svd(left_core @ right_core.T)
         lost = float(roots[rank:].square().sum())
         b, a = left @ (u[:, :rank] * roots[:rank].sqrt()), (roots[:rank].sqrt()[:, None] * v[:rank]) @ right.T
-    return LowRank(rounded(b.contiguous(), dtype), rounded(a.contiguous(), dtype), norm, lost)
+    return Change(norm, lost, {"A": rounded(a.contiguous(), dtype), "B": rounded(b.contiguous(), dtype)})
+
+
+# PEFT's modules, keys and config
+
+
+@dataclass(frozen=True)
+class ModuleTensor:
+    """A tensor of the base as a parameter of a module."""
+
+    module: str
+    parameter: str
+    kind: str = ""
+    """`linear`, `conv1d` (stored as in × out), `embedding` or `conv`; empty if LoRA cannot represent its change."""
+
+    @property
+    def transposed(self) -> bool:
+        return self.kind in ("conv1d", "embedding")
+
+    @property
+    def key(self) -> str:
+        """The key of the tensor itself in the adapter's file."""
+        return f"{PREFIX}{self.module}.{self.parameter}"
+
+    def factor_key(self, letter: str) -> str:
+        """The key of its factor A or B."""
+        name = f"lora_embedding_{letter}" if self.kind == "embedding" else f"lora_{letter}.weight"
+        return f"{PREFIX}{self.module}.{name}"
+
+
+class ModuleTree:
+    """The modules of a base: those that its adapters name, and all others from the class that its config names."""
+
+    def __init__(self, base: Checkpoint, adapters: Sequence[AdapterCheckpoint]) -> None:
+        self.base = base
+        self._known: dict[str, ModuleTensor] = {}
+        for adapter in adapters:
+            for name, factors in adapter.factors.items():
+                if factors.slice is None:
+                    kind = "linear" if len(base.tensors[name].shape) == 2 else "conv"
+                    kind = "conv1d" if factors.transposed else kind
+                    kind = "embedding" if ".lora_embedding_" in factors.a else kind
+                    self._known[name] = ModuleTensor(factors.module, "weight", kind)
+
+    @functools.cached_property
+    def _model(self) -> nn.Module:
+        model: nn.Module | None = None if self.base.folder is None else empty_model(self.base)
+        if model is None:
+            raise InputError(
+                f"output.format: the modules of an adapter are unknown: {self.base.label} is no folder with a "
+                "config.json from which transformers can build the model."
+            )
+        return model
+
+    @functools.cached_property
+    def _paths(self) -> dict[str, str]:
+        """Tensor of the base → its path in the model."""
+        sources, prefix = stored_sources(self._model), f"{getattr(self._model, 'base_model_prefix', '')}."
+        buffers = {name for name, _ in self._model.named_buffers()}
+        shapes = {name: tuple(value.shape) for name, value in self._model.state_dict().items()}
+        paths = {}
+        for name, info in self.base.tensors.items():
+            names = (name, prefix + name, name.removeprefix(prefix))
+            path = next((sources.get(n, n) for n in names if n in sources or n in buffers), None)
+            # transformers fuses experts: a stored tensor of another shape is only a part of the parameter.
+            if path is not None and shapes.get(path) == info.shape:
+                paths[name] = path
+        return paths
+
+    def find(self, name: str) -> ModuleTensor:
+        """Return the module and parameter of a tensor of the base."""
+        if name in self._known:
+            return self._known[name]
+        module, _, parameter = self._paths.get(name, "").rpartition(".")
+        if not module:
+            raise InputError(
+                f"output.format: {name} has changed, and no module of {type(self._model).__name__} that an adapter "
+                "could hold has it alone. Exclude it, to keep that of the base, or write a model."
+            )
+        kind = _kind(self._model.get_submodule(module)) if parameter == "weight" else ""
+        return ModuleTensor(module, parameter, kind)
+
+    def can_factor(self, name: str) -> bool:
+        """Return whether LoRA can represent the change of a tensor."""
+        try:
+            return bool(self.find(name).kind) and not self.tied(name)
+        except InputError:  # raised again if the tensor has changed
+            return False
+
+    def tied(self, name: str) -> list[ModuleTensor]:
+        """Return the other parameters that share a tensor: PEFT would change one of them alone."""
+        if in_layer(name) or self.base.folder is None:
+            return []
+        tensor = self.find(name)
+        path = f"{tensor.module}.{tensor.parameter}"
+        groups = (names for names in names_of_parameters(self._model).values() if path in names)
+        others = (other.rpartition(".") for names in groups for other in names if other != path)
+        return [ModuleTensor(module, parameter) for module, _, parameter in others]
+
+    def tensors_in(self, module: str) -> dict[str, ModuleTensor]:
+        """Return the tensors of the base in a module."""
+        paths = {name: path for name, path in self._paths.items() if path.startswith(f"{module}.")}
+        return {name: ModuleTensor(*path.rpartition(".")[::2]) for name, path in paths.items()}
+
+    def modules_to_save(self, names: Iterable[str], task: str | None) -> list[str]:
+        """Return the modules that PEFT must save whole for some tensors, for those tied to them, and for the task.
+
+        PEFT saves all modules whose path ends with the path that it is given.
+        """
+        ends = {tensor.module for name in names for tensor in (self.find(name), *self.tied(name))}
+        ends |= set(TASKS[task][1]) if task in TASKS else set()
+        modules = {path for end in ends for path, _ in self._model.named_modules() if path.endswith(end)}
+        modules |= {path for end in modules for path, _ in self._model.named_modules() if path.endswith(end)}
+        return sorted(m for m in modules if not any(m.startswith(f"{other}.") for other in modules))
+
+
+def _kind(module: nn.Module) -> str:
+    """Return how PEFT adapts a module; subclasses of embeddings and grouped convolutions are different."""
+    if type(module) is nn.Embedding:
+        return "embedding"
+    if isinstance(module, nn.Linear):
+        return "" if type(module).__name__ == "NonDynamicallyQuantizableLinear" else "linear"
+    if type(module).__name__ == "Conv1D":
+        return "conv1d"
+    return "conv" if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and module.groups == 1 else ""
+
+
+def lay_out(
+    tree: ModuleTree, changes: Mapping[str, Change], adapters: Sequence[AdapterCheckpoint]
+) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+    """Return the config of the adapter that holds some changes, and the entries of its file.
+
+    An entry is key → tensor of the base, and what is stored of it: A, B or `whole`. Tensors that LoRA cannot represent
+    are saved with all of their module. Biases beside factors are saved alone, which PEFT loads under `bias: all`.
+    """
+    task = _task(tree.base, [read_adapter_config(a.folder) for a in adapters if a.folder is not None])
+    factors = {name: tree.find(name) for name, change in changes.items() if change.factors}
+    whole = {name: tree.find(name) for name, change in changes.items() if not change.factors}
+    factored = {tensor.module for tensor in factors.values()}
+    biases = [name for name, tensor in whole.items() if tensor.parameter == "bias" and tensor.module in factored]
+    modules = tree.modules_to_save([name for name in whole if name not in biases], task)
+    saved = {name: tensor for module in modules for name, tensor in tree.tensors_in(module).items()}
+    factors = {name: tensor for name, tensor in factors.items() if name not in saved}
+    biases = [name for name in biases if name not in saved]
+    if not factors:
+        what = "no tensor that LoRA can represent" if whole else "nothing"
+        raise InputError(
+            f"output.format: {what} differs from the base, and PEFT does not load an adapter without factors. "
+            "Write a model."
+        )
+    tied = {other.key: (name, "whole") for name in saved for other in tree.tied(name)}
+    entries = tied | {tensor.key: (name, "whole") for name, tensor in saved.items()}
+    entries |= {f"{PREFIX}{whole[name].module}.base_layer.bias": (name, "whole") for name in biases}
+    for name, tensor in factors.items():
+        entries |= {tensor.factor_key(letter): (name, letter) for letter in "AB"}
+    ranks = {tensor.module: len(changes[name].factors["A"]) for name, tensor in factors.items()}
+    rank = max(ranks.values(), key=list(ranks.values()).count)
+    pattern = {module: other for module, other in ranks.items() if other != rank}
+    hub_id, _, revision = (tree.base.hub_id or "").partition("@")
+    # alpha is the rank of every module, so that the scale is 1 without patterns too.
+    config = {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": hub_id or redact(str((tree.base.folder or tree.base.files()[0]).absolute())),
+        "revision": revision or None,
+        "r": rank,
+        "lora_alpha": rank,
+        "rank_pattern": pattern,
+        "alpha_pattern": pattern,
+        "target_modules": sorted(ranks),
+        "modules_to_save": modules or None,
+        "bias": "all" if biases else "none",
+        "fan_in_fan_out": any(tensor.kind == "conv1d" for tensor in factors.values()),
+        "lora_dropout": 0.0,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        **({"ensure_weight_tying": True} if tied else {}),
+    }
+    return config, entries
+
+
+def _task(base: Checkpoint, configs: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the task of an adapter: that of all merged adapters, or else that of the base's architecture."""
+    tasks = {config.get("task_type") for config in configs}
+    if len(tasks) == 1 and (task := tasks.pop()) is not None:
+        return str(task)
+    named = base.config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    return next((task for task, (ends, _) in TASKS.items() if name.endswith(ends)), None)
+
+
+@dataclass
+class AdapterReport:
+    """What an adapter lacks of the merge, for the result, the record, the card and the notes."""
+
+    base: Checkpoint
+    rank: int
+    """Of most modules."""
+    lost: dict[str, float]
+    """Tensor → the share of its change (squared Frobenius norm) that its factors lack."""
+    lost_share: float
+    """The same over all tensors together."""
+    saved_whole: list[str]
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of gradmerge.json."""
+        shares = {"lost_share": self.lost_share, "lost": self.lost}
+        return {"format": "adapter", "rank": self.rank, **shares, "saved_whole": self.saved_whole}
+
+    @property
+    def text(self) -> str:
+        """What the rank loses, for the card and as a note."""
+        if self.lost_share <= LOSSLESS:
+            return "A LoRA adapter that holds all that the merge changes of its base."
+        worst = max(self.lost, key=lambda name: self.lost[name])
+        return (
+            f"A LoRA adapter of rank {self.rank}, which lacks {100 * self.lost_share:.3g} % of what the merge changes "
+            f"(squared Frobenius norm), of {worst} {100 * self.lost[worst]:.3g} %. gradmerge.json has the share of "
+            "every tensor."
+        )
+
+    def notes(self) -> list[Note]:
+        texts = [self.text] if self.lost_share > LOSSLESS else []
+        if self.saved_whole:
+            texts.append(f"saved whole, as LoRA cannot represent them: {some(self.saved_whole, 3)}")
+        return list(map(Note, texts))

@@ -73,7 +73,7 @@ def checks_steps(plan: Plan) -> bool:
     """Return whether a plan is a removal whose step may be too long: the cap bounds it up to some strength."""
     if "step-size" not in plan.rule.checks:
         return False
-    if plan.kronecker_jobs:
+    if plan.layer_jobs:
         return True
     settings = plan.inputs.settings.distinct(plan.merged_tensors)
     caps = ((some.options["cap"], max(map(abs, some.weights))) for some in settings)
@@ -158,9 +158,9 @@ def share_above(plan: Plan, executor: Executor) -> tuple[float, int]:
     seen = sum(block.stop - block.start for block in blocks)
     # A sampled block represents other blocks too; a layer is always whole.
     function = functools.partial(block_change, scale=entries / max(1, seen))
-    changes = executor.reduce(plan, function, [*blocks, *whole_tensors(plan.kronecker_jobs)])
+    changes = executor.reduce(plan, function, [*blocks, *whole_tensors(plan.layer_jobs)])
     large, whole = (exact_sum(column) for column in zip(*changes, strict=True)) if changes else (0.0, 0.0)
-    seen += sum(job.numel for job in plan.kronecker_jobs)
+    seen += sum(job.numel for job in plan.layer_jobs)
     return large / whole if whole > 0 and math.isfinite(large) else 0.0, seen
 
 

@@ -54,7 +54,7 @@ class CurvatureInput:
     transposed: frozenset[str] = frozenset()
     """Weights that are stored as (in, out)."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Tied head → the embedding whose curvature it uses."""
+    """Tied head that the curvature lacks → the embedding whose curvature it uses."""
     rows: VocabularyRows | None = None
     """The new order of vocabulary rows, if the model's rows are reordered."""
 
@@ -103,18 +103,14 @@ class CurvatureInput:
             return {name: tuple(value.shape) for name, value in self.memory.items()}
         return None
 
-    def stored_name(self, name: str, shape: tuple[int, ...]) -> str | None:
-        """Return the name of a tensor's curvature: its own, or that of the embedding it is tied to; None if missing."""
-        shapes = self.shapes
-        if shapes is None or name in shapes:
-            return name
-        tied = self.aliases.get(name, "")
-        return tied if shapes.get(tied) == shape else None
-
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str, dtype: torch.dtype) -> Tensor:
-        """Return entries ``start`` to ``stop`` of a tensor's reduced curvature; one number for a constant."""
-        if self.constant is not None:
-            return torch.tensor(self.constant, dtype=dtype)
+        """Return entries ``start`` to ``stop`` of a tensor's reduced curvature.
+
+        A constant is one number. So is 0, where the recipe allows curvature to be missing.
+        """
+        name = self.aliases.get(name, name)
+        if self.shapes is None or name not in self.shapes:
+            return torch.tensor(self.constant or 0.0, dtype=dtype)
         values = self._aligned(name, start, stop, buffers, slot)
         self._check(values, name)
         values = values.to(dtype)
@@ -202,9 +198,9 @@ class Inputs:
     """Weights and options by tensor."""
     prior: CurvatureInput | None = None
     curvature: list[CurvatureInput] = field(default_factory=list)
+    """Of every tuned model; Gram matrices for a rule that needs these."""
     penalty: list[CurvatureInput | None] = field(default_factory=list)
     """P_t of every tuned model, None where it is H_0; empty if it is H_0 for all of them."""
-    grams: list[CurvatureInput] = field(default_factory=list)
     damping: float = 0.0
     """δ, unless the rule computes its own for `damping: auto`."""
     damping_is_auto: bool = False
@@ -213,8 +209,6 @@ class Inputs:
     """The mean over all entries of Σ F_t, once it is computed: δ of rules with this damping."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The recipe's options, some of which may vary between tensors."""
-    aliases: dict[Checkpoint, dict[str, str]] = field(default_factory=dict)
-    """Checkpoint → tensor → the tensor it is tied to, if the checkpoint stores only that."""
     tied_copies: Mapping[str, str] = field(default_factory=dict)
     """Tensor of the template → the tensor that it is a copy of. Random masks are the same for both."""
     result_files: ResultFiles | None = None
@@ -228,7 +222,7 @@ class Inputs:
     @property
     def curvatures(self) -> list[CurvatureInput]:
         """Every curvature once."""
-        sources = (self.prior, *self.curvature, *self.penalty, *self.grams)
+        sources = (self.prior, *self.curvature, *self.penalty)
         return list(dict.fromkeys(source for source in sources if source is not None))
 
     @property
@@ -255,10 +249,6 @@ class Inputs:
     def tuned_of(self, name: str) -> list[Checkpoint]:
         """Return the models that a tensor is merged from. Slices may merge fewer models in some layers."""
         return [checkpoint for checkpoint in self.tuned if name not in checkpoint.absent]
-
-    def stored_name(self, checkpoint: Checkpoint, name: str) -> str:
-        """Return a tensor's name in a checkpoint, which may store only the tensor it is tied to."""
-        return self.aliases.get(checkpoint, {}).get(name, name)
 
     def files(self) -> list[Path]:
         return [path for source in self.sources for path in source.files()]

@@ -24,12 +24,10 @@ from ..rules.spec import RANDOM_INPUTS, Granularity, per_model
 from ..text import one_line
 from .inputs import CurvatureInput
 from .randomness import keep_mask, standard_normal, uniform
-from .rounding import rounded
 from .settings import TensorSettings
 
 if TYPE_CHECKING:
     from .plan import Plan
-    from .statistics import Statistics
 
 CPU = torch.device("cpu")
 
@@ -64,19 +62,18 @@ class Job(ABC):
         """Return how many entries of the tensor form one block, about ``block``."""
         return block
 
-    def cut(self, step: int) -> Iterator[tuple[int, int]]:
-        """Yield the first entry, and one past the last, of each block of ``step`` entries; one block if it is empty."""
+    def cut(self, step: int) -> Iterator[Block]:
+        """Yield blocks of ``step`` entries; one block if the tensor is empty."""
         numel = self.info.numel
         for start in range(0, max(numel, 1), step):
-            yield start, min(start + step, numel)
+            yield Block(self, start, min(start + step, numel))
 
     def bytes_read(self, plan: Plan) -> int:
         """Return how many bytes one pass over the job's inputs reads."""
         inputs, base = plan.inputs, [plan.inputs.base] if plan.inputs.base and "base" in plan.needs else []
         total = 0
         for name in self.tensors:
-            models = [*base, *inputs.tuned_of(name)]
-            total += sum(model.tensors[inputs.stored_name(model, name)].nbytes for model in models)
+            total += sum(model.tensors[name].nbytes for model in (*base, *inputs.tuned_of(name)))
             total += sum(source.nbytes(name) for source in inputs.curvatures)
         return total
 
@@ -85,9 +82,7 @@ class Job(ABC):
         return 0
 
     @abstractmethod
-    def merge(
-        self, plan: Plan, block: Block, statistics: Statistics, buffers: Buffers, options: MergeOptions
-    ) -> MergedBlock:
+    def merge(self, plan: Plan, block: Block, buffers: Buffers, options: MergeOptions) -> MergedBlock:
         """Return the result of a block."""
 
 
@@ -95,10 +90,11 @@ class Job(ABC):
 class Block:
     """A range of entries of one tensor: the unit of work of a thread, and of the journal."""
 
-    number: int
     job: Job
     start: int
     stop: int
+    number: int = -1
+    """Its number in the journal."""
 
 
 @dataclass
@@ -129,9 +125,7 @@ class CopyJob(Job):
     def bytes_read(self, plan: Plan) -> int:
         return plan.inputs.template.tensors[self.name].nbytes
 
-    def merge(
-        self, plan: Plan, block: Block, statistics: Statistics, buffers: Buffers, options: MergeOptions
-    ) -> MergedBlock:
+    def merge(self, plan: Plan, block: Block, buffers: Buffers, options: MergeOptions) -> MergedBlock:
         template = plan.inputs.template
         values = template.read(self.name, block.start, block.stop, buffers)
         if self.info.is_float and not options.allow_nonfinite:
@@ -161,34 +155,15 @@ class BlockJob(Job):
 
     def read(self, plan: Plan, start: int, stop: int, buffers: Buffers) -> dict[str, Any]:
         """Read the block of every input that the plan needs, flat."""
-        base, tuned = self.read_models(plan, start, stop, buffers)
+        base, tuned = read_models(plan, self.name, self.compute, start, stop, buffers)
 
         def read_curvature(source: CurvatureInput, slot: str) -> Tensor:
-            return self.read_curvature(source, start, stop, buffers, slot)
+            return source.read(self.name, start, stop, buffers, slot, self.compute)
 
         block = {"base": base, "tuned": tuned} | read_curvatures(plan, read_curvature)
         for name in plan.needs & RANDOM_INPUTS:
             block[name] = random_inputs(plan, name, self.name, start, stop)
         return block
-
-    def read_models(self, plan: Plan, start: int, stop: int, buffers: Buffers) -> tuple[Tensor | None, list[Tensor]]:
-        """Read the block of the base (None if the plan does not need it) and of every tuned model."""
-        return read_models(plan, self.name, self.compute, start, stop, buffers)
-
-    def read_curvature(
-        self,
-        source: CurvatureInput,
-        start: int,
-        stop: int,
-        buffers: Buffers,
-        slot: str,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Read the block of one curvature, reduced; 0 where the recipe allows it to be missing."""
-        name, dtype = source.stored_name(self.name, self.info.shape), dtype or self.compute
-        if name is None:
-            return torch.tensor(0.0, dtype=dtype)
-        return source.read(name, start, stop, buffers, slot, dtype)
 
     def shaped(self, start: int, stop: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return a block in the shape that the rule expects: flat, some rows, or the whole tensor."""
@@ -199,11 +174,9 @@ class BlockJob(Job):
             shape = ((stop - start) * shape[0] // self.info.numel, *shape[1:])
         return converted(tensors, lambda tensor: tensor.reshape(shape) if tensor.dim() else tensor)
 
-    def merge(
-        self, plan: Plan, block: Block, statistics: Statistics, buffers: Buffers, options: MergeOptions
-    ) -> MergedBlock:
+    def merge(self, plan: Plan, block: Block, buffers: Buffers, options: MergeOptions) -> MergedBlock:
         settings, (start, stop) = plan.inputs.settings.of(self.name), (block.start, block.stop)
-        tensors = self.read(plan, start, stop, buffers) | statistics.inputs_of(self.name)
+        tensors = self.read(plan, start, stop, buffers) | plan.statistics.inputs_of(self.name)
         tensors = self.shaped(start, stop, tensors)
         if options.device != CPU:
             tensors = converted(tensors, lambda tensor: tensor.to(options.device))
@@ -216,11 +189,15 @@ class BlockJob(Job):
         stored = rounded(merged, torch_type(self.info))
         if not options.allow_nonfinite:
             check_finite(plan, self, tensors, merged, stored)
-        precision = None
-        if plan.write_precision and self.rule.precision is not None:
-            precision = self.rule.precision(**arguments).to(CPU) * options.precision_factor
-            precision = storable_precision(precision, self.name)
-        return MergedBlock(block, {self.name: stored}, precision)
+        if not plan.write_precision or self.rule.precision is None:
+            return MergedBlock(block, {self.name: stored})
+        precision = (self.rule.precision(**arguments).to(CPU) * options.precision_factor).clamp_(min=0)
+        if not all_finite(precision.float()):
+            raise InputError(
+                f"output.curvature: H̄ of {self.name} is as large as {float(precision.max()):.3g}, which does not fit "
+                "float32. Scale the weights or the curvature of all models down alike."
+            )
+        return MergedBlock(block, {self.name: stored}, precision.float())
 
 
 @dataclass(frozen=True)
@@ -249,7 +226,7 @@ class LayerJob(Job):
         """Return an upper estimate that counts all copies: eigenvectors, conjugate gradients, freed blocks."""
         sources = plan.inputs.curvatures
         models = 1 + len(plan.inputs.tuned) + len(sources)
-        if plan.inputs.grams:
+        if self.rule.layers is None:
             return self.info.numel * 8 * (models + self.rule.workspace)
         factors = [source.nbytes(self.name) for source in sources]  # stored in float32, used in float64
         return self.info.numel * 8 * (models + 24) + 6 * sum(factors) + 12 * max(factors)
@@ -273,8 +250,8 @@ class LayerJob(Job):
         bases = [base for base, _ in read if base is not None]
         values: dict[str, Any] = {"base": self.join_bias(bases)} if bases else {}
         values["tuned"] = [self.join_bias(parts) for parts in zip(*(tuned for _, tuned in read), strict=True)]
-        if inputs.grams:
-            return values | {"grams": [source.read_matrix(self.name) for source in inputs.grams]}
+        if "grams" in plan.needs:
+            return values | {"grams": [source.read_matrix(self.name) for source in inputs.curvature]}
         return values | read_curvatures(plan, lambda source, slot: self.read_hessian(source))
 
     def read_hessian(self, source: CurvatureInput) -> LayerHessian:
@@ -284,12 +261,9 @@ class LayerJob(Job):
         if source.tokens is not None and self.name in source.tokens:
             return source.read_factors(self.name)
         parts = []
-        for tensor, info in self.tensors.items():
-            name = source.stored_name(tensor, info.shape)
-            if name is None:
-                parts.append(torch.zeros(info.numel, dtype=torch.float64))
-            else:
-                parts.append(source.read(name, 0, info.numel, Buffers(), "curvature", torch.float64))
+        for name, info in self.tensors.items():
+            diagonal = source.read(name, 0, info.numel, Buffers(), "curvature", torch.float64)
+            parts.append(diagonal.expand(info.numel))
         return self.join_bias(parts)
 
     def damping(self, plan: Plan, rule: Rule, tensors: Mapping[str, Any]) -> float | None:
@@ -305,9 +279,8 @@ class LayerJob(Job):
     def solve(self, plan: Plan, tensors: Mapping[str, Any]) -> Tensor:
         """Return the rule's result for the whole layer."""
         settings, rule = plan.inputs.settings.of(self.name), self.rule
-        if rule.layers is not None and tensors.get("damping") is None:
-            damping = self.damping(plan, rule, tensors)
-            tensors = tensors if damping is None else {**tensors, "damping": damping}
+        damping = None if rule.layers is None else self.damping(plan, rule, tensors)
+        tensors = tensors if damping is None else {**tensors, "damping": damping}
         arguments = rule_arguments(rule, plan, tensors, settings)
         try:
             if rule.layers is None:
@@ -316,10 +289,8 @@ class LayerJob(Job):
         except ValueError as error:
             raise InputError(f"{self.name}: {rule.name}: {error}") from error
 
-    def merge(
-        self, plan: Plan, block: Block, statistics: Statistics, buffers: Buffers, options: MergeOptions
-    ) -> MergedBlock:
-        device = CPU if plan.inputs.grams else options.device
+    def merge(self, plan: Plan, block: Block, buffers: Buffers, options: MergeOptions) -> MergedBlock:
+        device = CPU if self.rule.layers is None else options.device
         tensors = converted(self.read(plan), lambda tensor: tensor.to(device))
         merged = self.solve(plan, tensors).to(CPU)
         infos = self.tensors
@@ -336,7 +307,7 @@ def read_models(
     inputs = plan.inputs
 
     def read(checkpoint: Checkpoint, slot: str) -> Tensor:
-        return checkpoint.read(inputs.stored_name(checkpoint, name), start, stop, buffers, slot).to(dtype)
+        return checkpoint.read(name, start, stop, buffers, slot).to(dtype)
 
     base = read(inputs.base, "base") if inputs.base is not None and "base" in plan.needs else None
     return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned_of(name))]
@@ -409,6 +380,22 @@ def torch_type(info: TensorInfo) -> torch.dtype:
     return TORCH_TYPES[info.dtype]
 
 
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values rounded once to the nearest number of a type, ties to even.
+
+    PyTorch converts float64 to 16 bits through float32 and rounds twice, which can give the wrong neighbor. Here the
+    first step truncates and sets the last bit if anything was cut off (round to odd), so that the second is correct.
+    """
+    if values.dtype != torch.float64 or dtype.itemsize >= 4 or not dtype.is_floating_point:
+        return values.to(dtype)
+    near = values.float()
+    wide = near.double()
+    # The bits of floats are ordered like their magnitudes: one less is the next number towards 0, also from infinity.
+    bits = near.view(torch.int32) - (wide.abs() > values.abs()).int()
+    bits |= (wide != values).int()
+    return bits.view(torch.float32).to(dtype)
+
+
 def all_finite(values: Tensor) -> bool:
     """Return whether no value is NaN or infinite. A finite sum is the fastest proof."""
     return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
@@ -445,14 +432,3 @@ def require_finite(label: str, name: str, values: Tensor) -> None:
             f"{label}: {one_line(name)} has values that are NaN or infinite. The model is damaged; to merge it all the "
             "same, pass allow_nonfinite=True."
         )
-
-
-def storable_precision(precision: Tensor, name: str) -> Tensor:
-    """Return H̄ as it is written: nonnegative, in float32."""
-    stored = precision.clamp_(min=0).float()
-    if not all_finite(stored):
-        raise InputError(
-            f"output.curvature: H̄ of {name} is as large as {float(precision.max()):.3g}, which does not fit float32. "
-            "Scale the weights or the curvature of all models down alike."
-        )
-    return stored

@@ -40,15 +40,15 @@ def match_curvature(
 
     With ``for_comparison``, the curvature need not suit the recipe's rule. What a recorded penalty lacks counts as 0.
     """
-    diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
-    _use_tied_curvature(diagonals, inputs.template, names)
+    if "grams" in rule.inputs and not for_comparison:
+        return _gram_layers(inputs, rule, names)
+    _use_tied_curvature(inputs.curvatures, inputs.template, names)
     layers, problems = _kronecker_layers(inputs, None if for_comparison else rule, names)
-    for source in diagonals:
+    for source in inputs.curvatures:
         recorded = penalty_is_recorded and source in inputs.penalty
         held = _held_by_factors(source, layers)
         problems += _diagonal_problems(source, inputs, names, held, "zero" if recorded else missing)
-    gram_layers, gram_problems = _gram_layers(inputs, rule, names)
-    return layers | gram_layers, problems + gram_problems
+    return layers, problems
 
 
 def layer_option_problems(
@@ -86,11 +86,13 @@ def _use_tied_curvature(diagonals: Sequence[CurvatureInput], template: Checkpoin
 
     The template stores both tensors, with the same values.
     """
-    lacking = {n for source in diagonals if source.shapes is not None for n in names if n not in source.shapes}
+    stored = [(source, source.shapes) for source in diagonals if source.shapes is not None]
+    lacking = {name for _, shapes in stored for name in names if name not in shapes}
     pairs = ((name, tied_to(name, template)) for name in lacking)
     ties = {name: tied for name, tied in pairs if tied is not None and same_values(template, name, tied)}
-    for source in diagonals:
-        source.aliases = ties
+    for source, shapes in stored:
+        fits = {name: shapes.get(tied) == template.tensors[name].shape for name, tied in ties.items()}
+        source.aliases = {name: tied for name, tied in ties.items() if fits[name] and name not in shapes}
 
 
 def _diagonal_problems(
@@ -108,7 +110,7 @@ def _diagonal_problems(
     if misfits:
         wrong = [f"{n}: {list(shapes[n])}, but the weight is {list(tensors[n].shape)}" for n in misfits]
         problems.append(f"{source.label}: curvature of another model, its shapes do not match\n{listed(wrong)}")
-    absent = [n for n in names if n not in held and source.stored_name(n, tensors[n].shape) is None]
+    absent = [n for n in names if n not in held and source.aliases.get(n, n) not in shapes]
     if absent and len(absent) == len(names):
         problems.append(
             f"{source.label}: curvature of another model: it has none of the tensors to merge\n{listed(absent, 3)}"
@@ -124,14 +126,15 @@ def _diagonal_problems(
 def _gram_layers(inputs: Inputs, rule: Rule, names: Sequence[str]) -> tuple[Layers, list[str]]:
     """Return the weights for which every model has a Gram matrix, and what is wrong with the others."""
     layers: Layers = {}
+    sources = inputs.curvature
     problems = [
         f"{source.label}: {rule.name} needs Gram matrices (XᵀX of the inputs of linear layers), not a diagonal"
-        for source in inputs.grams
+        for source in sources
         if source.shapes is None or (source.file is not None and source.file.kind != "gram")
     ]
-    if problems or not inputs.grams:
+    if problems:
         return layers, problems
-    file, shapes = inputs.grams[0].file, [source.shapes or {} for source in inputs.grams]
+    shapes = [source.shapes or {} for source in sources]
     for name in names:
         shape = inputs.template.tensors[name].shape
         grams = [some[name] for some in shapes if name in some]
@@ -144,11 +147,10 @@ def _gram_layers(inputs: Inputs, rule: Rule, names: Sequence[str]) -> tuple[Laye
             problems.append(f"{name}: its Gram matrices {list(map(list, grams))} do not match the weight {list(shape)}")
         else:
             # The size of its Gram matrix tells how a weight is stored; if the weight is square, its file does.
-            square = shape[0] == shape[1]
-            stored_transposed = file is not None and name in file.transposed
-            layers[name] = Layer(stored_transposed if square else size == shape[0], None)
+            is_square = shape[0] == shape[1]
+            layers[name] = Layer(name in sources[0].transposed if is_square else size == shape[0], None)
     if not layers and not problems:
-        problems.append(f"{inputs.grams[0].label}: has no Gram matrix for any tensor to merge; is it of another model?")
+        problems.append(f"{sources[0].label}: has no Gram matrix for any tensor to merge; is it of another model?")
     return layers, problems
 
 

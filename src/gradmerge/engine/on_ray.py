@@ -8,14 +8,16 @@ driver on a shared file system. A share is in the journal after its task has end
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import os
 import platform
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -26,15 +28,12 @@ from ..errors import GradmergeError, InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..recipe import Recipe, make_recipe
 from ..text import one_line
-from .build_plan import open_plan
-from .executor import Advance, BlockFunction, add_up, ignore, merge_blocks, reduce_blocks
+from .executor import Advance, BlockFunction, BlockOutput, LocalExecutor, allow_many_files, available_cores, ignore
 from .input_state import State, files_read, fingerprint_of, state_of
 from .jobs import Block, MergeOptions
-from .journal import boot_id, read_header
-from .output import Output, WeightFiles
-from .plan import Plan
+from .output import Output, WeightFiles, boot_id, read_header
+from .plan import Plan, open_plan
 from .statistics import Statistics
-from .thread_pool import allow_many_files, available_cores
 
 #: Entries of a share: at most, and so few that each worker has this many shares.
 MAX_ENTRIES, SHARES_PER_WORKER = 1 << 27, 16
@@ -47,6 +46,8 @@ OBJECT_STORE = 200_000_000
 
 Range = tuple[str, int, int]
 """The name of a tensor, its first entry and one past the last."""
+Work = tuple[BlockFunction | None, Statistics, float | None]
+"""The function to reduce (None to merge), and what is known already: statistics and the mean curvature."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class MergeTask:
     merged_folders: dict[str, str]
     """Results of named recipes."""
     plan_options: dict[str, Any]
-    """Options of :func:`gradmerge.engine.build_plan.open_plan`."""
+    """Options of :func:`gradmerge.engine.plan.open_plan`."""
     block: int
     options: MergeOptions
     fingerprint: str
@@ -69,7 +70,6 @@ class MergeTask:
     """The unfinished folder, in which the driver has created the files."""
     name: str
     """The name of the result."""
-    shard_size: int
     threads: int
 
 
@@ -79,11 +79,11 @@ class MergeWorker:
     def __init__(self, task: MergeTask) -> None:
         """Raise if this machine differs from the driver's."""
         allow_many_files()
-        self.task = task
+        self.task, self.executor = task, LocalExecutor(task.threads)
         recipe = make_recipe(task.recipe, folder=Path(task.recipe_folder), allow_code=True)
-        recipe = recipe.with_merged_folders({name: Path(folder) for name, folder in task.merged_folders.items()})
+        self.recipe = recipe.with_merged_folders({name: Path(path) for name, path in task.merged_folders.items()})
         try:
-            self.plan = open_plan(recipe, **task.plan_options)
+            self.plan = open_plan(self.recipe, **task.plan_options)
         except InputError as error:
             raise _unlike(str(error)) from error
         self.plan.block = task.block
@@ -91,24 +91,23 @@ class MergeWorker:
         for path, *state in task.state:  # inodes may differ
             if states.get(path) != state[:2]:
                 raise _unlike(f"{path}: is missing, or differs from the driver's file in size or modification time")
-        if fingerprint_of(recipe, self.plan, task.state, task.options.allow_nonfinite) != task.fingerprint:
+        if fingerprint_of(self.recipe, self.plan, task.state, task.options.allow_nonfinite) != task.fingerprint:
             raise _unlike("the recipe and its models are read differently. Install the same packages everywhere.")
 
-    def merge(self, blocks: Sequence[Block], statistics: Statistics, advance: Advance) -> None:
+    def merge(self, blocks: Sequence[Block], advance: Advance) -> None:
         """Merge blocks into the files of the driver."""
-        task = self.task
+        task, folder = self.task, Path(self.task.folder)
         deadline = time.monotonic() + FOLDER_DELAY  # network file systems take a moment
-        while (header := read_header(Path(task.folder))).get("fingerprint") != task.fingerprint:
+        while (header := read_header(folder)).get("fingerprint") != task.fingerprint:
             if time.monotonic() > deadline:
                 raise _unlike(
-                    f"{task.folder}: is not the folder of this merge. Choose an output on a file system that all "
-                    "machines share under the same path, and do not start two merges to it."
+                    f"{folder}: is not the folder of this merge. Choose an output on a file system that all machines "
+                    "share under the same path, and do not start two merges to it."
                 )
             time.sleep(0.2)
-        files = WeightFiles(self.plan, Path(task.folder), task.name, task.shard_size)
-        settings: dict[str, Any] = {"threads": task.threads, "options": task.options, "advance": advance}
+        files = WeightFiles(self.plan, folder, task.name, self.recipe.output.shard_size)
         try:
-            merge_blocks(self.plan, statistics, files.write, blocks=blocks, **settings)
+            self.executor.merge(self.plan, blocks, files, task.options, advance)
         finally:
             # If this machine crashes, the journal, which the driver writes, must not name blocks that are lost.
             files.close(sync=not header["boot"] or header["boot"] != boot_id())
@@ -118,15 +117,10 @@ _opened: list[MergeWorker] = []
 """The merge that this process has opened."""
 
 
-def run_share(
-    task: MergeTask, work: tuple[BlockFunction | None, Statistics, float | None], ranges: Sequence[Range]
-) -> tuple[Any, int]:
+def run_share(task: MergeTask, work: Work, ranges: Sequence[Range]) -> tuple[Any, int]:
     """Reduce a function over ranges of tensors, or without a function, merge them and write them to the output.
 
-    Args:
-        task: The merge, which this process opens if it has another one open.
-        work: The function, the statistics, and the mean curvature.
-        ranges: The ranges. Without any, the merge is only opened.
+    The task is opened if this process has another one open. Without any range, that is all.
 
     Returns:
         The sum of the function's results (None for a merge), and the number of bytes read.
@@ -135,14 +129,14 @@ def run_share(
         while _opened:
             _opened.pop().plan.inputs.close()
         _opened.append(MergeWorker(task))
-    worker, (function, statistics, mean_curvature) = _opened[0], work
-    plan, jobs, read = worker.plan, worker.plan.by_name, list[int]()
-    plan.inputs.mean_curvature = mean_curvature
-    blocks = [Block(number, jobs[name], start, stop) for number, (name, start, stop) in enumerate(ranges)]
+    worker, plan, read = _opened[0], _opened[0].plan, list[int]()
+    function, plan.statistics, plan.inputs.mean_curvature = work
+    jobs = {job.name: job for job in plan.jobs}
+    blocks = [Block(jobs[name], start, stop) for name, start, stop in ranges]
     if function is not None:
-        return reduce_blocks(plan, function, blocks, task.threads, read.append), sum(read)
+        return worker.executor.reduce(plan, function, blocks, read.append), sum(read)
     if blocks:
-        worker.merge(blocks, statistics, read.append)
+        worker.merge(blocks, read.append)
     return None, sum(read)
 
 
@@ -157,7 +151,7 @@ class RayCluster:
     address: str | None = None
     """HOST:PORT, or ``auto``; by default RAY_ADDRESS. Without either, a cluster starts on this machine."""
     allowed: dict[str, Any] = field(default_factory=dict)
-    """Options of :func:`gradmerge.engine.build_plan.open_plan`."""
+    """Options of :func:`gradmerge.engine.plan.open_plan`."""
 
     def __enter__(self) -> RayCluster:
         self._ray = _import_ray()
@@ -187,7 +181,6 @@ class RayCluster:
             state=state,
             folder=str(folder.folder),
             name=folder.out.name,
-            shard_size=recipe.output.shard_size,
             threads=threads,
         )
         self._task = self._ray.put(task)
@@ -203,32 +196,28 @@ class RayCluster:
             )
         self._result(first)
 
-    def reduce(self, plan: Plan, function: BlockFunction, blocks: Sequence[Block], advance: Advance = ignore) -> Any:
+    def reduce(self, plan: Plan, function: BlockFunction, blocks: Iterable[Block], advance: Advance = ignore) -> Any:
         """Return the sum of ``function(plan, block, buffers)`` over blocks."""
-        parts = []
-        with closing(self._map(plan, self._cut(blocks, blocks), function, Statistics())) as results:
+        parts, every = [], list(blocks)
+        with closing(self._map(plan, self._cut(every, every), function)) as results:
             for _, part, read in results:
                 advance(read)
                 parts.append(part)
-        return add_up(parts)
+        return functools.reduce(operator.iadd, parts) if parts else []
 
     def merge(
-        self,
-        plan: Plan,
-        statistics: Statistics,
-        blocks: Sequence[Block],
-        output: Output,
-        options: MergeOptions,
-        advance: Advance = ignore,
+        self, plan: Plan, blocks: Iterable[Block], output: BlockOutput, options: MergeOptions, advance: Advance = ignore
     ) -> None:
-        """Merge blocks and write them to the files of the output."""
+        """Merge blocks. The workers write them to the files of the output."""
+        assert isinstance(output, Output)
         output.files.close()  # so that every machine sees them
-        files = {block.job.name: output.files.model.locate(block.job.name) for block in blocks}
-        in_file_order = sorted(blocks, key=lambda block: (*files[block.job.name], block.start))
+        every = list(blocks)
+        files = {block.job.name: output.files.model.locate(block.job.name) for block in every}
+        in_file_order = sorted(every, key=lambda block: (*files[block.job.name], block.start))
         shares: list[list[Block]] = []
         for _, group in groupby(in_file_order, lambda block: files[block.job.name][0]):
-            shares += self._cut(list(group), blocks)
-        with closing(self._map(plan, shares, None, statistics)) as results:
+            shares += self._cut(list(group), every)
+        with closing(self._map(plan, shares, None)) as results:
             for share, _, read in results:
                 output.record_blocks(share)
                 advance(read)
@@ -248,13 +237,13 @@ class RayCluster:
         return shares
 
     def _map(
-        self, plan: Plan, shares: Sequence[list[Block]], function: BlockFunction | None, statistics: Statistics
+        self, plan: Plan, shares: Iterable[list[Block]], function: BlockFunction | None
     ) -> Generator[tuple[list[Block], Any, int], None, None]:
         """Run a task for each share, and yield it with its result and the bytes read, as the tasks end.
 
         An error ends the other tasks, so that none writes any more.
         """
-        work = self._ray.put((function, statistics, plan.inputs.mean_curvature))
+        work = self._ray.put((function, plan.statistics, plan.inputs.mean_curvature))
         waiting, running = deque(shares), dict[Any, list[Block]]()
         try:
             while waiting or running:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..checkpoints.sidecars import copy_sidecars, sidecars
 from ..curvature.curvature import MERGED_CURVATURE, write_curvature_card
 from ..curvature.format import STEM, metadata
-from ..errors import InputError
+from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir, require_space
 from ..io.reader import FLOATS, bytes_of
 from ..io.writer import ShardWriter
 from ..recipe import Recipe
-from .executor import Advance, Executor
-from .jobs import Block, Job, MergedBlock, MergeOptions
-from .journal import Journal
+from .jobs import Block, Job, MergedBlock
 from .plan import Plan
-from .statistics import Statistics
+
+JOURNAL = "gradmerge.journal"
+"""The name of the journal in an unfinished folder."""
 
 
 class WeightFiles:
@@ -39,7 +43,7 @@ class WeightFiles:
         names = [(writer, name) for writer in self.writers for name in job.tensors if name in writer]
         return {(writer, writer.locate(name)[0]) for writer, name in names}
 
-    def write(self, merged: MergedBlock) -> None:
+    def put(self, merged: MergedBlock) -> None:
         """Write a block; may be called from several threads at once."""
         for name, values in merged.tensors.items():
             self.model.write(name, merged.start, bytes_of(values.contiguous()))
@@ -61,8 +65,7 @@ class Output:
         self._recipe, self._plan, self._folder = recipe, plan, folder
         self._upload = folder.upload
         self._journal = Journal(folder.folder, fingerprint)
-        resumed = self._journal.load() if resume and folder.upload is None else None
-        self.finished: set[int] = set() if resumed is None else resumed
+        self.finished: set[int] = self._journal.load() if resume and folder.upload is None else set()
         """The blocks that an earlier run finished."""
         self.files = WeightFiles(plan, folder.folder, folder.out.name, recipe.output.shard_size)
         self._missing: Counter[tuple[ShardWriter, str]] = Counter()
@@ -99,20 +102,9 @@ class Output:
         self._missing = Counter(file for block in left for file in self.files.files_of(block.job))
         return left
 
-    def merge(
-        self,
-        executor: Executor,
-        statistics: Statistics,
-        blocks: list[Block],
-        options: MergeOptions,
-        advance: Advance,
-    ) -> None:
-        """Merge blocks, and write them."""
-        executor.merge(self._plan, statistics, blocks, self, options, advance)
-
     def put(self, merged: MergedBlock) -> None:
         """Write a block, then its line of the journal; may be called from several threads at once."""
-        self.files.write(merged)
+        self.files.put(merged)
         self.record_blocks([merged.block])
 
     def record_blocks(self, blocks: Sequence[Block]) -> None:
@@ -129,7 +121,7 @@ class Output:
                 writer.uploaded.add(name)
                 self._upload.send(self._folder.folder, name)
 
-    def finish(self, statistics: Statistics) -> dict[str, int]:
+    def finish(self) -> dict[str, int]:
         """Complete the weight files, copy the small files, and return the size of each weight file."""
         for writer in self.files.writers:
             writer.finish()
@@ -152,3 +144,88 @@ def config_dtype(recipe: Recipe, plan: Plan) -> str:
     types = {info.dtype for info in merged.values()}
     unchanged = types == {template.tensors[name].dtype for name in merged}
     return "auto" if unchanged or len(types) != 1 else FLOATS[types.pop()]
+
+
+class Journal:
+    """An append-only file: a header, then a line with the number of each finished block.
+
+    The line of a block is written after its bytes, so that a block in the journal is a block on disk. After a crash of
+    the machine that need not hold. The header therefore names the boot, and a journal of another boot is not used.
+    Every line ends with a checksum: a damaged line could name a block that is not there.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        self.path = folder / JOURNAL
+        self._header = {"fingerprint": fingerprint, "boot": boot_id()}
+        self._fd = -1
+        self._lock = threading.Lock()
+
+    def load(self) -> set[int]:
+        """Return the blocks that an earlier run finished; none without a valid journal.
+
+        Raise if the journal is that of another merge.
+        """
+        header = read_header(self.path.parent)
+        if header.get("fingerprint", self._header["fingerprint"]) != self._header["fingerprint"]:
+            raise InputError(
+                f"{self.path.parent}: the unfinished merge there has another recipe, or its inputs have changed since. "
+                "Merge without resume=True to start over."
+            )
+        if header != self._header:
+            return set()
+        try:
+            return set(map(_number, self.path.read_bytes().split(b"\n")[1:-1]))
+        except ValueError:
+            return set()
+
+    def open(self, fresh: bool) -> None:
+        """Open the journal for writing, empty if ``fresh``."""
+        try:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0), 0o666)
+            # Cut off an incomplete last line of a killed process: it would damage the next line.
+            os.ftruncate(self._fd, self.path.read_bytes().rfind(b"\n") + 1)
+        except OSError as error:
+            raise MachineError(f"{self.path}: {error.strerror}") from error
+        if fresh:
+            self._write(json.dumps(self._header).encode() + b"\n")
+
+    def add(self, numbers: Iterable[int]) -> None:
+        """Record finished blocks."""
+        texts = [str(number).encode() for number in numbers]
+        self._write(b"".join(text + b" %08x\n" % zlib.crc32(text) for text in texts))
+
+    def _write(self, line: bytes) -> None:
+        with self._lock:
+            try:
+                while line:
+                    line = line[os.write(self._fd, line) :]
+            except OSError as error:
+                raise MachineError(f"{self.path}: writing failed: {error.strerror}") from error
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """Return the header of the journal in a folder: the fingerprint of the merge, and the boot. Empty without one."""
+    try:
+        header = json.loads((folder / JOURNAL).read_bytes().partition(b"\n")[0])
+        return header if isinstance(header, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _number(line: bytes) -> int:
+    text, _, checksum = line.rpartition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
+        raise ValueError("damaged line")
+    return int(text)
+
+
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,20 +1,35 @@
-"""The plan of a merge: a job for every tensor, and what is read and written for it."""
+"""The plan of a merge: open what the recipe names, compare it, and make a job for every tensor of the result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..io.reader import TensorInfo
-from ..notes import Note
+from ..checkpoints.checkpoint import Checkpoint, RenamedCheckpoint, View
+from ..checkpoints.comparison import compare
+from ..checkpoints.layers import compare_parts
+from ..checkpoints.open import apply_adapter, open_checkpoint
+from ..checkpoints.tied_weights import tied_copies
+from ..curvature.format import default_curvature, open_curvature
+from ..errors import InputError
+from ..io.reader import FLOATS, TensorInfo
+from ..notes import Kind, Note
+from ..recipe import NONE, Base, CurvatureSource, Identity, Model, Recipe
 from ..rules import Rule
 from ..rules.measures import Measure
 from ..rules.spec import RANDOM_INPUTS
 from ..text import natural
-from .inputs import Inputs
-from .jobs import Block, BlockJob, Job, LayerJob
+from .inputs import CONSTANT_DAMPING, CurvatureInput, Inputs, follow_rename, penalty_notes, recorded_penalty
+from .jobs import Block, BlockJob, CopyJob, Job, LayerJob, rule_arguments
+from .match_curvature import Layers, layer_option_problems, match_curvature
+from .settings import LayerRange, LayerSettings, opened_once, settings_of_slices, smallest, stacked_models, varies
+from .statistics import Statistics, measure
+from .vocabularies import follow_rows, with_one_vocabulary
 
 BLOCK = 1 << 18
 """Entries that go through a rule at once. Smaller blocks stay in a core's cache, but threads then spend their time
@@ -34,6 +49,8 @@ class Plan:
     needs: frozenset[str]
     """Inputs that are read: those that the rule needs and the recipe names, or those that a caller asks for."""
     write_precision: bool = False
+    statistics: Statistics = field(default_factory=Statistics)
+    """What is known of whole tensors, once :func:`~gradmerge.engine.statistics.compute_statistics` has run."""
     notes: list[Note] = field(default_factory=list)
     block: int = BLOCK
 
@@ -46,17 +63,12 @@ class Plan:
         return [job for job in self.jobs if job.rule is not None]
 
     @property
-    def by_name(self) -> dict[str, Job]:
-        return {job.name: job for job in self.jobs}
-
-    @property
     def block_jobs(self) -> list[BlockJob]:
         return [job for job in self.jobs if isinstance(job, BlockJob)]
 
     @property
-    def kronecker_jobs(self) -> list[LayerJob]:
-        """The jobs of layers with Kronecker curvature. Layers with Gram matrices are not among them."""
-        return [] if self.inputs.grams else [job for job in self.jobs if isinstance(job, LayerJob)]
+    def layer_jobs(self) -> list[LayerJob]:
+        return [job for job in self.jobs if isinstance(job, LayerJob)]
 
     @property
     def merged_tensors(self) -> dict[str, TensorInfo]:
@@ -70,9 +82,11 @@ class Plan:
     def blocks(self, size: int | None = None, jobs: Iterable[Job] | None = None) -> Iterator[Block]:
         """Yield all blocks (of some jobs) of about ``size`` entries, in the order of the template's files."""
         size = size or self.block_size
-        cut = ((job, *range_) for job in (self.jobs if jobs is None else jobs) for range_ in job.cut(job.step(size)))
-        for number, (job, start, stop) in enumerate(cut):
-            yield Block(number, job, start, stop)
+        number = 0
+        for job in self.jobs if jobs is None else jobs:
+            for block in job.cut(job.step(size)):
+                yield replace(block, number=number)
+                number += 1
 
     @property
     def measures(self) -> Mapping[str, Measure]:
@@ -95,35 +109,26 @@ class Plan:
     def examples(self) -> int:
         """The number of examples behind the curvature of the result: the sum over all inputs."""
         inputs = self.inputs
-        sources = (*([inputs.prior] if inputs.prior else []), *inputs.curvature, *inputs.grams)
+        sources = (*([inputs.prior] if inputs.prior else []), *inputs.curvature)
         return max(1, sum(source.dataset_size for source in sources))
-
-    def bytes_read(self, job: Job) -> int:
-        """Return how many bytes one pass over a job's inputs reads."""
-        return job.bytes_read(self)
 
     @property
     def total_read(self) -> int:
-        return sum(map(self.bytes_read, self.jobs))
+        return sum(job.bytes_read(self) for job in self.jobs)
 
     @property
     def merged_read(self) -> int:
         """Bytes that one pass over the merged tensors reads."""
-        return sum(map(self.bytes_read, self.merged_jobs))
+        return sum(job.bytes_read(self) for job in self.merged_jobs)
 
     @property
     def statistics_read(self) -> int:
-        """Bytes that are read for statistics: one pass for each measure, and one for thresholds."""
+        """Bytes that are read for statistics: a pass for each measure, one for thresholds, and the damping."""
         passes = len(self.measures) + ("thresholds" in self.needs)
-        return passes * self.merged_read if passes else 0
-
-    @property
-    def damping_read(self) -> int:
-        """Bytes of curvature that are read to compute the damping, if the recipe has `damping: auto`."""
-        inputs = self.inputs
-        if not inputs.needs_mean_curvature(self.rule):
-            return 0
-        return sum(source.nbytes(name) for source in inputs.curvature for name in self.merged_tensors)
+        total = passes * self.merged_read if passes else 0
+        if self.inputs.needs_mean_curvature(self.rule):
+            total += sum(source.nbytes(name) for source in self.inputs.curvature for name in self.merged_tensors)
+        return total
 
     @property
     def total_written(self) -> int:
@@ -155,3 +160,279 @@ class Plan:
         """Entries of a block. Random masks take memory too, so that their blocks are not doubled."""
         few = self._blocks_in_memory <= FEW_BLOCKS and not self._needs_float64 and not self.needs & RANDOM_INPUTS
         return 2 * self.block if few else self.block
+
+
+_STORED_TYPES = {dtype: code for code, dtype in FLOATS.items()}
+"""Name of a dtype in recipes → its code in safetensors."""
+
+
+def open_plan(
+    recipe: Recipe,
+    *,
+    reads: frozenset[str] | None = None,
+    needed_by: str | None = None,
+    allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
+    dequantize: bool = False,
+) -> Plan:
+    """Open the models and curvature of a recipe, and plan its merge. The caller closes ``plan.inputs``.
+
+    Args:
+        recipe: The recipe.
+        reads: Names in :data:`gradmerge.rules.spec.INPUTS` of the inputs to read. The default is what the method needs.
+        needed_by: What needs ``reads``, for error messages. The default is the method.
+        allow_pickle: Also read .bin and .pt checkpoints (tensors only).
+        allow_config: Keys in which the configs of the models may differ.
+        dequantize: Dequantize fp8 and bitsandbytes weights on load.
+    """
+    needs = recipe.rule.needs(recipe.resolved_options) if reads is None else reads
+    inputs = open_inputs(recipe, needs, needed_by or recipe.method, allow_pickle=allow_pickle, dequantize=dequantize)
+    try:
+        return make_plan(recipe, inputs, reads=reads, allow_config=allow_config)
+    except BaseException:
+        inputs.close()
+        raise
+
+
+def open_inputs(
+    recipe: Recipe, needs: frozenset[str], needed_by: str, *, allow_pickle: bool = False, dequantize: bool = False
+) -> Inputs:
+    """Open the models of a recipe, and the curvature that ``needs`` asks for."""
+    with ExitStack() as opened:
+        allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "dequantize": dequantize}
+
+        def open_model(part: Base | Model, base: Checkpoint | None) -> Checkpoint:
+            reference = recipe.merged_folders.get(part.model, part.model)
+            model = open_checkpoint(reference, relative_to=recipe.folder, adapter_base=base, **allowed)
+            opened.enter_context(model)
+            model.label = part.model
+            if part.adapter is not None:
+                model = apply_adapter(part.adapter, model, relative_to=recipe.folder, allow_pickle=allow_pickle)
+                opened.enter_context(model)
+            return RenamedCheckpoint(model, part.rename, f"{part.model}: rename") if part.rename else model
+
+        def open_curvature_of(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
+            curvature = _open_curvature(source, model, key, recipe, needed_by)
+            opened.callback(curvature.close)
+            follow_rows(curvature, model)
+            return curvature
+
+        base = open_model(recipe.base, None) if recipe.base else None
+        tuned = [open_model(model, base) for model in recipe.models]
+        parts = opened_once(recipe, base, lambda model: open_model(model, base)) if recipe.slices else []
+        names = [model.model for model in recipe.sources]
+        views, files = with_one_vocabulary(recipe, base, list(zip(names, [*tuned, *parts], strict=True)))
+        base, tuned = None if base is None else views[base], [views[model] for model in tuned]
+        if recipe.slices:
+            base, tuned = stacked_models(recipe, base, [views[part] for part in parts], needs)
+        inputs = inputs_of(recipe, base, tuned)
+        inputs.result_files = files
+        if base is not None and recipe.base is not None:
+            if "prior" in needs:
+                inputs.prior = open_curvature_of(recipe.base.curvature, base, "base.curvature")
+            if "penalty" in needs and recipe.base.penalty is not None:
+                penalty = open_curvature_of(recipe.base.penalty, base, "base.penalty")
+                inputs.penalty = [penalty] * len(inputs.tuned)
+            elif "penalty" in needs:
+                recorded = [recorded_penalty(model) for model in inputs.tuned]
+                for model, source in zip(inputs.tuned, recorded, strict=True):
+                    if source is not None:
+                        follow_rows(source, model)
+                        opened.callback(source.close)
+                inputs.penalty = recorded if any(recorded) else []
+        if needs & {"curvature", "grams"}:
+            pairs = enumerate(zip(recipe.models, inputs.tuned, strict=True))
+            inputs.curvature = [open_curvature_of(m.curvature, c, f"models[{i}].curvature") for i, (m, c) in pairs]
+        opened.pop_all()
+        return inputs
+
+
+def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) -> Inputs:
+    """Return the inputs of a merge without curvature: models, weights, options and damping."""
+    options, template = recipe.resolved_options, base or tuned[0]
+    range_ = LayerRange(recipe.weights, recipe.base.weight if recipe.base else None, options)
+    settings = LayerSettings.over(template.tensors, range_)
+    return Inputs(
+        template=template,
+        base=base,
+        tuned=tuned,
+        settings=settings_of_slices(recipe, template, tuned) if recipe.slices else settings,
+        damping=CONSTANT_DAMPING if recipe.damping == "auto" else recipe.damping,
+        damping_is_auto=recipe.damping == "auto",
+        options=options,
+    )
+
+
+def _open_curvature(
+    source: CurvatureSource | None, model: Checkpoint, key: str, recipe: Recipe, needed_by: str
+) -> CurvatureInput:
+    if isinstance(source, Identity):
+        return CurvatureInput(label=f"{key} (identity)", constant=source.identity)
+    if source == NONE and key == "base.penalty":
+        return CurvatureInput(label=f"{key} (none)", constant=0.0)
+    if source is not None:
+        file = open_curvature(source, relative_to=recipe.folder)
+    else:
+        default = default_curvature(model.folder)
+        if default is None:
+            raise InputError(
+                f"{key}: {needed_by} needs the curvature of {model.label}, the recipe names none, and the model folder "
+                "has no curvature/ folder. Estimate it with `gradmerge curvature estimate`, name a curvature folder or "
+                "file, or give {identity: 1.0} in a recipe (identity:1.0 on the command line) for the same number "
+                "everywhere."
+            )
+        file = open_curvature(str(default), relative_to=Path())
+        file.label = f"{model.label}/{default.name}"
+    follow_rename(file, model)
+    dataset_size = recipe.base.examples if recipe.base is not None and key == "base.curvature" else None
+    return CurvatureInput.of_file(file, recipe.reduction, dataset_size)
+
+
+def make_plan(
+    recipe: Recipe, inputs: Inputs, *, reads: frozenset[str] | None = None, allow_config: Sequence[str] = ()
+) -> Plan:
+    """Compare all inputs and lay out the work; raise one error that lists every incompatibility.
+
+    With ``reads``, the plan is for comparing merges: it reads these inputs, which need not suit the recipe's rule.
+    """
+    rule, template, for_comparison = recipe.rule, inputs.template, reads is not None
+    others = [checkpoint for checkpoint in inputs.tuned if checkpoint is not template]
+    one_tokenizer = recipe.tokenizer is not None
+    parts = compare_parts(inputs.checkpoints, recipe.exclude, allow_config, one_tokenizer)
+    comparison = compare(
+        template,
+        others,
+        recipe.include,
+        recipe.exclude,
+        allow_config=allow_config,
+        first_is_base=inputs.base is not None,
+        one_tokenizer=one_tokenizer,
+    )
+    views = {model: with_ties(model, ties) for model, ties in zip(others, comparison.aliases, strict=True)}
+    inputs.tuned = [views.get(model, model) for model in inputs.tuned]
+    layers, problems = match_curvature(
+        inputs,
+        rule,
+        comparison.merged,
+        missing=recipe.missing,
+        penalty_is_recorded=recipe.base is not None and recipe.base.penalty is None,
+        for_comparison=for_comparison,
+    )
+    problems = [*parts.problems, *comparison.problems, *scope_problems(inputs), *problems]
+    if layers and not for_comparison and rule.layers is not None:
+        problems += layer_option_problems(recipe.options, inputs, layers, recipe.output.curvature)
+    if problems:
+        raise InputError("these cannot be merged:\n" + "\n".join(f"• {problem}" for problem in problems))
+    jobs = _jobs(recipe, inputs, set(comparison.merged), layers)
+    plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
+    if plan.needs & RANDOM_INPUTS:
+        inputs.tied_copies = tied_copies(template)
+    plan.note(recipe.notes)
+    plan.note([*comparison.notes, *parts.notes])
+    plan.note(inputs.result_files.notes if inputs.result_files else ())
+    plan.note(dict.fromkeys(note for checkpoint in inputs.checkpoints for note in checkpoint.notes))
+    plan.note(penalty_notes(inputs))
+    plan.note(inputs.settings.notes(list(plan.merged_tensors)))
+    plan.note(_method_notes(recipe, for_comparison))
+    if not for_comparison:
+        check_rule_settings(plan)
+    return plan
+
+
+def _jobs(recipe: Recipe, inputs: Inputs, merged: set[str], layers: Layers) -> list[Job]:
+    """Return a job for every tensor of the result, in the order of the template; a layer's job includes its bias."""
+    rule, tensors = recipe.rule, inputs.template.tensors
+    biases = {layer.bias for layer in layers.values()}
+
+    def read_types(name: str) -> set[str]:
+        models = [model for model in inputs.checkpoints if name not in model.absent]
+        return {model.tensors[name].dtype for model in models}
+
+    def result_info(name: str) -> TensorInfo:
+        dtype = _widest_type(read_types(name)) if recipe.output.dtype == "widest" else tensors[name].dtype
+        return TensorInfo(_STORED_TYPES.get(recipe.output.dtype, dtype), tensors[name].shape)
+
+    jobs: list[Job] = []
+    for name, info in tensors.items():
+        if name not in merged:
+            jobs.append(CopyJob(name, info))
+        elif name in layers:
+            transposed, bias = layers[name]
+            bias_info = None if bias is None else (bias, result_info(bias))
+            jobs.append(LayerJob(name, result_info(name), rule=rule, transposed=transposed, bias=bias_info))
+        elif name not in biases:
+            chosen = rule if rule.fallback is None else rule.fallback
+            compute = torch.float64 if "F64" in read_types(name) else torch.float32
+            granularity = chosen.granularity_of(inputs.settings.of(name).options)
+            jobs.append(BlockJob(name, result_info(name), rule=chosen, compute=compute, granularity=granularity))
+    return jobs
+
+
+def with_ties(model: Checkpoint, ties: Mapping[str, str]) -> Checkpoint:
+    """Return a model with tensors that it does not store, because they are tied to others."""
+    if not ties:
+        return model
+    view = View(model, {**{name: name for name in model.tensors}, **ties})
+    view.absent = model.absent
+    return view
+
+
+def scope_problems(inputs: Inputs) -> list[str]:
+    """Return options that vary between tensors although one threshold holds for the whole model."""
+    varying = [name for name in ("density", "gamma") if varies(inputs.options.get(name))]
+    if inputs.options.get("scope") != "model" or not varying:
+        return []
+    return [f"options.{varying[0]}: differs between tensors; set `scope: tensor`, as `scope: model` has one threshold"]
+
+
+def _widest_type(types: set[str]) -> str:
+    """Return the narrowest type that holds all numbers of some types."""
+    if len(types) == 1:
+        return next(iter(types))
+    return "F64" if "F64" in types else "F32"
+
+
+def _method_notes(recipe: Recipe, for_comparison: bool) -> Iterator[Note]:
+    if "positive-weights" in recipe.rule.checks and smallest(recipe.weights) < 0:
+        yield Note(
+            "a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum, and 0 is "
+            "written as its curvature. To remove a task from the base, use the method removal."
+        )
+    if for_comparison:
+        return
+    # Curvature that the method does not read is fine when methods are compared, but worth a note.
+    needs = recipe.rule.needs(recipe.resolved_options)
+    unused = ["base.curvature"] if recipe.base and recipe.base.curvature is not None and "prior" not in needs else []
+    if not needs & {"curvature", "grams"}:
+        unused += [f"models[{i}].curvature" for i, model in enumerate(recipe.models) if model.curvature is not None]
+    if unused:
+        yield Note(f"{recipe.method} does not use {', '.join(unused)}", Kind.UNUSED, keys=unused)
+
+
+def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
+    """Return the inputs that a merge reads: the rule's, without an optional base that has no weight."""
+    needs = rule.needs(inputs.options)
+    idle = inputs.base is None or ("base_weight" in needs and inputs.settings.of("").base_weight is None)
+    return needs - (rule.optional & {"base"}) if idle else needs
+
+
+def check_rule_settings(plan: Plan) -> None:
+    """Run the rule once on a tensor of one element, so that invalid settings fail before any weight is read."""
+    unit = torch.ones(1, 1)
+    tensors: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), unit) | {"damping": plan.inputs.damping}
+    all_settings = plan.inputs.settings.distinct(plan.merged_tensors)
+    for rule in filter(None, (plan.rule, plan.rule.fallback)):
+        for settings in all_settings:
+            models = len(settings.weights)
+            tensors |= dict.fromkeys(("tuned", "curvature", "grams"), [unit] * models)
+            tensors |= {"kept": [unit > 0] * models}
+            tensors |= dict.fromkeys(("uniform", "normal"), [unit.double() / 2] * models)
+            try:
+                ranks = rule.ranks(1, models, settings.options) if rule.ranks is not None else []
+                tensors["thresholds"] = [0.0 if len(some) == 1 else [0.0] * len(some) for some in ranks]
+                arguments = rule_arguments(rule, plan, tensors, settings)
+                measures = rule.measures_of(settings.options)
+                measured = measure(measures, [arguments].__iter__, arguments, 1, unit.dtype)
+                rule(**rule_arguments(rule, plan, tensors | measured, settings))
+            except ValueError as error:
+                raise InputError(f"{rule.name}: {error}") from error

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..cards.metadata import license_notes, read_all_metadata
+from ..cards.card import merge_text, recipe_text, write_card
+from ..cards.metadata import license_notes, read_all_metadata, read_metadata
+from ..cards.provenance import base_path, input_entry, model_paths, write_record
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.layers import StackedCheckpoint
 from ..display import Displayed
 from ..errors import MachineError
 from ..io.atomic_dir import AtomicDir
 from ..notes import Note
 from ..progress import NoProgress, Progress
-from ..recipe import Recipe, reduction_factor
+from ..recipe import NONE, Recipe, plain, reduction_factor
+from ..rules.kronecker_matching import LAYER_DAMPING
 from ..text import size
 from .checks import check_step_size, checks_steps, coefficient_notes
 from .executor import Executor, LocalExecutor
 from .input_state import State, changed, files_read, fingerprint_of, is_complete, recipe_paths, state_of
+from .inputs import CurvatureInput, Inputs, Source
 from .jobs import MergeOptions
-from .journal import NAME
-from .output import Output
+from .output import JOURNAL, Output
 from .plan import Plan
 from .statistics import compute_mean_curvature, compute_statistics
-from .write_cards import write_cards
 
 if TYPE_CHECKING:
-    from .adapter import AdapterOutput
-    from .on_ray import RayCluster
+    from .adapter import AdapterOutput, AdapterReport
 
 
 @dataclass(repr=False)
@@ -75,14 +79,13 @@ def merge_to_folder(
     plan: Plan,
     out: Path,
     *,
-    threads: int = 1,
+    executor: Executor = LocalExecutor(),  # noqa: B008 (immutable)
     device: str = "cpu",
     force: bool = False,
     resume: bool = False,
     allow_nonfinite: bool = False,
     accept_untrusted: bool = False,
     progress: Progress | None = None,
-    cluster: RayCluster | None = None,
 ) -> MergeResult:
     """Merge as planned, on this machine or on a cluster, and write the folder ``out``: a model or an adapter.
 
@@ -90,9 +93,9 @@ def merge_to_folder(
     merge with the same fingerprint: the recipe, and the state of every input file. The folder is renamed when complete.
     """
     progress = progress or NoProgress()
-    executor: Executor = cluster or LocalExecutor(threads)
-    factor = 1.0 / reduction_factor(recipe.reduction, plan.examples)
-    options = MergeOptions(torch.device(device), allow_nonfinite, factor)
+    options = MergeOptions(
+        torch.device(device), allow_nonfinite, 1.0 / reduction_factor(recipe.reduction, plan.examples)
+    )
     files = files_read(plan)
     state = state_of(files)
     fingerprint = fingerprint_of(recipe, plan, state, allow_nonfinite)
@@ -107,11 +110,10 @@ def merge_to_folder(
         if recipe.output.format == "adapter":
             from .adapter import AdapterOutput
 
-            output = AdapterOutput(recipe, plan, folder, threads, options)
+            output = AdapterOutput(recipe, plan, folder, executor, options)
         else:
             output = Output(recipe, plan, folder, fingerprint, resume)
-        if cluster is not None:
-            cluster.begin(recipe, plan, folder, fingerprint, state, options)
+        executor.begin(recipe, plan, folder, fingerprint, state, options)
         check_merge(recipe, plan, executor, progress, accept_untrusted)
 
         start = time.perf_counter()
@@ -119,37 +121,29 @@ def merge_to_folder(
             left = output.open()
             if plan.statistics_read:
                 progress.begin("computing statistics", plan.statistics_read)
-            statistics = compute_statistics(plan, executor, progress.advance)
+            plan.statistics = compute_statistics(plan, executor, progress.advance)
             blocks = sum(1 for _ in plan.blocks())
             done = plan.total_read * (blocks - len(left)) // max(1, blocks)
             progress.begin("merging", plan.total_read, done)
-            output.merge(executor, statistics, left, options, progress.advance)
-            sizes = output.finish(statistics)
-        result.bytes_read = plan.statistics_read + plan.total_read - done
+            executor.merge(plan, left, output, options, progress.advance)
+            sizes = output.finish()
         check_unchanged(files, state, folder)
 
         result.output, result.bytes_written = folder.out, plan.total_written
+        result.bytes_read = plan.statistics_read + plan.total_read - done
         result.seconds = time.perf_counter() - start
         if (report := output.report) is not None:
             result.bytes_written, result.lost, result.lost_share = sum(sizes.values()), report.lost, report.lost_share
             plan.note(report.notes())
-        write_cards(
-            recipe,
-            plan,
-            folder,
-            fingerprint=fingerprint,
-            sizes=sizes,
-            seconds=result.seconds,
-            resumed=len(output.finished),
-            report=report,
-        )
-        (folder.folder / NAME).unlink(missing_ok=True)
+        facts = {"fingerprint": fingerprint, "resumed_blocks": len(output.finished)}
+        write_cards(recipe, plan, folder, facts, sizes, result.seconds, report)
+        (folder.folder / JOURNAL).unlink(missing_ok=True)
     return result
 
 
 def check_merge(recipe: Recipe, plan: Plan, executor: Executor, progress: Progress, accept_untrusted: bool) -> None:
     """Compute the damping, check step size, coefficients and licenses, and add their notes to the plan."""
-    if plan.damping_read:
+    if plan.inputs.needs_mean_curvature(plan.rule):
         progress.begin("computing the damping", plan.merged_read)
     compute_mean_curvature(plan, executor, progress.advance)
     if checks_steps(plan):
@@ -167,3 +161,93 @@ def check_unchanged(files: list[Path], state: State, folder: AtomicDir) -> None:
             f"{path}: changed during the merge, so that the result may be inconsistent. Nothing was written; merge "
             "again."
         )
+
+
+def write_cards(
+    recipe: Recipe,
+    plan: Plan,
+    folder: AtomicDir,
+    facts: dict[str, Any],
+    sizes: Mapping[str, int],
+    seconds: float,
+    report: AdapterReport | None,
+) -> None:
+    """Write gradmerge.json, with further ``facts``, and README.md. An adapter has a report on what it lacks."""
+    inputs = plan.inputs
+    options = {} if recipe.slices else {"options": {name: plain(value) for name, value in inputs.options.items()}}
+    facts |= {
+        "recipe": recipe.to_dict() | options,
+        "base": base_path(recipe, folder.out),
+        "models": model_paths(recipe, folder.out),
+        **damping_and_penalties(recipe, plan),
+    }
+    if recipe.rule.file:
+        facts["rule"] = {"file": recipe.rule.file, "sha256": recipe.rule.digest}
+    if recipe.merges:
+        facts["merges"] = {name: named.to_dict() for name, named in recipe.merges.items()}
+    counts = {"merged_tensors": len(plan.merged_tensors), "copied_tensors": plan.copied_tensors}
+    write_record(
+        folder.folder,
+        facts,
+        inputs=_input_entries(inputs),
+        sizes=sizes,
+        timings={"total": seconds},
+        notes=plan.notes,
+        output=counts | (report.record() if report else {}),
+    )
+    text, base = merge_text(recipe), report.base if report else None
+    write_card(
+        folder.folder,
+        folder.out.name,
+        f"{text}\n\n{report.text}" if report else text,
+        read_all_metadata(inputs.checkpoints),
+        relation="merge",
+        tags=["merge"],
+        base=None if base is None else read_metadata(base),
+        base_folder=None if base is None else base.folder,
+        license=recipe.output.license,
+        recipe=recipe_text(recipe),
+    )
+
+
+def damping_and_penalties(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """Return the damping of the merge and the penalty of every model, for the record."""
+    inputs = plan.inputs
+    facts: dict[str, Any] = {}
+    if "damping" in plan.rule.inputs:
+        facts["damping"] = inputs.damping_of(plan.rule)
+        if plan.layer_jobs and inputs.damps_layers and plan.rule.auto_damping != "mean-curvature":
+            facts["damping_of_layers"] = f"{LAYER_DAMPING:g} × the mean curvature of the layer"
+    if "penalty" in plan.rule.inputs:
+        penalties = inputs.penalty or [None] * len(inputs.tuned)
+        facts["penalty"] = [
+            {"model": model.label, **_penalty_entry(recipe, penalty)}
+            for model, penalty in zip(inputs.tuned, penalties, strict=True)
+        ]
+    return facts
+
+
+def _penalty_entry(recipe: Recipe, penalty: CurvatureInput | None) -> dict[str, Any]:
+    if penalty is None:
+        return {"penalty": "H_0", "from": "default"}
+    origin = "recipe" if recipe.base is not None and recipe.base.penalty is not None else "recorded"
+    if penalty.constant is None:
+        return {"penalty": penalty.label, "from": origin}
+    return {"penalty": {"identity": penalty.constant} if penalty.constant else NONE, "from": origin}
+
+
+def _input_entries(inputs: Inputs) -> list[dict[str, Any]]:
+    """One entry for each model and curvature that was read; for stacked layers, the models that they come from."""
+    sources: dict[Source, None] = {}
+    for source in inputs.sources:
+        sources |= dict.fromkeys(source.parts if isinstance(source, StackedCheckpoint) else [source])
+    roles: dict[Source | None, str] = {inputs.base: "base", inputs.prior: "base curvature"}
+    roles |= dict.fromkeys(inputs.penalty, "penalty")
+    if isinstance(inputs.base, StackedCheckpoint):
+        roles |= dict.fromkeys(inputs.base.parts, "base")
+    entries = []
+    for source in sources:
+        role = roles.get(source, "tuned" if isinstance(source, Checkpoint) else "curvature")
+        hub = (source.hub_id, source.folder) if isinstance(source, Checkpoint) else (None, None)
+        entries.append(input_entry(role, source.label, source.files(), *hub))
+    return entries

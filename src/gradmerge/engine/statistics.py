@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 from ..checkpoints.checkpoint import Buffers
 from ..rules.kronecker_matching import mean_eigenvalue
 from ..rules.measures import Measure, Sums
-from .executor import CHUNK, Advance, Executor, add_up, chunks, exact_sum, ignore, sample_blocks, whole_tensors
-from .jobs import Block, BlockJob, LayerJob, rule_arguments
-from .plan import Plan
+from .executor import CHUNK, Advance, Executor, chunks, exact_sum, ignore, sample_blocks, whole_tensors
+from .jobs import Block, BlockJob, LayerJob, read_models, rule_arguments
 from .quantiles import Counts, Quantile, QuantileSearch, bracket_of
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 RUNS, RUN = 512, 2048
 """A bracket for the thresholds of the whole model comes from a sample of so many runs of so many entries."""
@@ -87,7 +90,7 @@ def curvature_sum(plan: Plan, block: Block, buffers: Buffers) -> list[float]:
     assert isinstance(job, BlockJob)
     parts = []
     for source in sources:
-        values = job.read_curvature(source, block.start, block.stop, buffers, "curvature", torch.float64)
+        values = source.read(job.name, block.start, block.stop, buffers, "curvature", torch.float64)
         parts.append(float(values.sum()) if values.dim() else float(values) * (block.stop - block.start))
     return [math.fsum(parts)]
 
@@ -121,11 +124,10 @@ def tensor_thresholds(plan: Plan, block: Block, buffers: Buffers) -> list[tuple[
     """Return the thresholds of one tensor."""
     job = block.job
     assert isinstance(job, BlockJob)
-    blocks = [Block(-1, job, *range_) for range_ in job.cut(plan.block)]
 
     def count_all(search: QuantileSearch) -> Counts:
-        total: Counts = add_up(count_magnitudes(plan, part, buffers, search=search) for part in blocks)
-        return total
+        parts = (count_magnitudes(plan, part, buffers, search=search) for part in job.cut(plan.block))
+        return functools.reduce(operator.iadd, parts)
 
     return [(job.name, find_thresholds(plan, [job], TENSOR_RUNS, count_all))]
 
@@ -139,7 +141,7 @@ def magnitudes(plan: Plan, block: Block, buffers: Buffers) -> list[np.ndarray]:
     """Return |Δ_t| of every tuned model in a block."""
     job = block.job
     assert isinstance(job, BlockJob)
-    base, tuned = job.read_models(plan, block.start, block.stop, buffers)
+    base, tuned = read_models(plan, job.name, job.compute, block.start, block.stop, buffers)
     assert base is not None
     return [(model - base).abs_().numpy() for model in tuned]
 
@@ -151,9 +153,9 @@ def measure_tensor(plan: Plan, block: Block, buffers: Buffers, *, statistics: St
     rule, settings, known = job.rule, plan.inputs.settings.of(job.name), statistics.inputs_of(job.name)
 
     def blocks() -> Iterator[dict[str, Any]]:
-        for start, stop in job.cut(job.step(CHUNK)):
-            tensors = job.read(plan, start, stop, buffers) | known
-            yield rule_arguments(rule, plan, job.shaped(start, stop, tensors), settings)
+        for part in job.cut(job.step(CHUNK)):
+            tensors = job.read(plan, part.start, part.stop, buffers) | known
+            yield rule_arguments(rule, plan, job.shaped(part.start, part.stop, tensors), settings)
 
     numbers = rule_arguments(rule, plan, known, settings)
     return [(job.name, measure(rule.measures_of(settings.options), blocks, numbers, job.info.numel, job.compute))]
@@ -181,7 +183,7 @@ def measure(
         search = QuantileSearch([[Quantile(k, dtype) for k in ranks]])
         while search.unknown:
             values = (_call(rule_measure.of, block | result).reshape(-1).to(dtype).abs().numpy() for block in blocks())
-            search.narrow(add_up(search.count([some]) for some in values))
+            search.narrow(functools.reduce(operator.iadd, (search.count([some]) for some in values)))
         (result[name],) = search.values
     return result
 

@@ -37,7 +37,7 @@ from ..io.small_files import read_json
 from ..recipe import ZERO, ModelToken, Recipe, TokenRule
 from ..text import counted, listed, nearest, some
 from .inputs import CurvatureInput
-from .slices import reads_base
+from .settings import reads_base
 
 BASE, UNION, AUTO, COMMON = "base", "union", "auto", "common"
 

@@ -21,7 +21,7 @@ from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint
 from ..checkpoints.lora import AdapterCheckpoint, is_adapter, read_adapter_config
 from ..checkpoints.sidecars import copy_sidecars
 from ..checkpoints.tied_weights import same_values, tied_to
-from ..engine.rounding import rounded
+from ..engine.jobs import rounded
 from ..errors import InputError
 from ..io.atomic_dir import AtomicDir, require_space
 from ..io.reader import bytes_of

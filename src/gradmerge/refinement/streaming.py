@@ -19,7 +19,7 @@ from ..checkpoints.open import open_checkpoint
 from ..checkpoints.quantization import detect_quantization
 from ..checkpoints.transformers_model import Slice, find_slices
 from ..curvature.checkpoint_names import adapter_names, names_of_parameters, stored_sources
-from ..engine.rounding import rounded
+from ..engine.jobs import rounded
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..tasks.model_files import LoadingInfo, class_name, locate, offline
