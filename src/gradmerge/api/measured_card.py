@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cards.eval_results import evaluation, with_evaluations
+from ..cards.card import evaluation, with_evaluations
 from ..cards.metadata import CARD, MAX_CARD, RECORD
 from ..errors import InputError
 from ..io.atomic_dir import atomic_file

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from ..cards.markdown import as_text, markdown_table
+from ..cards.card import as_text, markdown_table
 from ..display import Displayed, View
 from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from ..arguments import checked
-from ..cards.eval_results import evaluation
+from ..cards.card import evaluation
 from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown

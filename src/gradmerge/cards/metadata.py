@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..checkpoints.checkpoint import Checkpoint, View, unwrap_chain
 from ..checkpoints.layers import StackedCheckpoint
@@ -62,7 +62,7 @@ def read_metadata(checkpoint: Checkpoint) -> ModelMetadata:
         name=hub_id or _last_part(checkpoint.label),
         ids=(hub_id,) if hub_id is not None else _base_models(checkpoint, front),
         license=_license(front),
-        pipeline_tag=next(iter(_matching(front.get("pipeline_tag"), WORD)), None),
+        pipeline_tag=_word(front.get("pipeline_tag")),
     )
 
 
@@ -105,41 +105,39 @@ def _own_hub_id(folder: Path | None) -> str | None:
 
 def _base_models(checkpoint: Checkpoint, front: Mapping[str, Any]) -> tuple[str, ...]:
     """The Hub ids in `base_model` of the card, or else `_name_or_path` of the config."""
-    folder = checkpoint.folder
+    folder, named = checkpoint.folder, front.get("base_model")
     if folder is None:
         return ()
-    ids = tuple(dict.fromkeys(name for name in _as_list(front.get("base_model")) if may_be_hub_id(name, folder)))
+    names = named[:200] if isinstance(named, list) else [named]
+    ids = tuple(dict.fromkeys(name for name in names if may_be_hub_id(name, folder)))
     if ids or isinstance(checkpoint, AdapterCheckpoint):  # the config of an adapter is that of its base model
         return ids
     name = _json(folder / "config.json").get("_name_or_path")
-    return (str(name),) if may_be_hub_id(name, folder) else ()
+    return (name,) if may_be_hub_id(name, folder) else ()
 
 
 def _license(front: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    names = _matching(front.get("license"), WORD)
-    if len(names) != 1:
+    name = _word(front.get("license"))
+    if name is None:
         return ()
-    license = {"license": names[0].lower()}
+    license = {"license": name.lower()}
     if license["license"] == "other":
         more = {key: front.get(key) for key in ("license_name", "license_link")}
         license |= {key: one_line(text) for key, text in more.items() if isinstance(text, str) and 0 < len(text) <= 300}
     return tuple(license.items())
 
 
-def _matching(value: Any, form: re.Pattern[str]) -> tuple[str, ...]:
-    """The words of a value, a word or a list, that have the right form."""
-    return tuple(word for word in _as_list(value) if isinstance(word, str) and form.fullmatch(word))
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value[:200] if isinstance(value, list) else [value]
+def _word(value: Any) -> str | None:
+    """The word that a value, or a list with one item, holds."""
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return value if isinstance(value, str) and WORD.fullmatch(value) else None
 
 
 def _json(path: Path) -> dict[str, Any]:
     return (readable_json(path) or {}) if lies_within(path, path.parent) else {}
 
 
-def may_be_hub_id(text: Any, near: Path | None = None) -> bool:
+def may_be_hub_id(text: Any, near: Path | None = None) -> TypeGuard[str]:
     """Whether text from a file is a Hub id, as far as one can tell offline: `owner/name`, and not a local folder."""
     if not isinstance(text, str) or not HUB_ID.fullmatch(text) or "@" in text or len(text) > 96:
         return False

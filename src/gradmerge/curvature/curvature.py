@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..cards.card import render_card
-from ..cards.markdown import as_block, as_code, as_text, markdown_table
+from ..cards.card import as_block, as_code, as_text, markdown_table, render_card
 from ..display import Displayed, View
 from ..distributed import Processes
 from ..errors import InputError

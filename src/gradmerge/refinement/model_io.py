@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..cards.card import write_card
-from ..cards.eval_results import with_evaluations
+from ..cards.card import with_evaluations, write_card
 from ..cards.metadata import CARD, ModelMetadata, may_be_hub_id, name_of, read_metadata
 from ..cards.provenance import write_record
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers, Checkpoint
