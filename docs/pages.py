@@ -25,7 +25,7 @@ import gradmerge
 from experiments import results_tables
 from gradmerge.cli.app import app
 from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice, SliceModel, TokenizerChoice
-from gradmerge.recipe.mergekit.methods import MERGEKIT_METHODS
+from gradmerge.recipe.mergekit import MERGEKIT_METHODS
 from gradmerge.rules import METHODS, Rule
 from gradmerge.rules.spec import INPUTS
 from gradmerge.tasks import MEANINGS, TASK_MEANINGS, columns

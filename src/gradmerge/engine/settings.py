@@ -18,7 +18,6 @@ from ..checkpoints.layers import (
 )
 from ..errors import InputError
 from ..recipe import Base, Case, Model, Recipe, Varying, leaves, value_at
-from ..recipe.slices import options_of_slices, slice_lengths
 
 CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
 
@@ -225,13 +224,13 @@ def settings_of_slices(recipe: Recipe, template: Checkpoint, tuned: Sequence[Che
     base_weight = None if recipe.base is None else recipe.base.weight
     per_model = frozenset(option.name for option in recipe.rule.options if option.help.per_model)
     ranges = []
-    for part, options in zip(recipe.slices, options_of_slices(recipe), strict=True):
+    for part, options in zip(recipe.slices, recipe.options_of_slices, strict=True):
         weights = [model.weight for model in part.models]
         ranges.append(LayerRange(weights, base_weight, options, list(tuned[: len(weights)]), per_model))
     prefix = layer_stack(template).prefix
     positions = [
         (number, layer / (length - 1) if length > 1 else 1.0)
-        for number, length in enumerate(slice_lengths(recipe))
+        for number, length in enumerate(recipe.slice_lengths)
         for layer in range(length)
     ]
 

@@ -103,6 +103,10 @@ CurvatureSource = Reference | Identity
 PenaltySource = Annotated[CurvatureSource, BeforeValidator(_lower_none)]
 
 
+#: Types of values that pydantic adds to the key of a mistake.
+TYPES = ("str", "Identity", "MeanTimes", "ModelToken")
+
+
 def explain(error: ValidationError, where: str, model: type[BaseModel], rule: str = "") -> str:
     """Return a message with every mistake on its own line: key, problem, and the nearest known key."""
     lines = []
@@ -117,17 +121,10 @@ def explain(error: ValidationError, where: str, model: type[BaseModel], rule: st
             lines.append(f"{key}: is missing")
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            lines.append(f"{key}: {message}, but it is {_shortened(item.get('input'))}")
+            value = repr(item.get("input"))
+            lines.append(f"{key}: {message}, but it is {value if len(value) < 60 else value[:57] + '…'}")
     lines = list(dict.fromkeys(lines))
     return f"{where}: {lines[0]}" if len(lines) == 1 else f"{where}:\n  " + "\n  ".join(lines)
-
-
-def _shortened(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not print integers of thousands of digits
-        return "a number of thousands of digits"
-    return text if len(text) < 60 else text[:57] + "…"
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:
@@ -136,9 +133,7 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
     for part in loc:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part not in ("str", "Identity", "MeanTimes", "ModelToken") and not part.startswith(
-            ("literal[", "function-")
-        ):
+        elif part not in TYPES and not part.startswith(("literal[", "function-")):
             text += f".{part}" if text else part
     return text or "recipe"
 

@@ -21,9 +21,9 @@ from ..yaml import parse_documents
 from .fields import CurvatureSource, Identity, explain
 from .method import is_rule_file, load_rule
 from .schema import Base, Origin, Recipe
-from .slices import check_slices
 
 MAX_BYTES = 1_000_000
+MAX_LAYERS = 1000
 
 
 @checked()
@@ -133,7 +133,7 @@ def _read(value: Any, folder: Path, where: str, names: Collection[str], allow_co
         raise InputError(f"{where}: a recipe is a mapping with method, base and models, not {type(value).__name__}")
     try:
         if "merge_method" in value and "method" not in value:
-            from .mergekit.translate import translate
+            from .mergekit import translate
 
             value, notes = translate(value, find)
             origin.notes = [Note(f"{where}: {note}") for note in notes]
@@ -161,7 +161,7 @@ def _check_fit(recipe: Recipe) -> None:
         raise InputError("models: is missing; give at least one model")
     if recipe.models and recipe.slices:
         raise InputError("slices: replace `models`; remove one of the two keys")
-    check_slices(recipe)
+    _check_slices(recipe)
     needs = rule.needs(recipe.resolved_options)
     if base is None and "base" in needs - rule.optional:
         raise InputError(f"base: is missing; {rule.name} needs one")
@@ -189,3 +189,33 @@ def _check_fit(recipe: Recipe) -> None:
         raise InputError(f"output.curvature: a {rule.name} merge has no curvature; methods with one: {have}")
     if output.rank is not None and output.format != "adapter":
         raise InputError("output.rank: applies only to adapters; set `format: adapter`, or remove it")
+
+
+def _check_slices(recipe: Recipe) -> None:
+    """Raise an error if the layers or models of slices are inconsistent."""
+    lengths = recipe.slice_lengths
+    for number, part in enumerate(recipe.slices):
+        ranges = {f"slices[{number}].models[{i}].layers": model.layers for i, model in enumerate(part.models)}
+        if part.base is not None:
+            if recipe.base is None:
+                raise InputError(f"slices[{number}].base: the recipe has no base")
+            ranges[f"slices[{number}].base"] = part.base
+        for where, (first, stop) in ranges.items():
+            if not 0 <= first < stop:
+                raise InputError(f"{where}: [{first}, {stop}] is not [first, one past the last], counted from 0")
+            if stop - first != lengths[number]:
+                raise InputError(
+                    f"{where}: {stop - first} layers, but slices[{number}].models[0] has {lengths[number]}; all models "
+                    "of a slice need the same number"
+                )
+    if sum(lengths) > MAX_LAYERS:
+        raise InputError(f"slices: {sum(lengths)} layers; at most {MAX_LAYERS} are possible")
+    counts = [len(part.models) for part in recipe.slices]
+    if len(set(counts)) > 1 and recipe.resolved_options.get("scope") == "model":
+        number = next(i for i, count in enumerate(counts) if count != counts[0])
+        raise InputError(
+            f"slices: slices[0] merges {counts[0]} and slices[{number}] {counts[number]} models, but `scope: model` "
+            "needs each model in all slices. Set `scope: tensor`"
+        )
+    if recipe.slices and recipe.output.format == "adapter":
+        raise InputError("output.format: an adapter cannot have other layers than its base; write a model")

@@ -84,13 +84,6 @@ def value_at(value: Any, name: str, position: float) -> Any:
     return (1 - fraction) * value[first] + fraction * value[min(first + 1, len(value) - 1)]
 
 
-def spread_over_layers(value: Any) -> bool:
-    """Return whether a value contains a list over the layers."""
-    if not isinstance(value, tuple):
-        return False
-    return any(spread_over_layers(item.value) if isinstance(item, Case) else True for item in value)
-
-
 def in_words(value: Any) -> str:
     """Return a value as short text for tables and notes."""
     if isinstance(value, list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,18 +10,84 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from ..display import OneLine
+from ..errors import InputError
 from ..notes import Note
 from ..rules import METHODS, Rule
 from .fields import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
 from .method import check_options
-from .schedules import Varying, Weight
-from .slices import options_in_common
-from .tokenizer import Tokenizer
+from .schedules import Case, Varying, Weight
 
 
 def _from_path(value: Any) -> Any:
     value = as_text(value)
     return {"model": value} if isinstance(value, str) else value
+
+
+ZERO = "zero"
+"""A row of zeros. A folder of that name is ./zero."""
+
+
+class ModelToken(RecipePart):
+    """The row of one token of one model."""
+
+    kind: Literal["model_token"] = "model_token"
+    model: str
+    token: str | None = None
+    token_id: Annotated[int, Field(ge=0)] | None = None
+
+
+def _check_source(value: Any) -> Any:
+    value = as_text(value)
+    if value is None or isinstance(value, str | ModelToken):
+        return value
+    if isinstance(value, Mapping):
+        if value == {"kind": ZERO}:
+            return ZERO
+        has_one = (value.get("token") is None) != (value.get("token_id") is None)
+        if "model" in value and has_one and value.keys() <= {"kind", "model", "token", "token_id"}:
+            return value
+    raise ValueError("should be a model of the recipe, zero, {model: M, token: T} or {model: M, token_id: N}")
+
+
+class TokenRule(RecipePart):
+    """The source of the row of one token."""
+
+    source: Annotated[str | ModelToken | None, BeforeValidator(_check_source)] = Field(
+        None, description="A model, `zero`, or a token of a model. Used for every model that lacks the token."
+    )
+    force: bool = Field(False, description="Also use it for models that have the token.")
+
+
+def _source_as_rule(value: Any) -> Any:
+    is_rule = isinstance(value, TokenRule) or (isinstance(value, Mapping) and value.keys() <= {"source", "force"})
+    return value if is_rule else {"source": value}
+
+
+class TokenizerChoice(RecipePart):
+    """The vocabulary of the result."""
+
+    source: str = Field("union", description="`base`, `union`, or a model of the recipe.")
+    tokens: dict[str, Annotated[TokenRule, BeforeValidator(_source_as_rule)]] = Field(
+        {},
+        description="Token → source of its row: a model, `zero`, or `{model: M, token: T}`. Used for models that lack "
+        "the token, and with `force: true` for all models. Tokens that the vocabulary lacks are added.",
+    )
+    pad_to_multiple_of: Annotated[int, Field(ge=1, le=10**6)] | None = Field(
+        None, description="Add rows until their number is a multiple of this."
+    )
+
+
+def _source_as_choice(value: Any) -> Any:
+    value = as_text(value)
+    if isinstance(value, str):
+        return {"source": value}
+    if value is not None and not isinstance(value, Mapping | TokenizerChoice):
+        raise ValueError("should be base, union, a model, or {source: …, tokens: {TOKEN: …}, pad_to_multiple_of: N}")
+    return value
+
+
+Tokenizer = Annotated[TokenizerChoice, BeforeValidator(_source_as_choice)]
+"""A choice, or only its source."""
 
 
 class _Source(RecipePart):
@@ -232,10 +299,37 @@ class Recipe(OneLine, RecipePart):
 
     @property
     def resolved_options(self) -> dict[str, Any]:
-        """The options of the method, with defaults filled in."""
-        if self.slices:
-            return options_in_common(self)
-        return check_options(self.rule, self.options, self.own_options)
+        """The options of the method, with defaults filled in. One that differs between slices has a case per slice."""
+        if not self.slices:
+            return check_options(self.rule, self.options, self.own_options)
+        options = self.options_of_slices
+        common = dict(options[0])
+        for name, first in common.items():
+            values = [own[name] for own in options]
+            if all(value == first for value in values):
+                continue
+            if name == "scope":  # thresholds are computed over all slices
+                raise InputError("slices: options.scope differs between slices. Set it in `options` of the recipe")
+            common[name] = tuple(Case(filter=f"slices[{i}]", value=value) for i, value in enumerate(values))
+        return common
+
+    @property
+    def options_of_slices(self) -> list[dict[str, Any]]:
+        """The options of each slice, including those of the recipe and defaults."""
+        options = []
+        for number, part in enumerate(self.slices):
+            own, where = [model.options for model in part.models], f"slices[{number}].models[{{}}].options"
+            try:
+                options.append(check_options(self.rule, {**self.options, **part.options}, own, where))
+            except InputError as error:
+                in_slice = part.options and str(error).startswith("options")
+                raise InputError(f"slices[{number}].{error}" if in_slice else str(error)) from None
+        return options
+
+    @property
+    def slice_lengths(self) -> list[int]:
+        """The number of layers of each slice."""
+        return [part.models[0].layers[1] - part.models[0].layers[0] for part in self.slices]
 
     @property
     def own_options(self) -> list[dict[str, Any]]:

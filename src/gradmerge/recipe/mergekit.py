@@ -7,18 +7,131 @@ the key; what has no effect is a note.
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
 
-from ...errors import InputError
-from ...rules import METHODS
-from ...text import nearest
-from ..schedules import is_glob
-from .methods import IGNORED, MERGEKIT_METHODS, REQUIRED, TEMPLATES, UNSUPPORTED, Method, Parameter, join_switches
+from ..errors import InputError
+from ..rules import METHODS
+from ..text import nearest
+from .schedules import is_glob
 
+REQUIRED = object()
+IGNORED = ("int8_mask",)
+"""Parameters that change memory use and no result."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a mergekit method."""
+
+    name: str
+    option: str
+    """Option of the rule, or `weight`."""
+    kind: type
+    default: Any = REQUIRED
+    scope: Literal["shared", "input", "tuned"] = "shared"
+    """Whether it has one value, one per input, or one per input other than the base."""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    """Value in mergekit → value of the option, if they differ."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A mergekit method: the equivalent rule and its options."""
+
+    rule: str
+    parameters: tuple[Parameter, ...] = ()
+    base: Literal["needed", "possible", "a model"] = "needed"
+    """With "a model", a `base_model` is merged like every other model."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options that make the rule equivalent."""
+    models: tuple[int, int] = (1, 1000)
+    """Smallest and largest number of models; a base does not count."""
+    ignored: Collection[str] = IGNORED
+    """Parameters that change no result beyond rounding."""
+
+
+def _arithmetic(rule: str, normalize: bool, *more: Parameter, **options: Any) -> Method:
+    """Return a method that adds weighted differences to the base."""
+    density = () if rule == "task-arithmetic" else (Parameter("density", "density", float, 1.0, "tuned"),)
+    shared = (Parameter("normalize", "normalize", bool, normalize), Parameter("lambda", "scale", float, 1.0))
+    return Method(rule, (_WEIGHT, *density, *shared, *more), options=options)
+
+
+def _rescale(default: bool) -> Parameter:
+    return Parameter("rescale", "rescale", bool, default, values={True: "norm", False: "none"})
+
+
+_WEIGHT = Parameter("weight", "weight", float, scope="tuned")
+_GAMMA = Parameter("gamma", "gamma", float, 0.01, "tuned")
+_EPSILON = Parameter("epsilon", "epsilon", float, 0.15, "tuned")
+_RAM = Parameter("epsilon", "epsilon", float, 1e-5)
+#: Two switches that are one option here, see `_join_switches`.
+_AXIS = (Parameter("nuslerp_flatten", "flatten", bool, True), Parameter("nuslerp_row_wise", "row_wise", bool, False))
+_TIES = {"combine": "ties", "vote": "mergekit"}
+_SUM = {"combine": "task-arithmetic"}
+
+MERGEKIT_METHODS: dict[str, Method] = {
+    "linear": Method(
+        "weighted-average",
+        (Parameter("weight", "weight", float, scope="input"), Parameter("normalize", "normalize", bool, True)),
+        base="a model",
+    ),
+    "slerp": Method("slerp", (Parameter("t", "t", float),), options={"zeros": "arc"}, models=(1, 1)),
+    "task_arithmetic": _arithmetic("task-arithmetic", False),
+    "ties": _arithmetic("ties", True, _rescale(False), scope="tensor", vote="mergekit"),
+    "dare_linear": _arithmetic("dare", False, _rescale(True), **_SUM),
+    "dare_ties": _arithmetic("dare", False, _rescale(True), **_TIES),
+    "della": _arithmetic("della", True, _rescale(True), _EPSILON, **_TIES),
+    "della_linear": _arithmetic("della", False, _rescale(True), _EPSILON, **_SUM),
+    "breadcrumbs": _arithmetic("breadcrumbs", False, _rescale(False), _GAMMA, **_SUM),
+    "breadcrumbs_ties": _arithmetic("breadcrumbs", False, _rescale(False), _GAMMA, **_TIES),
+    "model_stock": Method("model-stock", (Parameter("filter_wise", "filter_wise", bool, False),), models=(2, 1000)),
+    "nuslerp": Method("nuslerp", (_WEIGHT, *_AXIS), base="possible", models=(2, 2)),
+    "multislerp": Method(
+        "multislerp",
+        (_WEIGHT, Parameter("normalize_weights", "normalize", bool, True)),
+        base="possible",
+        ignored=("int8_mask", "eps"),
+    ),
+    "karcher": Method(
+        "karcher",
+        (Parameter("max_iter", "steps", int, 10), Parameter("tol", "tolerance", float, 1e-5)),
+        base="a model",
+    ),
+    "nearswap": Method("nearswap", (Parameter("t", "t", float),), models=(1, 1)),
+    "arcee_fusion": Method("arcee-fusion", models=(1, 1)),
+    "sce": Method("sce", (Parameter("select_topk", "select_topk", float, 1.0),)),
+    "ram": Method("ram", (_RAM,)),
+    "ramplus_tl": Method("ram", (_RAM, Parameter("r", "r", float, 0.1), Parameter("alpha", "alpha", float, 0.2))),
+    "passthrough": Method(
+        "passthrough", (Parameter("scale", "scale", float, 1.0, "input"),), base="a model", models=(1, 1)
+    ),
+}
 ALL_PARAMETERS = {parameter.name for method in MERGEKIT_METHODS.values() for parameter in method.parameters}
+
+#: Chat templates that mergekit recipes name, written from the published formats.
+TEMPLATES = {
+    "chatml": (
+        "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "alpaca": (
+        "{% for turn in messages %}{% if turn.role == 'user' %}### Instruction:\n{% elif turn.role == 'assistant' %}"
+        "### Response:\n{% endif %}{{ turn.content | trim }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}### Response:\n{% endif %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for turn in messages %}<|start_header_id|>{{ turn.role }}<|end_header_id|>\n\n"
+        "{{ turn.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    ),
+}
+#: Other names that mergekit knows: the format of the first changed several times, and the second is rarely used.
+UNSUPPORTED = ("mistral", "exaone")
 
 
 class ModelReference(NamedTuple):
@@ -87,7 +200,7 @@ class Module(Part):
 
 class Token(Part):
     source: Any = None
-    force: bool | None = None
+    force: bool = False
 
 
 class Tokenizer(Part):
@@ -128,18 +241,21 @@ def translate(recipe: Mapping[str, Any], find: Callable[[str], str]) -> tuple[di
         The gradmerge recipe, and notes.
     """
     translation = _Translation(Document.model_validate(recipe), find)
-    return translation.recipe(), translation.notes
+    return translation.recipe(), list(dict.fromkeys(translation.notes))
 
 
 class _Translation:
     def __init__(self, document: Document, find: Callable[[str], str]) -> None:
-        self.document, self.find = document, find
+        self.document, self.find, self.name = document, find, document.merge_method
         self.notes: list[str] = []
         self._check_keys(document, "")
-        self.method = self._method()
+        if self.name not in MERGEKIT_METHODS:
+            known = f"{nearest(self.name, MERGEKIT_METHODS)}\n  Known are {', '.join(MERGEKIT_METHODS)}."
+            raise InputError(f"merge_method: there is no method {self.name[:60]!r}{known}")
+        self.method = MERGEKIT_METHODS[self.name]
         self.base = document.base_model
         if self.base is None and self.method.base == "needed":
-            raise InputError(f"base_model: is missing; {document.merge_method} needs one")
+            raise InputError(f"base_model: is missing; {self.name} needs one")
 
     def recipe(self) -> dict[str, Any]:
         document = self.document
@@ -159,62 +275,54 @@ class _Translation:
         else:
             merge = self._merge(f"{where}models", module.models or [], levels)
             recipe |= self._with_shared_options([merge]) | {"models": merge["models"]}
-        return recipe | self._output() | self._vocabulary()
+        if document.dtype not in (None, "float32"):
+            self.notes.append("dtype is the type of the result; gradmerge computes in float32")
+        recipe["output"] = {"dtype": document.out_dtype or document.dtype or "widest"}
+        return recipe | self._tokenizer() | self._chat_template()
 
     # Keys
 
     def _check_keys(self, part: Part, where: str) -> None:
         """Note unknown keys, which mergekit ignores."""
         for key in part.model_extra or {}:
-            self._note(f"{where}{key} is not a mergekit key and has no effect{nearest(key, type(part).model_fields)}")
+            near = nearest(key, type(part).model_fields)
+            self.notes.append(f"{where}{key} is not a mergekit key and has no effect{near}")
         for name in type(part).model_fields:
             for key, inner in _parts(f"{where}{name}", getattr(part, name)):
                 self._check_keys(inner, f"{key}.")
 
     def _check_parameters(self, level: Level, of_model: bool) -> None:
         """Note parameters without effect."""
-        method = self.document.merge_method
         known = {parameter.name: parameter for parameter in self.method.parameters}
         for name, value in level.values.items():
             where = f"{level.where}.{name}"
             if name in known:
                 if of_model and known[name].scope == "shared":
-                    self._note(f"{where} of a single model has no effect in {method}")
-            elif name in (*IGNORED, *self.method.ignored):
+                    self.notes.append(f"{where} of a single model has no effect in {self.name}")
+            elif name in self.method.ignored:
                 if name == "eps" and _number(float, value, where) > 1e-6:
                     raise InputError(f"{where}: values above 1e-6 are not supported")
-                self._note(f"{where} does not change the result")
+                self.notes.append(f"{where} does not change the result")
             else:
                 hint = "" if name in ALL_PARAMETERS else nearest(name, known)
-                self._note(f"{where} is not a parameter of {method} and has no effect{hint}")
+                self.notes.append(f"{where} is not a parameter of {self.name} and has no effect{hint}")
 
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    # Methods, models and slices
-
-    def _method(self) -> Method:
-        name = self.document.merge_method
-        if name not in MERGEKIT_METHODS:
-            known = f"{nearest(name, MERGEKIT_METHODS)}\n  Known are {', '.join(MERGEKIT_METHODS)}."
-            raise InputError(f"merge_method: there is no method {name[:60]!r}{known}")
-        return MERGEKIT_METHODS[name]
+    # Models and slices
 
     def _module(self) -> tuple[str, Module]:
         """Return the part with `models` or `slices`, the recipe or its only module, and the start of its keys."""
-        where, keys = "", ["models", "slices", "modules"]
-        module: Module = self.document
-        if self.document.modules is not None:
-            if len(self.document.modules) != 1:
+        module, where, keys = self.document, "", ["models", "slices", "modules"]
+        present = [key for key in keys if getattr(module, key) is not None]
+        if present == ["modules"] and module.modules is not None:
+            if len(module.modules) != 1:
                 raise InputError(
                     "modules: only one module is supported; merge each part of the model in its own recipe"
                 )
-            [(name, inner)] = self.document.modules.items()
-            where = f"modules.{name}."
-            if self.document.models is None and self.document.slices is None:
-                module, keys = inner, ["models", "slices"]
-        present = [key for key in keys if getattr(module, key) is not None]
+            [(name, inner)] = module.modules.items()
+            where, keys = f"modules.{name}.", ["models", "slices"]
+            present = [key for key in keys if getattr(inner, key) is not None]
+            if len(present) == 1:
+                return where, inner
         if len(present) != 1:
             raise InputError(f"{where or 'recipe'}: needs one of {', '.join(keys)}, but has {len(present)}")
         return where, module
@@ -239,30 +347,29 @@ class _Translation:
 
         ``levels`` are the parameters of slice, module and recipe.
         """
-        base, name, method = self.base, self.document.merge_method, self.method
-        in_slice = isinstance(sources[0], SliceSource)
+        base, in_slice = self.base, isinstance(sources[0], SliceSource)
         references = [source.model for source in sources]
-        if method.base == "a model":
+        if self.method.base == "a model":
             if base is not None and not in_slice and base not in references:
                 sources = [*sources, Source.model_construct(model=base)]
             base = None
         if len(set(references)) < len(references):
             raise InputError(f"{where}: a model can be a source only once")
         if base is not None and in_slice and base not in references:
-            raise InputError(f"{where}: {name} needs the base_model among the sources")
+            raise InputError(f"{where}: {self.name} needs the base_model among the sources")
         merge: dict[str, Any] = {"models": []}
         for number, source in enumerate(sources):
             if base is None or source.model != base:
                 merge["models"].append(self._model(f"{where}[{number}]", source, levels))
             elif isinstance(source, SliceSource):
                 merge["base"] = list(source.layer_range)
-        count = len(merge["models"])
-        if count < method.min_models or (method.max_models is not None and count > method.max_models):
-            expected = f"at least {method.min_models}" if method.max_models is None else f"{method.max_models}"
+        count, (least, most) = len(merge["models"]), self.method.models
+        if not least <= count <= most:
+            expected = str(least) if least == most else f"at least {least}"
             besides = " besides the base" if base is not None else ""
-            raise InputError(f"{where}: {name} takes {expected} model(s){besides}, not {count}")
-        options = {p.option: self._value(p, levels, where) for p in method.parameters if p.scope == "shared"}
-        return merge | {"options": join_switches(options)}
+            raise InputError(f"{where}: {self.name} takes {expected} model(s){besides}, not {count}")
+        options = {p.option: self._value(p, levels, where) for p in self.method.parameters if p.scope == "shared"}
+        return merge | {"options": _join_switches(options)}
 
     def _model(self, where: str, source: Source, levels: Sequence[Level]) -> dict[str, Any]:
         own = Level(f"{where}.parameters", source.parameters)
@@ -312,8 +419,8 @@ class _Translation:
                 cases.append({"filter": f"*{glob.escape(filter_)}*" if is_glob(filter_) else filter_, "value": value})
         if parameter.default is REQUIRED:
             raise InputError(
-                f"{where}: {self.document.merge_method} needs the parameter `{parameter.name}` for every tensor. After "
-                "filters, add a last `- value:`"
+                f"{where}: {self.name} needs the parameter `{parameter.name}` for every tensor. After filters, add a "
+                "last `- value:`"
             )
         default = parameter.values.get(parameter.default, parameter.default)
         return [*cases, {"value": default}] if cases else default
@@ -322,61 +429,68 @@ class _Translation:
         """Return a value, or a list of values over the layers, in the type of the parameter."""
         if isinstance(setting, list) and setting:
             values = [self._convert(parameter, item, where) for item in setting]
-            if any(value != values[0] for value in values) and parameter.kind is not float:
+            if all(value == values[0] for value in values):
+                return values[0]
+            if parameter.kind is not float:
                 raise InputError(f"{where}: a list over the layers is only supported for numbers")
-            return values if any(value != values[0] for value in values) else values[0]
+            return values
         value = _number(parameter.kind, setting, where)
         return parameter.values.get(value, value)
 
     # Output
 
-    def _output(self) -> dict[str, Any]:
-        dtype, out_dtype = self.document.dtype, self.document.out_dtype
-        if dtype not in (None, "float32"):
-            self._note("dtype is the type of the result; gradmerge computes in float32")
-        return {"output": {"dtype": out_dtype or dtype or "widest"}}
-
-    def _vocabulary(self) -> dict[str, Any]:
-        document, tokenizer = self.document, self.document.tokenizer
-        keys: dict[str, Any] = {}
-        if document.tokenizer_source is not None and tokenizer is not None:
+    def _tokenizer(self) -> dict[str, Any]:
+        source, tokenizer = self.document.tokenizer_source, self.document.tokenizer
+        if source is not None and tokenizer is not None:
             raise InputError("tokenizer: give either `tokenizer` or `tokenizer_source`")
-        if document.tokenizer_source is not None:
-            keys["tokenizer"] = self._tokenizer_source(document.tokenizer_source, "tokenizer_source")
-        elif tokenizer is not None:
-            keys["tokenizer"] = {"source": self._tokenizer_source(tokenizer.source, "tokenizer.source")}
-            if tokenizer.tokens is not None:
-                keys["tokenizer"]["tokens"] = {name: self._token(name, rule) for name, rule in tokenizer.tokens.items()}
-            if tokenizer.pad_to_multiple_of is not None:
-                keys["tokenizer"]["pad_to_multiple_of"] = tokenizer.pad_to_multiple_of
-        if (template := document.chat_template) is not None:
-            text = TEMPLATES.get(template, template)
-            if text in UNSUPPORTED:
-                raise InputError(f"chat_template: {text} is not supported by name; give the template itself")
-            if text != "auto" and "{" not in text:
-                known = f"auto, {', '.join(TEMPLATES)} or a template{nearest(text, TEMPLATES)}"
-                raise InputError(f"chat_template: {text[:60]!r} is not {known}")
-            keys["chat_template"] = "common" if text == "auto" else text
-        return keys
+        if source is not None:
+            return {"tokenizer": self._model_path(source or "union", "tokenizer_source", ("union", "base"))}
+        if tokenizer is None:
+            return {}
+        source = self._model_path(tokenizer.source or "union", "tokenizer.source", ("union", "base"))
+        choice: dict[str, Any] = {"source": source}
+        if tokenizer.tokens:
+            choice["tokens"] = {name: self._token(name, token) for name, token in tokenizer.tokens.items()}
+        if tokenizer.pad_to_multiple_of is not None:
+            choice["pad_to_multiple_of"] = tokenizer.pad_to_multiple_of
+        return {"tokenizer": choice}
 
-    def _tokenizer_source(self, value: Any, where: str) -> str:
-        return str(value) if value in ("union", "base") else self._model_path(value or "union", where)
+    def _token(self, name: str, token: Token) -> dict[str, Any]:
+        """Return the rule for the row of a token."""
+        source, where = token.source, f"tokenizer.tokens.{name}.source"
+        rule: dict[str, Any] = {"force": True} if token.force else {}
+        if isinstance(source, Mapping) and "kind" in source:  # the recipe's own validation checks the rest
+            model = source.get("model")
+            return rule | {"source": {**source, **({"model": self._model_path(model, where)} if model else {})}}
+        return rule if source is None else rule | {"source": self._model_path(source, where)}
 
-    def _model_path(self, value: Any, where: str) -> str:
-        """Return the path of a model without its adapter."""
+    def _model_path(self, value: Any, where: str, words: Collection[str] = ()) -> str:
+        """Return the path of a model without its adapter, or one of these words."""
+        if value in words:
+            return str(value)
         try:
             return self.find(_reference(value).model)
         except ValueError as error:
             raise InputError(f"{where}: {error}") from None
 
-    def _token(self, name: str, token: Token) -> dict[str, Any]:
-        """Return the rule for the row of a token."""
-        rule: dict[str, Any] = {} if token.force is None else {"force": token.force}
-        source, where = token.source, f"tokenizer.tokens.{name}.source"
-        if isinstance(source, Mapping) and "kind" in source:  # the recipe's own validation checks the rest
-            model = source.get("model")
-            return rule | {"source": {**source, **({"model": self._model_path(model, where)} if model else {})}}
-        return rule if source is None else rule | {"source": self._model_path(source, where)}
+    def _chat_template(self) -> dict[str, Any]:
+        if (template := self.document.chat_template) is None:
+            return {}
+        text = TEMPLATES.get(template, template)
+        if text in UNSUPPORTED:
+            raise InputError(f"chat_template: {text} is not supported by name; give the template itself")
+        if text != "auto" and "{" not in text:
+            known = f"auto, {', '.join(TEMPLATES)} or a template{nearest(text, TEMPLATES)}"
+            raise InputError(f"chat_template: {text[:60]!r} is not {known}")
+        return {"chat_template": "common" if text == "auto" else text}
+
+
+def _join_switches(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with the two nuslerp switches replaced by the option `axis`."""
+    if "flatten" not in options:
+        return options
+    axis = "all" if options["flatten"] else "first" if options["row_wise"] else "last"
+    return {key: value for key, value in options.items() if key not in ("flatten", "row_wise")} | {"axis": axis}
 
 
 def _parts(where: str, value: Any) -> Iterator[tuple[str, Part]]:

@@ -1,1 +1,0 @@
-"""Read mergekit recipes as gradmerge recipes."""
