@@ -28,15 +28,18 @@ from ..tasks.making import (
     write_jsonl,
 )
 
-#: A method, weights and changes each: of those that read nothing more, thresholds, random masks, curvature, products.
-SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("gradient-matching", {"a": 0.3}, {}),
-    ("gradient-matching", {"a": 0.25, "b": 0.7}, {"damping": 0.01}),
-    ("ties", {"a": 0.3, "b": 0.9}, {"options.density": 0.4, "options.scope": "tensor"}),
-    ("karcher", {"a": 0.5}, {}),
-    ("average", {}, {"options.include_base": True}),
-    ("task-arithmetic", {"a": 0.25}, {"exclude": ["bert.embeddings.*"]}),
+#: Methods and keys of the recipe: of those that read nothing more, thresholds, random masks, curvature, products.
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("gradient-matching", {"models.0.weight": 0.25, "models.1.weight": 0.7, "damping": 0.01}),
+    ("ties", {"models.0.weight": 0.3, "options.density": 0.4, "options.scope": "tensor"}),
+    ("karcher", {"models.0.weight": 0.5}),
+    ("average", {"options.include_base": True}),
+    ("task-arithmetic", {"models.0.weight": 0.25, "exclude": ["bert.embeddings.*"]}),
 ]
+
+
+def weights(a: float, b: float | None = None) -> dict[str, Any]:
+    return {"models.0.weight": a} | ({} if b is None else {"models.1.weight": b})
 
 
 def tuned(base: Path, out: Path, seed: int) -> Path:
@@ -88,11 +91,11 @@ def explorer(shared: Explorer) -> Explorer:
     return shared
 
 
-@pytest.mark.parametrize(("method", "weights", "changes"), SETTINGS, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(("method", "overrides"), SETTINGS, ids=lambda value: str(value)[:20])
 def test_a_setting_has_the_numbers_of_the_merge_on_disk(
-    shared: Explorer, texts: Path, tmp_path: Path, method: str, weights: dict[str, Any], changes: dict[str, Any]
+    shared: Explorer, texts: Path, tmp_path: Path, method: str, overrides: dict[str, Any]
 ) -> None:
-    setting = shared.setting(method, weights, changes)
+    setting = shared.setting(method, overrides)
     found = shared.measure(setting)
     (tmp_path / "recipe.yml").write_text(shared.recipe_text(setting, tmp_path))
     gm.merge(tmp_path / "recipe.yml", tmp_path / "merged", progress=False)
@@ -105,7 +108,7 @@ def test_a_setting_has_the_numbers_of_the_merge_on_disk(
 def test_nothing_is_read_from_disk_for_a_further_setting(explorer: Explorer, monkeypatch: pytest.MonkeyPatch) -> None:
     explorer.measure(explorer.own)
     for method in ("ties", "gradient-matching"):
-        explorer.measure(explorer.setting(method, {"a": 0.2}))
+        explorer.measure(explorer.setting(method, weights(0.2)))
 
     def refuse(*arguments: Any) -> Any:
         raise AssertionError("read from disk")
@@ -113,43 +116,40 @@ def test_nothing_is_read_from_disk_for_a_further_setting(explorer: Explorer, mon
     monkeypatch.setattr(os, "pread", refuse)
     monkeypatch.setattr(os, "preadv", refuse)
     for method in ("ties", "gradient-matching", "fisher-averaging"):
-        assert explorer.measure(explorer.setting(method, {"a": 0.4})).values
+        assert explorer.measure(explorer.setting(method, weights(0.4))).values
 
 
 def test_a_measurement_stops_when_it_is_told_to(explorer: Explorer) -> None:
     shares: list[float] = []
-    setting = explorer.setting(weights={"a": 0.1})
+    setting = explorer.setting(overrides=weights(0.1))
     explorer.measure(setting, advance=shares.append)
     assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 10
     for after in (1, 8, len(shares) - 2):
         asked = iter(range(1000))
-        other = explorer.setting(weights={"a": 0.1 + 0.01 * after})
+        other = explorer.setting(overrides=weights(0.1 + 0.01 * after))
         with pytest.raises(Superseded):
             explorer.measure(other, stop=lambda asked=asked, after=after: next(asked) >= after)
         assert len(explorer.history) == 1
-    assert explorer.measure(explorer.setting(weights={"a": 0.11})).values  # and is as it was
+    assert explorer.measure(explorer.setting(overrides=weights(0.11))).values  # and is as it was
 
 
 def test_answers_are_those_of_the_three_models(shared: Explorer, texts: Path, tmp_path: Path) -> None:
-    setting = shared.setting(weights={"a": 0.35})
-    rows = shared.shown_rows("a", 5)
-    assert rows == [0, 8, 16, 24, 32]
-    found = shared.answers("a", rows, setting)
+    setting = shared.setting(overrides=weights(0.35))
+    found = shared.answers("a", setting, 5)
     shared.save(setting, tmp_path / "merged", progress=False)
-    models = {"base": texts / "base", "tuned": texts / "a", "merged": tmp_path / "merged"}
-    wanted = labelled(40, 3, 1)
-    for name, folder in models.items():
+    rows = [labelled(40, 3, 1)[number] for number in (0, 8, 16, 24, 32)]
+    assert [answer.row.text for answer in found] == [row["text"] for row in rows]
+    for place, folder in enumerate((texts / "base", texts / "a", tmp_path / "merged")):
         model, tokenizer = _transformers(folder, "AutoModelForSequenceClassification")
-        for answer in found:
-            inputs = tokenizer(wanted[answer.row]["text"], return_tensors="pt")
+        for row, answer in zip(rows, found, strict=True):
+            inputs = tokenizer(row["text"], return_tensors="pt")
             with torch.no_grad():
                 chances = model(**inputs).logits[0].double().softmax(-1)
-            said = getattr(answer, name)
-            assert said.text == model.config.id2label[int(chances.argmax())]
+            said = answer.predictions[place]
+            assert said is not None and said.text == model.config.id2label[int(chances.argmax())]
             assert said.probability == pytest.approx(float(chances.max()), abs=1e-5)
-            assert said.right == (said.text == answer.label)
-    assert [answer.text for answer in found] == [wanted[row]["text"] for row in rows]
-    assert shared.answers("base", [0], setting)[0].tuned is None
+            assert said.right == (said.text == answer.row.label)
+    assert len(shared.answers("base", setting)[0].predictions) == 2
 
 
 def _transformers(folder: Path, kind: str) -> tuple[Any, Any]:
@@ -160,23 +160,24 @@ def _transformers(folder: Path, kind: str) -> tuple[Any, Any]:
     )
 
 
-@pytest.mark.parametrize("against", ["base", "tuned"])
-def test_flips_are_rows_that_one_model_gets_right_and_the_other_wrong(explorer: Explorer, against: str) -> None:
-    setting = explorer.setting("task-arithmetic", {"a": 1.0, "b": 0.9})
-    rows = list(range(explorer.examples["a"]))
-    before = [getattr(answer, against) for answer in explorer.answers("a", rows, setting)]
-    after = [answer.merged for answer in explorer.answers("a", rows, setting)]
-    flips = explorer.flips("a", setting, against)
-    assert [flip.row for flip in flips] == [row for row in rows if before[row].right != after[row].right]
+@pytest.mark.parametrize("other", ["base", "a"])
+def test_flips_are_rows_that_one_model_gets_right_and_the_other_wrong(explorer: Explorer, other: str) -> None:
+    setting = explorer.setting("task-arithmetic", weights(1.0, 0.9))
+    answers = explorer.answers("a", setting, explorer.examples["a"])
+    place = ("base", "a").index(other)
+    want = [one.row for one in answers if one.predictions[place].right != one.predictions[-1].right]  # type: ignore[union-attr]
+    flips = explorer.flips("a", setting, other)
+    assert [flip.row for flip in flips] == want and want
     for flip in flips:
-        assert (flip.change == "right") == flip.after.right == (not flip.before.right)
-        assert (flip.before, flip.after) == (before[flip.row], after[flip.row])
+        before, after = (said is not None and said.right for said in flip.predictions)
+        assert (flip.change == "right") == after == (not before)
 
 
 def test_figures_and_a_report_show_what_was_measured(explorer: Explorer, tmp_path: Path) -> None:
     for weight in (0.5, 1.0):
-        outcome = explorer.measure(explorer.setting(weights={"a": weight}))
-    points = numbers_of(explorer.trade_offs(outcome))
+        setting = explorer.setting(overrides=weights(weight))
+        explorer.measure(setting)
+    points = numbers_of(explorer.trade_offs(setting))
     assert [point["y"] for point in points] == [row.values["base"] for row in explorer.history]
     page = explorer.write_report(tmp_path / "report")
     assert "gradient-matching" in page.read_text("utf-8") and (tmp_path / "report" / "preview.csv").is_file()
@@ -189,39 +190,35 @@ def test_a_removal_compares_what_is_forgotten_with_what_is_kept(texts: Path) -> 
     data = {name: data_of(texts)[name] for name in ("a", "base")}
     write_recipe(texts / "removal.yml", {"method": "removal", "base": part["base"], "models": [part["a"]]})
     with Explorer(texts / "removal.yml", data) as found:
-        choices = found.choices
-        assert (choices.methods, found.removes) == (["removal", "task-arithmetic"], ["a"])
-        strengths = choices.strengths("removal")
-        assert [setting.weights[0] for setting in strengths] == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5]
-        assert choices.strengths("task-arithmetic")[4].weights == (-1.0,)
+        assert ([*found.controls], found.removes) == (["removal", "task-arithmetic"], ["a"])
+        assert found.setting("task-arithmetic").weights == (-1.0,)
+        strengths = found.shared_weights(found.own)
+        assert [setting.weights[0] for setting in strengths] == pytest.approx([0.2 * number for number in range(11)])
         for setting in strengths:
-            outcome = found.measure(setting)
+            found.measure(setting)
         assert found.measure(strengths[0]).metrics == found.alone["base"] and found.best() is None
-        points = numbers_of(found.trade_offs(outcome))
+        points = numbers_of(found.trade_offs(strengths[0]))
         assert [point["x"] for point in points] == [row.values["a"] for row in found.history]
 
 
 def test_controls_come_from_the_signature_of_the_method(shared: Explorer) -> None:
-    choices = shared.choices
-    for method in choices.methods:
-        for control in choices.controls(method):
-            assert control.meaning
-            for value in (control.low, control.high) if control.key != "damping" else ():
+    for method, controls in shared.controls.items():
+        for key, control in controls.items():
+            for value in (control.low, control.high) if key.startswith("options.") else ():
                 # For della, these two bound each other.
-                if method != "della" or control.key not in ("options.epsilon", "options.density"):
-                    shared.setting(method, {}, {control.key: value})
-    assert choices.weight_control("average") is None
+                if method != "della" or key not in ("options.epsilon", "options.density"):
+                    shared.setting(method, {key: value})
+    assert not shared.controls["average"] and "damping" in shared.controls["gradient-matching"]
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("tise",),
         ("regmean",),
-        ("ties", {"c": 1.0}),
-        ("ties", {}, {"densty": 0.5}),
-        ("ties", {}, {"options.density": 2}),
-        ("weighted-average", {"a": 1, "b": -1}),
+        ("ties", {"models.2.weight": 1.0}),
+        ("ties", {"options.densty": 0.5}),
+        ("ties", {"options.density": 2}),
+        ("weighted-average", weights(1, -1)),
     ],
 )
 def test_a_setting_that_cannot_be_merged_is_refused(shared: Explorer, arguments: tuple[Any, ...]) -> None:
@@ -231,12 +228,12 @@ def test_a_setting_that_cannot_be_merged_is_refused(shared: Explorer, arguments:
 
 def test_without_base_or_curvature_methods_that_need_them_are_not_offered(texts: Path) -> None:
     with Explorer(texts / "plain.yml", data_of(texts)) as found:
-        assert not {"gradient-matching", "fisher-averaging", "removal", "regmean"} & {*found.choices.methods}
+        assert not {"gradient-matching", "fisher-averaging", "removal", "regmean"} & {*found.controls}
     write_recipe(texts / "baseless.yml", {"method": "weighted-average", "models": ["./a", "./b"]})
     with Explorer(texts / "baseless.yml", {name: data_of(texts)[name] for name in ("a", "b")}) as found:
-        assert not {"ties", "task-arithmetic"} & {*found.choices.methods}
-        answer = found.answers("a", [0], found.own)[0]
-        assert answer.base is None and answer.tuned is not None and found.flips("a", found.own, "base") == []
+        assert not {"ties", "task-arithmetic"} & {*found.controls}
+        base, tuned, _ = found.answers("a", found.own)[0].predictions
+        assert base is None and tuned is not None and found.flips("a", found.own, "base") == []
 
 
 def make_images(folder: Path) -> dict[str, str]:
@@ -265,26 +262,24 @@ def test_every_task_is_measured_and_answered(tmp_path: Path, make: Any) -> None:
     recipe = {"method": "task-arithmetic", "base": str(tmp_path / "base"), "models": [str(tmp_path / "a")]}
     with Explorer(recipe, data) as found:
         for weight in (0.3, 0.6):  # the second into the same model
-            setting = found.setting(weights={"a": weight})
+            setting = found.setting(overrides=weights(weight))
             outcome = found.measure(setting)
         found.save(setting, tmp_path / "merged", progress=False)
         there = gm.evaluate(tmp_path / "merged", data["a"])
         assert outcome.metrics["a"] == {name: there[name] for name in outcome.metrics["a"]}
-        answer = found.answers("a", [1], setting)[0]
-        assert (answer.image is not None) == (make is make_images)
-        assert (answer.text is not None) == (make is not make_images)
-        assert answer.base is not None and answer.tuned is not None
+        answers = found.answers("a", setting, 6)
+        row, merged = answers[0].row, [answer.predictions[-1] for answer in answers]
+        assert (row.image is not None) == (make is make_images) == (row.text is None)
+        assert all(said is not None for answer in answers for said in answer.predictions)
         if make in (make_prompts, make_pairs):
             kind = "AutoModelForCausalLM" if make is make_prompts else "AutoModelForSeq2SeqLM"
             model, tokenizer = _transformers(tmp_path / "merged", kind)
-            ids = tokenizer(answer.text, return_tensors="pt").input_ids
+            ids = tokenizer(row.text, return_tensors="pt").input_ids
             written = model.generate(ids, max_new_tokens=8, do_sample=False)[0]
             wanted = tokenizer.decode(written[ids.shape[1] if make is make_prompts else 1 :], skip_special_tokens=True)
-            assert answer.merged.text.startswith(wanted.strip()) or answer.merged.text == wanted
+            assert merged[0] is not None and merged[0].text.startswith(wanted.strip())
         else:
-            assert answer.merged.probability is not None
-            right = [one.merged.right for one in found.answers("a", list(range(6)), setting)]
-            assert sum(map(bool, right)) / 6 == pytest.approx(outcome.values["a"])
+            assert sum(said.right is True for said in merged if said) / 6 == pytest.approx(outcome.values["a"])
 
 
 def test_a_calibrated_setting_measures_as_the_saved_merge_does_after_calibration(texts: Path, tmp_path: Path) -> None:
@@ -294,9 +289,9 @@ def test_a_calibrated_setting_measures_as_the_saved_merge_does_after_calibration
         (tmp_path / f"{name}-fit.jsonl").write_text("".join(lines[::2]))
         (tmp_path / f"{name}-rest.jsonl").write_text("".join(lines[1::2]))
     with Explorer(texts / "recipe.yml", {name: data_of(texts)[name] for name in ("a", "b")}, device="cpu") as explorer:
-        setting = explorer.setting("task-arithmetic", {"a": 0.4, "b": 0.4})
+        setting = explorer.setting("task-arithmetic", weights(0.4, 0.4))
         explorer.save(setting, tmp_path / "merged", progress=False)
-        found = explorer.calibrate(setting)
+        result, tasks = explorer.calibrate(setting)
     rows = {name: str(tmp_path / f"{name}-fit.jsonl") for name in ("a", "b")}
     teachers = {name: str(texts / name) for name in ("a", "b")}
     gm.calibrate(
@@ -308,8 +303,8 @@ def test_a_calibrated_setting_measures_as_the_saved_merge_does_after_calibration
         device="cpu",
         progress=False,
     )
-    for metrics, model in ((found.before, "merged"), (found.after, "calibrated")):
-        for name in ("a", "b"):
+    for name, task in tasks.items():
+        for value, model in ((task.before, "merged"), (task.after, "calibrated")):
             want = gm.evaluate(str(tmp_path / model), str(tmp_path / f"{name}-rest.jsonl"), device="cpu")
-            assert metrics[name]["loss_per_example"] == pytest.approx(want["loss_per_example"], rel=1e-3), model
-    assert found.rows == {"a": 20, "b": 20} and found.result.improved
+            assert value == pytest.approx(want[task.metric]) and task.rows == 20
+    assert result.improved and tasks.keys() == {"a", "b"}

@@ -40,9 +40,8 @@ def serve(
         }
         stack.enter_context(private_files())
         from .app import build
-        from .session import Session
 
-        sessions = {title: Session(explorer) for title, explorer in explorers.items()}
-        for session in sessions.values():
-            stack.callback(session.close)
-        run(build(sessions), port, ready)
+        page, workbenches = build(explorers)
+        for workbench in workbenches:
+            stack.callback(workbench.close)
+        run(page, port, ready)

@@ -1,52 +1,79 @@
-"""The page: its layout, and the handlers of its events."""
+"""The page: its layout, and the handlers of its events.
+
+Gradio runs handlers in threads. While a slider moves, the page keeps only the latest of the next measurements, and a
+newer move of the same page ends a long one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
+import json
+import os
+import threading
+import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.components.plot import PlotData
 
-from ..errors import GradmergeError
+from ..compare.evaluate import Superseded
+from ..compare.ranking import Outcome, Preview, higher_is_better, with_error
+from ..compare.settings import BASE, Setting
+from ..errors import GradmergeError, InputError, MachineError
+from ..report.theme import LIGHT
 from ..text import counted
 from . import html
-from .controls import Panel
-from .session import Session, error_text
-from .theme import CHOSEN_ROW, COPY, DIM_BOARD
+from .explorer import CalibratedTask, Explorer
+from .html import Lane, esc
 
-#: Events are not listed as an API, and Gradio does not show its progress bar.
+#: Seconds after which a measurement ends for a newer move: while a slider is dragged, quick results are still shown.
+PATIENCE = 0.5
+#: Rows of a table.
+MAX_FLIPS, MAX_TRIED = 24, 100
+#: Events are not listed as an API, and Gradio's progress bar is shown in one place only.
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 _PARALLEL: dict[str, Any] = {**_QUIET, "concurrency_limit": None}
 #: While one event runs, the page keeps only the latest of the next ones.
 _LATEST: dict[str, Any] = {**_PARALLEL, "trigger_mode": "always_last"}
 _FAST: dict[str, Any] = {**_QUIET, "queue": False}
+#: The time of a move by the clock of the browser, before the values of the controls.
+_WITH_TIME = "(time, ...values) => [Date.now(), ...values]"
+#: Until the new numbers arrive, those on the board are of an earlier move.
+_MOVED = """() => {
+    document.querySelectorAll(".gm-board").forEach((board) => board.classList.add("stale"));
+    return [Date.now()];
+}"""
 
 CALIBRATION = (
     "Calibration brings this merge closer to its fine-tuned models. It reads the inputs of every other row, without "
     "labels. Before and after are measured on the other half of the rows. For speed, it runs without output factors "
     "(<code>--curvature none</code>). <code>gradmerge calibrate</code> calibrates a saved merge."
 )
+TRADE_OFFS = "Every measured setting. The line joins settings that no other beats on both axes; the ring is this merge."
+FORGETTING = "What a removal costs the rest, for every strength that was measured; the ring is this merge."
+TRIED = "Click a row to show its setting again. ★ is the best so far. Shares in percent, ± 1 standard error."
 
 
-def build(sessions: Mapping[str, Session]) -> gr.Blocks:
-    """The page, with a tab for each session."""
+def build(explorers: Mapping[str, Explorer]) -> tuple[gr.Blocks, list[Workbench]]:
+    """The page, and its workbenches: a tab for each explorer."""
+    workbenches = []
     page: gr.Blocks
     with gr.Blocks(title="gradmerge studio", analytics_enabled=False, fill_width=True) as page:
-        if len(sessions) == 1:
-            for title, session in sessions.items():
-                _html("gm-header", header(title, session))
-                _Workbench(page, session)
-        else:
-            _html("gm-header", header("", None))
-            with gr.Tabs(elem_classes="gm-jobs"):
-                for title, session in sessions.items():
-                    with gr.Tab(title):
-                        _Workbench(page, session)
+        _html("gm-header", "<header><h1><b>gradmerge</b> studio</h1></header>")
+        with gr.Tabs(elem_classes="gm-jobs"):
+            for title, explorer in explorers.items():
+                models, tasks = counted(explorer.models, "model"), counted(explorer.tasks, "task")
+                with gr.Tab(f"{title} · {models} · {tasks}" if len(explorers) == 1 else title):
+                    workbenches.append(Workbench(page, explorer))
         page.load(_keep_stream_open, None, None, **_PARALLEL)
-    return page
+    return page, workbenches
 
 
 async def _keep_stream_open() -> AsyncIterator[None]:
@@ -59,212 +86,450 @@ async def _keep_stream_open() -> AsyncIterator[None]:
         await asyncio.sleep(3600)
 
 
-def header(title: str, session: Session | None) -> str:
-    facts = ""
-    if session is not None:
-        models, tasks = counted(session.explorer.models, "model"), counted(session.explorer.tasks, "task")
-        facts = f"<span>{html.esc(title)} · {models} · {tasks}</span>"
-    return f"<header><h1><b>gradmerge</b> studio</h1>{facts}</header>"
-
-
 def _html(classes: str = "", value: str = "") -> gr.HTML:
     return gr.HTML(value, elem_classes=["gm-html", *classes.split()])
 
 
-def _task_choice(tasks: Sequence[str]) -> gr.Radio:
-    return gr.Radio(tasks, value=tasks[0], show_label=False, container=False, elem_classes="gm-pick")
+def _text(value: str) -> gr.HTML:
+    return _html("", f'<p class="gm-told">{value}</p>')
 
 
-class _Workbench:
-    """The components and events of one session."""
+def _choice(choices: Sequence[Any]) -> gr.Radio:
+    return gr.Radio(choices, value=choices[0], show_label=False, container=False, elem_classes="gm-pick")
 
-    def __init__(self, page: gr.Blocks, session: Session) -> None:
-        self._session = session
-        explorer = session.explorer
-        self._removes = bool(explorer.removes)
+
+def _output(what: str, name: str, button: str, variant: Any = "secondary") -> tuple[gr.Textbox, gr.Button]:
+    with gr.Row(elem_classes="gm-pair"):
+        box = gr.Textbox(name, label=f"New folder for {what}", max_lines=1)
+        return box, gr.Button(button, size="sm", variant=variant)
+
+
+class Panel:
+    """The controls of a merge: its method, and a slider for each weight and option."""
+
+    def __init__(self, explorer: Explorer) -> None:
+        self._explorer, own = explorer, explorer.own
+        methods = list(explorer.controls)
+        self.method = gr.Dropdown(
+            methods, value=own.method, label="Method", filterable=len(methods) > 8, elem_classes="gm-method"
+        )
+        self.sliders: dict[str, gr.Slider] = {}
+        for method, controls in explorer.controls.items():  # the recipe's own method is the first
+            for key, control in controls.items():
+                if key not in self.sliders:
+                    look = control.slider(control.value) | {"visible": method == own.method}
+                    kind = "gm-weight" if control.is_weight else None
+                    self.sliders[key] = gr.Slider(**look, buttons=[], elem_classes=kind)
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The components, in the order of the values that :meth:`read` takes and :meth:`show` returns."""
+        return [self.method, *self.sliders.values()]
+
+    def read(self, method: str, *positions: float) -> Setting:
+        """The setting of the components' values; what was not moved stays the recipe's."""
+        controls = self._explorer.controls[method]
+        values = {
+            key: controls[key].value_at(position)
+            for key, position in zip(self.sliders, positions, strict=True)
+            if key in controls
+        }
+        return self._explorer.setting(method, {key: v for key, v in values.items() if v != controls[key].value})
+
+    def show(self, values: Mapping[str, Any]) -> list[Any]:
+        """Updates of the components for a setting, or for a method with some keys. Other keys are the recipe's."""
+        method = values["method"]
+        controls, updates = self._explorer.controls[method], [gr.update(value=method)]
+        for key in self.sliders:
+            control = controls.get(key)
+            shown = {"visible": False} if control is None else control.slider(values.get(key, control.value))
+            updates.append(gr.update(**shown))
+        return updates
+
+    def change_method(self, method: str, *positions: float) -> list[Any]:
+        """Updates for another method. Weights stay if they are in its range."""
+        controls = self._explorer.controls[method]
+        weights = {key: value for key, value in zip(self.sliders, positions, strict=True) if key in controls}
+        kept = {k: v for k, v in weights.items() if controls[k].is_weight and controls[k].low <= v <= controls[k].high}
+        return self.show({"method": method, **kept})
+
+
+@dataclass
+class Visit:
+    """One open page. Times are those of the browser's clock."""
+
+    moved: float = 0.0
+    """When a slider last moved."""
+    shown: Outcome | None = None
+    shown_time: float = 0.0
+    """When the move was made whose result is shown."""
+    boards: int = 0
+    """How often its board changed."""
+    closed: bool = False
+
+
+class Reporter:
+    """Shows the progress of an event as Gradio does. Threads of the work may share it."""
+
+    def __init__(self, text: str, stop: Callable[[], bool] = lambda: False) -> None:
+        self._text, self._stop = text, stop
+        self._context, self._lock = contextvars.copy_context(), threading.Lock()
+        self._total = self._done = 0
+        self.share(0)
+
+    def share(self, share: float) -> None:
+        with self._lock:
+            self._context.run(gr.Progress(), share, desc=self._text)
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        self._text, self._total, self._done = what, total, done
+
+    def advance(self, amount: int) -> None:
+        if self._stop():
+            raise MachineError("the page was closed")
+        self._done += amount
+        self.share(min(1.0, self._done / max(1, self._total)))
+
+
+@contextlib.contextmanager
+def _shown_errors() -> Iterator[None]:
+    """Show an error on the page."""
+    try:
+        yield
+    except GradmergeError as error:
+        text = str(error)
+    except MemoryError:
+        text = "out of memory. Use fewer rows with --limit, or a smaller --batch-size."
+    except Exception as error:
+        traceback.print_exception(error)
+        text = f"internal error: {type(error).__name__}: {error}. The terminal has the traceback."
+    else:
+        return
+    raise gr.Error(esc(text), duration=None, print_exception=False)
+
+
+class Workbench:
+    """The components and events of one explorer."""
+
+    def __init__(self, page: gr.Blocks, explorer: Explorer) -> None:
+        self.explorer, self._removes = explorer, bool(explorer.removes)
+        self._visits: dict[str, Visit] = {}
+        self._closed = False
         with gr.Row(elem_classes="gm-desk"):
             with gr.Column(scale=0, min_width=320, elem_classes="gm-side"):
                 self.panel = Panel(explorer)
                 with gr.Row(elem_classes="gm-buttons"):
                     self.own = gr.Button("Recipe’s own", size="sm")
                     self.best = gr.Button("Best so far", size="sm", visible=not self._removes)
-                self._add_outputs()
+                with gr.Column(elem_classes="gm-keep"):
+                    self.folder, self.save = _output("the merge", "studio-merged", "Save merge", "primary")
+                    self.report_folder, self.report = _output("a report", "studio-report", "Write report")
             with gr.Column(scale=1, min_width=320, elem_classes="gm-main"):
-                self.error = _html("gm-errors")
-                self.board = _html("gm-board-box", html.state("measuring"))
-                self.state = _html("gm-state-box")
+                self.board = _html("gm-board-box")
+                self.progress = _html("gm-progress")
                 self._add_tabs()
                 self.notes = _html("gm-notes-box", html.notes(explorer.notes))
-        self.version = gr.State(0)
         self._connect(page)
 
-    def _add_outputs(self) -> None:
-        with gr.Column(elem_classes="gm-keep"):
-            self.copy = gr.Button("Copy recipe", size="sm", elem_classes="gm-copy")
-            with gr.Row(elem_classes="gm-pair"):
-                self.folder = gr.Textbox("studio-merged", label="New folder for the merge", max_lines=1)
-                self.save = gr.Button("Save merge", size="sm", variant="primary")
-            with gr.Row(elem_classes="gm-pair"):
-                self.report_folder = gr.Textbox("studio-report", label="New folder for a report", max_lines=1)
-                self.report = gr.Button("Write report", size="sm")
-            self.written = _html("gm-kept")
-
     def _add_tabs(self) -> None:
-        explorer, removes = self._session.explorer, self._removes
-        self.active = gr.State("answers")
+        explorer, removes = self.explorer, self._removes
+        self.time, self.active = gr.Number(visible=False), gr.State("answers")
         self.tabs: dict[str, gr.Tab] = {}
         with gr.Tabs(elem_classes="gm-views"):
             with gr.Tab("Answers") as self.tabs["answers"]:
-                self.task = _task_choice(explorer.tasks)
+                self.task = _choice(explorer.tasks)
                 self.answers = _html()
             with gr.Tab("What flipped") as self.tabs["flips"]:
-                with gr.Row(elem_classes="gm-picks"):
-                    self.flip_task = _task_choice(explorer.tasks)
-                    others = [("against the base", "base"), ("its fine-tuned model", "tuned")]
-                    look: dict[str, Any] = {"show_label": False, "container": False, "min_width": 200, "scale": 0}
-                    self.against = gr.Dropdown(others, value="base", **look)
+                self.flip_task = _choice(explorer.tasks)
+                self.against = _choice(["against the base", "against the fine-tuned model"])
                 self.flips = _html()
             with gr.Tab("Forgetting" if removes else "Trade-offs") as self.tabs["trade-offs"]:
-                self.trade_offs = _html()
+                _text(FORGETTING if removes else TRADE_OFFS)
+                self.trade_offs = gr.Plot(show_label=False, container=False, elem_classes="gm-plot")
                 with gr.Row(elem_classes="gm-buttons"):
                     self.curve = gr.Button("Measure the curve" if removes else "Sweep one weight for all", size="sm")
                     self.every = gr.Button("Try every method", size="sm")
-            self.calibrate: gr.Button | None = None
-            if not removes and set(explorer.tasks) & set(explorer.models):
-                with gr.Tab("Calibrate") as self.tabs["calibrate"]:
-                    _html("", f'<p class="gm-told">{CALIBRATION}</p>')
-                    with gr.Row(elem_classes="gm-buttons"):
-                        self.calibrate = gr.Button("Calibrate", size="sm")
-                    self.calibrated = _html()
+            possible = not removes and bool(set(explorer.tasks) & set(explorer.models))
+            with gr.Tab("Calibrate", visible=possible) as self.tabs["calibrate"]:
+                _text(CALIBRATION)
+                self.calibrate = gr.Button("Calibrate", size="sm")
+                self.calibrated = _html()
             with gr.Tab("Tried") as self.tabs["tried"]:
-                self.tried = _html()
-                self.chosen = gr.Button("", elem_classes="gm-taken")
-                self.chosen_row = gr.Textbox(visible=False)
+                _text(TRIED)
+                headers = ["#", "setting", "average", *explorer.tasks]
+                look: dict[str, Any] = {"show_label": False, "buttons": [], "max_height": 1000}
+                self.tried = gr.Dataframe(headers=headers, interactive=False, elem_classes="gm-tried", **look)
             with gr.Tab("Recipe") as self.tabs["recipe"]:
                 self.recipe = gr.Code(language="yaml", show_label=False, interactive=False, elem_classes="gm-recipe")
 
     def _connect(self, page: gr.Blocks) -> None:
-        panel, inputs, explorer = self.panel, self.panel.inputs, self._session.explorer
-        # These first change the controls; then the new values are measured.
-        changes = [
-            panel.method.input(panel.change_method, panel.weight_inputs, panel.outputs, **_FAST),
-            self.own.click(lambda: panel.show(explorer.own), None, panel.outputs, **_FAST),
-            self.best.click(self._show_best, None, panel.outputs, **_FAST),
-            self.chosen.click(self._show_tried, self.chosen_row, panel.outputs, js=CHOSEN_ROW, **_FAST),
-        ]
-        boxes = [(option.checkbox, option.slider) for option in panel.options if option.checkbox is not None]
-        for box, slider in boxes:
-            changes.append(box.input(lambda on: gr.update(visible=not on), box, slider, **_FAST))
+        panel, inputs = self.panel, self.panel.inputs
+        progress = {**_PARALLEL, "show_progress": "full", "show_progress_on": self.progress}
         measure: dict[str, Any] = {
             "fn": self._measure,
-            "inputs": [self.version, *inputs],
-            "outputs": [self.board, self.state, self.error, self.version, self.recipe, self.notes],
+            "inputs": [self.time, *inputs],
+            "outputs": [self.board, self.recipe, self.notes],
+            "js": _WITH_TIME,
+            **progress,
         }
+        views = [self.answers, self.flips, self.trade_offs, self.tried]
+        show: dict[str, Any] = {
+            "fn": self._show_tab,
+            "inputs": [self.active, self.task, self.flip_task, self.against],
+            "outputs": views,
+        }
+        # These first change the controls; then the new values are measured.
+        changes = [
+            panel.method.input(panel.change_method, inputs, inputs, **_FAST),
+            self.own.click(lambda: panel.show(self.explorer.own), None, inputs, **_FAST),
+            self.best.click(self._show_best, None, inputs, **_FAST),
+            self.tried.select(self._show_tried, None, inputs, **_FAST),
+        ]
         for event in changes:
-            event.then(None, None, None, js=DIM_BOARD, **_QUIET)
-            event.then(self._note, inputs, None, **_FAST)
-            event.then(**measure, **_PARALLEL)
-        moving = [c for c in inputs if c not in (panel.method, *(box for box, _ in boxes))]
-        moved = [component.input for component in moving]
-        # Dimming is a separate event, so that a late result of one move does not dim the board of another.
-        gr.on(moved, None, None, None, js=DIM_BOARD, **_QUIET, trigger_mode="multiple")
-        # So is the note, because the measurements of one event run one after the other.
-        gr.on([c.change for c in moving], self._note, inputs, None, **_FAST, trigger_mode="always_last")
-        gr.on(moved, **measure, **_LATEST)
-        page.load(**measure, **_LATEST)
-        views = [self.answers, self.flips, self.trade_offs, self.tried, self.error]
-        choices = [self.active, self.task, self.flip_task, self.against]
-        self.version.change(self._show_tab, choices, views, **_LATEST)
+            event.then(self._note_move, self.time, None, js=_MOVED, **_FAST)
+            event.then(**measure).then(**show, **_PARALLEL)
+        moves = [slider.input for slider in panel.sliders.values()]
+        gr.on(moves, self._note_move, self.time, None, js=_MOVED, **_FAST, trigger_mode="multiple")
+        gr.on(moves, **measure, trigger_mode="always_last").then(**show, **_LATEST)
+        page.load(**measure).then(**show, **_PARALLEL)
         for name, tab in self.tabs.items():
             selected = tab.select(functools.partial(str, name), None, self.active, **_FAST)
-            selected.then(self._show_tab, choices, views, **_PARALLEL)
+            selected.then(**show, **_PARALLEL)
         for component in (self.task, self.flip_task, self.against):
-            component.input(self._show_tab, choices, views, **_LATEST)
-        shown = [self.state, self.trade_offs, self.board, self.error]
-        self.curve.click(self._sweep, inputs, shown, **_PARALLEL)
-        self.every.click(self._try_methods, inputs, shown, **_PARALLEL)
-        if self.calibrate is not None:
-            self.calibrate.click(self._calibrate, inputs, self.calibrated, **_PARALLEL)
-        self.copy.click(None, self.recipe, None, js=COPY, **_QUIET)
-        self.save.click(self._save, [self.folder, *inputs], self.written, **_PARALLEL)
-        self.report.click(self._report, self.report_folder, self.written, **_PARALLEL)
-        page.unload(self._session.leave)
+            component.input(**show, **_LATEST)
+        for button, settings in ((self.curve, self._sweep), (self.every, self._every_method)):
+            button.click(settings, inputs, self.board, **progress).then(**show, **_PARALLEL)
+        self.calibrate.click(self._calibrate, inputs, self.calibrated, **progress)
+        self.save.click(self._save, [self.folder, *inputs], None, **progress)
+        self.report.click(self._report, self.report_folder, None, **progress)
+        page.unload(self._leave)
+
+    def close(self) -> None:
+        """End all work."""
+        self._closed = True
+        for visit in list(self._visits.values()):
+            visit.closed = True
+
+    def _visit(self, request: gr.Request) -> Visit:
+        return self._visits.setdefault(str(request.session_hash), Visit(closed=self._closed))
+
+    def _leave(self, request: gr.Request) -> None:
+        """End the measurements of a page that was closed."""
+        self._visits.pop(str(request.session_hash), Visit()).closed = True
 
     def _show_best(self) -> list[Any]:
-        best = self._session.explorer.best()
-        return self.panel.show(best.setting if best is not None else self._session.explorer.own)
+        best = self.explorer.best()
+        return self.panel.show(self.explorer.own if best is None else best.setting)
 
-    def _show_tried(self, row: str) -> list[Any]:
+    def _show_tried(self, event: gr.SelectData) -> list[Any]:
         """The setting of a row that was clicked."""
-        return self.panel.show(self._session.explorer.history[int(row)].setting)
+        return self.panel.show(self.explorer.history[int(event.row_value[0]) - 1].setting)
 
-    def _note(self, request: gr.Request, *values: Any) -> None:
-        """Note a move, so that the measurement of an earlier one may end."""
-        with contextlib.suppress(GradmergeError):  # the measurement shows it
-            self._session.visit(request).note(self.panel.read(values))
+    def _note_move(self, request: gr.Request, moved: float) -> None:
+        """Note the time of a move, so that the measurement of an earlier one may end."""
+        visit = self._visit(request)
+        visit.moved = max(visit.moved, moved)
 
-    def _measure(self, request: gr.Request, version: int, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Show the recipe, then the progress of the measurement, then the board."""
-        session, explorer = self._session, self._session.explorer
-        visit, same = session.visit(request), gr.skip()
-        try:
-            setting = self.panel.read(values)
-            yield same, same, "", same, explorer.recipe_text(setting), same
-            for board, state in session.measured(visit, setting):
-                if board is not None:
-                    yield board, "", "", version + 1, same, html.notes(explorer.notes)
-                elif visit.shown is None:  # there is no board yet
-                    yield state, same, same, same, same, same
-                else:
-                    yield same, state, same, same, same, same
-        except Exception as error:
-            yield same if visit.shown else "", "", html.message(error_text(error)), same, same, same
+    def _measure(self, request: gr.Request, moved: float, *values: Any) -> tuple[Any, ...]:
+        """Measure the setting of the controls, and show it on the board."""
+        visit, begun = self._visit(request), time.perf_counter()
+
+        def stop() -> bool:
+            return visit.closed or (visit.moved > moved and time.perf_counter() - begun > PATIENCE)
+
+        with _shown_errors():
+            setting = self.panel.read(*values)
+            report = Reporter(
+                "measuring" if self.explorer.history else "measuring all models, and the merge of the recipe"
+            )
+            with contextlib.suppress(Superseded):
+                outcome = self.explorer.measure(setting, stop, report.share)
+                if moved >= visit.shown_time:
+                    visit.shown, visit.shown_time = outcome, moved
+                    board = self._board(visit, time.perf_counter() - begun)
+                    return board, self.explorer.recipe_text(setting), html.notes(self.explorer.notes)
+        return gr.skip(), gr.skip(), gr.skip()
+
+    def _sweep(self, request: gr.Request, *values: Any) -> Any:
+        return self._measure_all(request, lambda: self.explorer.shared_weights(self.panel.read(*values)))
+
+    def _every_method(self, request: gr.Request, *values: Any) -> Any:
+        return self._measure_all(request, lambda: list(map(self.explorer.setting, self.explorer.controls)))
+
+    def _measure_all(self, request: gr.Request, settings: Callable[[], Sequence[Setting]]) -> Any:
+        visit = self._visit(request)
+        with _shown_errors(), contextlib.suppress(Superseded):
+            chosen = settings()
+            report = Reporter("measuring")
+            for number, setting in enumerate(chosen):
+                report.begin(setting.name, len(chosen), number)
+                report.share(number / len(chosen))
+                self.explorer.measure(setting, lambda: visit.closed)
+        return self._board(visit) if visit.shown is not None else gr.skip()
+
+    def _calibrate(self, request: gr.Request, *values: Any) -> str:
+        """Calibrate the setting of the controls, and show every task before and after."""
+        visit = self._visit(request)
+        with _shown_errors():
+            setting, report = self.panel.read(*values), Reporter("preparing the calibration", lambda: visit.closed)
+            result, tasks = self.explorer.calibrate(setting, stop=lambda: visit.closed, progress=report)
+            notes = [str(note) for note in result.notes]
+            if not result.improved:
+                notes.insert(
+                    0, "The calibrated merge was not closer to the fine-tuned models, so the merge stays as it is."
+                )
+            table = _before_and_after(tasks, result.improved)
+            return f"<p><code>{esc(setting.name)}</code></p>{table}{html.notes(notes)}"
+        raise AssertionError
+
+    def _save(self, folder: str, *values: Any) -> None:
+        with _shown_errors():
+            setting, out = self.panel.read(*values), _new_folder(folder)
+            self.explorer.save(setting, out, progress=Reporter("merging", lambda: self._closed))
+            gr.Success(esc(f"Saved {setting.name} in {out}"), duration=None, title="Saved")
+
+    def _report(self, folder: str) -> None:
+        with _shown_errors():
+            page = self.explorer.write_report(_new_folder(folder))
+            gr.Success(esc(f"The report is {page}"), duration=None, title="Saved")
 
     def _show_tab(self, request: gr.Request, active: str, task: str, flip_task: str, against: str) -> list[Any]:
         """Update the open tab for the merge on the board."""
-        session, visit = self._session, self._session.visit(request)
-        views: dict[str, Callable[[], str]] = {
-            "answers": lambda: session.answers(visit, task),
-            "flips": lambda: session.flips(visit, flip_task, against),
-            "trade-offs": lambda: session.trade_offs(visit),
-            "tried": session.tried,
+        shown = self._visit(request).shown
+        if shown is None:
+            return [gr.skip()] * 4
+        views: dict[str, Callable[[], Any]] = {
+            "answers": lambda: self._answers(shown, task),
+            "flips": lambda: self._flips(shown, flip_task, BASE if against == "against the base" else flip_task),
+            "trade-offs": lambda: self._trade_offs(shown),
+            "tried": self._tried,
         }
-        if active not in views or visit.shown is None:
-            return [gr.skip()] * (len(views) + 1)
-        try:
-            return [views[name]() if name == active else gr.skip() for name in views] + [gr.skip()]
-        except Exception as error:
-            return [gr.skip()] * len(views) + [html.message(error_text(error))]
+        with _shown_errors():
+            return [view() if name == active else gr.skip() for name, view in views.items()]
+        raise AssertionError
 
-    def _sweep(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        yield from self._measure_all(request, lambda: self._session.sweep(self.panel.read(values)))
+    def _answers(self, shown: Outcome, task: str) -> str:
+        """The same rows, answered by the base, the fine-tuned model and the merge."""
+        models = ["base", *([] if task == BASE else ["fine-tuned"]), "this merge"]
+        return html.answers(self.explorer.answers(task, shown.setting), models)
 
-    def _try_methods(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        explorer = self._session.explorer
-        yield from self._measure_all(request, lambda: list(map(explorer.setting, explorer.choices.methods)))
+    def _flips(self, shown: Outcome, task: str, other: str) -> str:
+        """The rows that turned right or wrong."""
+        found = self.explorer.flips(task, shown.setting, other)
+        kinds = dict.fromkeys(one.change for one in found)
+        counts = " and ".join(f"{sum(one.change == kind for one in found):,} turned {kind}" for kind in kinds)
+        model = "the base" if other == BASE else f"the model fine-tuned on {task}"
+        text = (
+            f"Compared with {model}, of {self.explorer.examples[task]:,} rows {counts or 'none turned right or wrong'}."
+        )
+        if len(found) > MAX_FLIPS:
+            text += f" The first {MAX_FLIPS} are shown."
+        table = html.answers(found[:MAX_FLIPS], ["before", "this merge"]) if found else ""
+        return f'<p class="gm-told">{esc(text)}</p>{table}'
 
-    def _measure_all(self, request: gr.Request, settings: Callable[[], Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
-        visit, same = self._session.visit(request), gr.skip()
-        try:
-            for state, figure in self._session.swept(visit, settings()):
-                yield state, figure or same, same, same
-            visit.moves += 1
-            yield "", same, self._session.board(visit), same
-        except Exception as error:
-            yield "", same, same, html.message(error_text(error))
+    def _trade_offs(self, shown: Outcome) -> PlotData | None:
+        """All measured settings as a chart, which takes its colors and its width from the page."""
+        chart = self.explorer.trade_offs(shown.setting)
+        if chart is None:
+            return None
+        spec = chart.properties(width="container", background="transparent").to_dict()
+        del spec["$schema"]  # it names a newer version than Gradio's
+        spec["usermeta"] = {"embedOptions": {"actions": False, "renderer": "svg"}}
+        spec["config"]["legend"] |= {"orient": "bottom", "columns": 2}
+        text = json.dumps(spec)
+        for name, color in LIGHT.items():
+            text = text.replace(f'"{color}"', f'"var(--gm-{name})"')
+        return PlotData(type="altair", plot=text)
 
-    def _calibrate(self, request: gr.Request, *values: Any) -> Iterator[str]:
-        visit = self._session.visit(request)
-        yield from self._with_errors(lambda: self._session.calibrated(visit, self.panel.read(values)))
+    def _tried(self) -> list[list[str]]:
+        """Every setting that was measured, best first."""
+        explorer = self.explorer
+        found, best = explorer.preview(), explorer.best()
+        numbers = {row.setting: number for number, row in enumerate(explorer.history, 1)}
+        rows = []
+        for row in found.ranked()[:MAX_TRIED]:
+            values = {task: found.shown_value(row, task) for task in explorer.tasks}
+            star = "★ " if best is not None and row.setting == best.setting else ""
+            shown = [html.with_error(found.metric(task), value) for task, value in values.items()]
+            average = html.with_error(found.metric(explorer.tasks[0]), self._mean(found, row))
+            rows.append([str(numbers[row.setting]), star + row.setting.name, average, *shown])
+        return rows
 
-    def _save(self, folder: str, *values: Any) -> Iterator[str]:
-        yield from self._with_errors(lambda: self._session.saved(self.panel.read(values), folder))
+    def _mean(self, found: Preview, row: Outcome) -> float | None:
+        """The mean over tasks; None if they have different metrics."""
+        tasks = self.explorer.tasks
+        if len({found.metric(task) for task in tasks}) > 1:
+            return None
+        return html.mean([found.shown_value(row, task) for task in tasks])
 
-    def _report(self, folder: str) -> Iterator[str]:
-        yield from self._with_errors(lambda: self._session.reported(folder))
+    def _board(self, visit: Visit, seconds: float = 0.0) -> str:
+        """The present merge beside the best so far, the base and the fine-tuned models."""
+        explorer, now = self.explorer, visit.shown
+        assert now is not None
+        visit.boards += 1
+        found, best, lanes = explorer.preview(), explorer.best(), []
+        for task in explorer.tasks:
+            metric = found.metric(task)
+            models = {"now": now.metrics, "base": explorer.alone.get(BASE, {})}
+            models["tuned"] = explorer.alone.get(task, {}) if task != BASE else {}
+            models["best"] = best.metrics if best is not None and best is not now else {}
+            values = {name: with_error(metrics.get(task) or {}, metric) for name, metrics in models.items()}
+            lanes.append(Lane(task, explorer.examples[task], metric, values, task in explorer.removes))
+        took = f" in {seconds:.2f} s" if seconds >= 0.005 else ""
+        how = f"measured on {sum(explorer.examples.values()):,} rows{took} · bars: ± 1 standard error"
+        cards = "" if self._removes else self._cards(now, best, found)
+        return html.board(lanes, cards, how, visit.boards)
 
-    def _with_errors(self, do: Callable[[], Iterator[str]]) -> Iterator[str]:
-        try:
-            yield from do()
-        except Exception as error:
-            yield html.message(error_text(error))
+    def _cards(self, now: Outcome, best: Outcome | None, found: Preview) -> str:
+        mean, metric = self._mean(found, now), found.metric(found.tasks[0])
+        below = "tasks have different metrics" if mean is None else html.words(metric)
+        if mean is not None and len(found.tasks) > 1:
+            below = f"average {below} over {len(found.tasks)} tasks"
+        chip = _comparison(now, best, found) if best is not None and len(found.rows) > 1 else ""
+        cards = html.card("now", "This merge", metric, mean, below, chip)
+        if best is None:
+            return cards
+        ties = sum(map(found.among_best, found.rows)) - 1
+        more = f" · {ties} other{'s' if ties > 1 else ''} tried tie{'' if ties > 1 else 's'} with it" if ties else ""
+        name = f"<code>{esc(best.setting.name)}</code>{more}"
+        return cards + html.card("best", "Best so far", metric, self._mean(found, best), name)
+
+
+def _new_folder(text: str) -> Path:
+    if not text.strip():
+        raise InputError("Name a new folder to write to.")
+    out = Path(text.strip()).absolute()
+    if os.path.lexists(out):
+        raise InputError(f"{out}: exists already. Name another folder.")
+    return out
+
+
+def _comparison(now: Outcome, best: Outcome, found: Preview) -> str:
+    """How a merge compares with the best so far."""
+    if now.setting == best.setting:
+        return html.chip("good", "the best so far")
+    of = {row.setting: row for row in found.rows}
+    gap = found.difference(of[now.setting], of[best.setting])
+    if gap is None:
+        return html.chip("tied", "differs from the best")
+    metric = "accuracy" if found.criterion.shares else found.metric(found.tasks[0])
+    apart = f"{html.number(metric, abs(gap.value))} ± {html.number(metric, gap.error)}"
+    if gap.tied:
+        return html.chip("tied", f"tied with the best: {apart} apart")
+    better = (gap.value > 0) == found.criterion.higher
+    return html.chip("good", f"better by {apart}") if better else html.chip("bad", f"behind by {apart}")
+
+
+def _before_and_after(tasks: Mapping[str, CalibratedTask], improved: bool) -> str:
+    rows = []
+    for task, one in tasks.items():
+        change, kind = "unchanged", "tied"
+        if improved and one.difference is not None and one.difference.tied:
+            change = "tied"
+        elif improved:
+            better = ((one.after or 0.0) > (one.before or 0.0)) == higher_is_better(one.metric)
+            change, kind = ("better", "good") if better else ("worse", "bad")
+        about = f"{esc(task)} <small>{html.words(one.metric)}{html.unit(one.metric)}</small>"
+        values = [html.with_error(one.metric, value) for value in (one.before, one.after)]
+        rows.append([about, f"{one.rows:,}", *values, html.chip(kind, change)])
+    return html.table(["task", "rows", "before", "after", ""], rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,17 +15,18 @@ from ..api.merge import merge, merged_first, number_of_threads, recipe_of_models
 from ..api.preview import write_preview
 from ..api.recipe_yaml import recipe_documents
 from ..compare.evaluate import InteractiveEvaluator, Stop, Superseded
-from ..compare.ranking import (
-    Outcome,
-    Preview,
-    are_tied,
-    headline,
-    higher_is_better,
-    make_preview,
-    set_scores,
-    unbeaten,
+from ..compare.ranking import Outcome, Preview, headline, make_preview, set_scores, with_error
+from ..compare.settings import (
+    BASE,
+    Axis,
+    Setting,
+    check_methods,
+    is_removal,
+    make_setting,
+    recipe_with,
+    task_names,
+    weight_keys,
 )
-from ..compare.settings import BASE, Axis, Setting, check_methods, is_removal, recipe_with, task_names, weight_keys
 from ..engine.run import MergeResult
 from ..errors import InputError
 from ..progress import Progress
@@ -34,18 +34,16 @@ from ..recipe import Recipe
 from ..refinement.rows import count_rows, select_rows
 from ..report.preview import trade_off_chart
 from ..tasks import LoadOptions, complete, measure
-from ..tasks.evaluate import Prediction, display_rows, has_right_and_wrong, predict
+from ..tasks.evaluate import DisplayRow, Prediction, display_rows, predict
 from ..tasks.metrics import SHARES, Difference, difference
 from ..text import one_line
-from .choices import Choices
+from .controls import controls_of, methods_of
 
 if TYPE_CHECKING:
     import altair as alt
 
 #: Copies of a model during a calibration: one that stays as it is, and two of `gm.calibrate`.
 CALIBRATION_COPIES = 3
-#: Models whose predictions are kept.
-KEPT_PREDICTIONS = 64
 
 #: One for all explorers, because the number of threads of torch is a setting of the whole process.
 _COMPUTING = threading.Lock()
@@ -57,48 +55,24 @@ def never() -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """One row of the data, with the predictions of the base, the task's own model and a merge."""
+    """One row of the data, with the predictions of several models: None of a model whose head does not fit."""
 
-    row: int
-    text: str | None
-    image: Any
-    """A PIL image, for a task on images."""
-    label: str
-    base: Prediction | None
-    tuned: Prediction | None
-    """None for the base's data, or if the model's head does not fit."""
-    merged: Prediction
+    row: DisplayRow
+    predictions: list[Prediction | None]
+    change: str = ""
+    """`right` or `wrong`, where the last model differs from the first."""
 
 
 @dataclass(frozen=True)
-class Flip:
-    """A row that one model gets right and another wrong."""
+class CalibratedTask:
+    """One task before and after calibration, measured on rows that the calibration did not read."""
 
-    row: int
-    text: str | None
-    image: Any
-    label: str
-    before: Prediction
-    after: Prediction
-    change: str
-    """`right` or `wrong`."""
-
-
-@dataclass(frozen=True)
-class CalibrationComparison:
-    """A merge before and after calibration, measured on rows that the calibration did not read."""
-
-    result: CalibrationResult
-    metric: dict[str, str]
-    """Task → its first metric."""
-    before: dict[str, dict[str, Any]]
-    """Task → metrics of the merge."""
-    after: dict[str, dict[str, Any]]
-    """Task → metrics of the calibrated merge."""
-    differences: dict[str, Difference | None]
-    """Task → how much larger the metric is after calibration; None if it is not known row by row."""
-    rows: dict[str, int]
-    """Task → number of rows that were measured."""
+    metric: str
+    rows: int
+    before: float | None
+    after: float | None
+    difference: Difference | None
+    """How much larger the metric is after calibration; None if it is not known row by row."""
 
 
 class Explorer:
@@ -139,9 +113,12 @@ class Explorer:
             ready = stack.enter_context(merged_first(self.recipe, None, self._threads, self._allowed))
             self.evaluator = InteractiveEvaluator(ready, data, options, threads=self._threads, **self._allowed)
             stack.callback(self.evaluator.close)
-            self.choices = Choices(ready, self.evaluator.plan)
+            methods = methods_of(ready, self.evaluator.plan)
             self._files = stack.pop_all()
-        self._predictions: OrderedDict[tuple[str | Setting, str], dict[int, Prediction]] = OrderedDict()
+        self.controls = {method: controls_of(method, ready) for method in methods}
+        """Method → key → control."""
+        self._predictions: dict[tuple[str, str, int], Prediction] = {}
+        """Model that is no merge, task and row → prediction."""
         self.tasks = self.evaluator.tasks
         self.models = task_names(ready)
         self.own = self.setting()
@@ -156,10 +133,6 @@ class Explorer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
         self._files.close()
 
     @property
@@ -177,16 +150,23 @@ class Explorer:
         with contextlib.nullcontext() if self.evaluator.alone_is_known else self._computing():
             return self.evaluator.alone
 
-    def setting(
-        self,
-        method: str | None = None,
-        weights: Mapping[str, float] | None = None,
-        changes: Mapping[str, Any] | None = None,
-    ) -> Setting:
-        """A setting of the recipe that can be merged; keys that are not given are the recipe's."""
-        made = self.choices.setting(method, weights or {}, changes or {})
+    def setting(self, method: str | None = None, overrides: Mapping[str, Any] | None = None) -> Setting:
+        """A setting that can be merged, from keys of the recipe such as `models.0.weight` and `options.density`."""
+        method = method or self.recipe.method
+        weights = {key: one.value for key, one in self.controls.get(method, {}).items() if one.is_weight}
+        own = {} if method == self.recipe.method else weights
+        made = make_setting(self.recipe, method, own | dict(overrides or {}))
         self.evaluator.merge_plan(made)
         return made
+
+    def shared_weights(self, present: Setting, steps: int = 10) -> list[Setting]:
+        """Settings with the same weight for all models, over its range; only the present one if it has no weights."""
+        weights = [one for one in self.controls[present.method].values() if one.is_weight]
+        if not weights:
+            return [present]
+        low, high = weights[0].low, weights[0].high
+        values = [round(low + number * (high - low) / steps, 3) for number in range(steps + 1)]
+        return [self.setting(present.method, {**present, **dict.fromkeys([w.key for w in weights], v)}) for v in values]
 
     @contextlib.contextmanager
     def _computing(self, stop: Stop = never) -> Iterator[None]:
@@ -207,15 +187,16 @@ class Explorer:
 
         Raises Superseded once ``stop`` returns True. A setting is measured only once.
         """
-        if (known := self._measured(setting)) is not None:
+        if (known := self.measured(setting)) is not None:
             return known
         with self._computing(stop):
-            if (known := self._measured(setting)) is None:
+            if (known := self.measured(setting)) is None:
                 known = self.evaluator.measure(setting, stop, advance)
                 self.history.append(known)
             return known
 
-    def _measured(self, setting: Setting) -> Outcome | None:
+    def measured(self, setting: Setting) -> Outcome | None:
+        """The outcome of a setting if it was measured."""
         return next((row for row in self.history if row.setting == setting), None)
 
     def preview(self) -> Preview:
@@ -233,91 +214,60 @@ class Explorer:
     def best(self) -> Outcome | None:
         """The measured setting to take; None for a removal."""
         found = self.preview().best() if self.history and not self.removes else None
-        return None if found is None else self._measured(found.setting)
+        return None if found is None else self.measured(found.setting)
 
-    def tied(self, one: Outcome, other: Outcome) -> bool:
-        """Whether the rows do not distinguish two settings."""
-        a, b = replace(one), replace(other)
-        return are_tied(a, b, set_scores([a, b], True))
-
-    def front(self) -> list[Outcome]:
-        """The settings that no other beats on every task; on tasks to forget, worse is better."""
-
-        def gain(row: Outcome, task: str) -> float:
-            better = higher_is_better(headline(row.metrics[task])) != (task in self.removes)
-            return (row.values[task] or 0.0) * (1 if better else -1)
-
-        return unbeaten([(row, [gain(row, task) for task in self.tasks]) for row in self.history])
-
-    def shown_rows(self, task: str, count: int = 8) -> list[int]:
-        """Numbers of rows that are spread evenly over the data of a task."""
+    def answers(self, task: str, setting: Setting, count: int = 8) -> list[Answer]:
+        """Rows spread evenly over a task's data, with the predictions of the base, the task's own model and a merge."""
         total = self.examples[task]
-        return [number * total // min(count, total) for number in range(min(count, total))]
-
-    def answers(self, task: str, rows: Sequence[int], setting: Setting) -> list[Answer]:
-        """Some rows, with the predictions of the base, the task's own model and a merge."""
+        rows = [number * total // min(count, total) for number in range(min(count, total))]
+        models: list[str | Setting] = [BASE, *([task] if task != BASE else []), setting]
         with self._computing():
             shown = display_rows(self.evaluator.data[task].loaded, rows)
-            base = self._predict_rows(BASE, task, rows)
-            tuned = self._predict_rows(task, task, rows) if task != BASE else [None] * len(rows)
-            merged = self._predict_rows(setting, task, rows)
-        found = []
-        for row, one, *three in zip(rows, shown, base, tuned, merged, strict=True):
-            assert three[2] is not None
-            found.append(Answer(row, one.text, one.image, one.label, three[0], three[1], three[2]))
-        return found
+            predictions = [self._predict(model, task, rows) for model in models]
+        return [Answer(row, list(said)) for row, *said in zip(shown, *predictions, strict=True)]
 
-    def flips(self, task: str, setting: Setting, against: str) -> list[Flip]:
-        """Rows that a merge gets right and another model wrong, or the other way around.
+    def flips(self, task: str, setting: Setting, other: str) -> list[Answer]:
+        """Rows that a merge gets right and another model (`base` or a task's) wrong, or the other way around.
 
-        ``against`` is `base` or `tuned` (the task's own model). Empty for a task without right and wrong.
+        Empty for a task without right and wrong.
         """
-        after, other = self.measure(setting).rows[task], BASE if against == "base" else task
+        after = self.measure(setting).rows[task]
         alone = self.evaluator.outcomes_alone.get(other)
         before = {} if alone is None else alone.rows.get(task, {})
-        loaded = self.evaluator.data[task].loaded
         share = next((name for name in SHARES if name in before and name in after), None)
-        if not before or (share is None and not has_right_and_wrong(loaded)):
+        if share is None:
             return []
+        rows = (before[share] != after[share]).nonzero().flatten().tolist()
         with self._computing():
-            if share is not None:
-                changed = (before[share] != after[share]).nonzero().flatten().tolist()
-            else:
-                every = range(loaded.examples)
-                pairs = zip(
-                    self._predict_rows(other, task, every), self._predict_rows(setting, task, every), strict=True
-                )
-                changed = [row for row, (a, b) in enumerate(pairs) if a and b and a.right != b.right]
-            old, new = self._predict_rows(other, task, changed), self._predict_rows(setting, task, changed)
-        found = []
-        for row, shown, a, b in zip(changed, display_rows(loaded, changed), old, new, strict=True):
-            if a is not None and b is not None:
-                better = b.right if share is None else after[share][row] > before[share][row]
-                found.append(Flip(row, shown.text, shown.image, shown.label, a, b, "right" if better else "wrong"))
-        return found
+            shown = display_rows(self.evaluator.data[task].loaded, rows)
+            predictions = [self._predict(model, task, rows) for model in (other, setting)]
+        words = ["right" if after[share][row] > before[share][row] else "wrong" for row in rows]
+        return [Answer(row, [a, b], word) for row, a, b, word in zip(shown, *predictions, words, strict=True)]
 
-    def _predict_rows(self, which: Setting | str, task: str, rows: Sequence[int]) -> list[Prediction | None]:
+    def _predict(self, which: Setting | str, task: str, rows: Sequence[int]) -> Sequence[Prediction | None]:
         """The predictions of a model for some rows; None for each if there is no such model."""
-        known = self._predictions.setdefault((which, task), {})
-        self._predictions.move_to_end((which, task))
-        if len(self._predictions) > KEPT_PREDICTIONS:
-            self._predictions.popitem(last=False)
-        lacking = [row for row in rows if row not in known]
+        loaded = self.evaluator.data[task].loaded
+        if isinstance(which, Setting):
+            model = self.evaluator.model_of(which)
+            assert model is not None
+            return predict(loaded, model, rows)
+        lacking = [row for row in rows if (which, task, row) not in self._predictions]
         if lacking:
             model = self.evaluator.model_of(which)
             if model is None:
                 return [None] * len(rows)
-            known |= zip(lacking, predict(self.evaluator.data[task].loaded, model, lacking), strict=True)
-        return [known[row] for row in rows]
+            for row, said in zip(lacking, predict(loaded, model, lacking), strict=True):
+                self._predictions[which, task, row] = said
+        return [self._predictions[which, task, row] for row in rows]
 
-    def trade_offs(self, outcome: Outcome) -> alt.LayerChart | None:
+    def trade_offs(self, setting: Setting) -> alt.LayerChart | None:
         """All measured settings by two tasks, with one of them marked; None for a single task."""
-        return trade_off_chart(self.preview(), outcome)
+        return trade_off_chart(self.preview(), self.measured(setting))
 
     def calibrate(
         self, setting: Setting, *, stop: Stop = never, progress: Progress | bool = False
-    ) -> CalibrationComparison:
-        """Calibrate a merge in memory on every other row, and measure it on the other half before and after.
+    ) -> tuple[CalibrationResult, dict[str, CalibratedTask]]:
+        """Calibrate a merge in memory on every other row, and measure each task on the other half before and after.
 
         Output factors are not used (``curvature="none"``). Other threads can measure settings meanwhile.
         """
@@ -329,22 +279,23 @@ class Explorer:
             {task: select_rows(some, range(start, count_rows(some), 2)) for task, some in batches.items()}
             for start in (0, 1)
         )
-        counted = {task: count_rows(some) for task, some in held_out.items()}
-        if short := [task for task, number in counted.items() if number < 2]:
+        if short := [task for task, some in held_out.items() if count_rows(some) < 2]:
             raise InputError(f"{short[0]}: calibration needs at least four rows of each task")
         unlabeled = {task: self._without_labels(task, some) for task, some in fit.items()}
         result = calibrate(merged, unlabeled, teachers=models, curvature="none", progress=progress)
         assert result.model is not None
-        metric, before, after, differences = {}, {}, {}, {}
+        tasks = {}
         with self._computing(stop):
             for task, rows in held_out.items():
                 loss = self.evaluator.data[task].loaded.loss
                 one, other = (measure(model, rows, loss) for model in (merged, result.model))
-                before[task], after[task] = one.summary(), other.summary()
-                name = metric[task] = headline(before[task])
+                before, after = one.summary(), other.summary()
+                name = headline(before)
                 known = name in one.rows() and name in other.rows()
-                differences[task] = difference(other.rows()[name], one.rows()[name]) if known else None
-        return CalibrationComparison(result, metric, before, after, differences, counted)
+                gap = difference(other.rows()[name], one.rows()[name]) if known else None
+                values = with_error(before, name), with_error(after, name)
+                tasks[task] = CalibratedTask(name, count_rows(rows), *values, gap)
+        return result, tasks
 
     def _without_labels(self, task: str, batches: Sequence[Any]) -> list[dict[str, Any]]:
         """Batches without labels; text to text keeps them, as inputs of the decoder."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..compare.ranking import higher_is_better as higher_is_better
-from ..text import printable
+from ..compare.ranking import higher_is_better
+from ..text import Measured, printable
 
 #: Metrics that are shares, shown in percent.
-_SHARES = ("accuracy", "f1", "exact_match", "recall", "precision", "rouge")
+SHARES = ("accuracy", "f1", "exact_match", "recall", "precision", "rouge")
 #: Letters of a text that are shown at first.
-_LETTERS = 280
+LETTERS = 280
+#: Model → what the legend of the board calls it, in the order of the legend.
+MARKS = {"now": "this merge", "best": "best so far", "base": "base", "tuned": "fine-tuned on the task"}
 
 
 def esc(text: object) -> str:
@@ -25,7 +26,7 @@ def esc(text: object) -> str:
 
 
 def is_share(metric: str) -> bool:
-    return any(word in metric for word in _SHARES)
+    return any(word in metric for word in SHARES)
 
 
 def number(metric: str, value: float | None) -> str:
@@ -34,6 +35,12 @@ def number(metric: str, value: float | None) -> str:
         return "–"
     shown = f"{100 * value:.1f}" if is_share(metric) else f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"
     return shown.replace("-", "−")
+
+
+def with_error(metric: str, value: float | None) -> str:
+    """A value with its standard error, if it has one."""
+    error = getattr(value, "error", None)
+    return number(metric, value) + (f" ± {number(metric, error)}" if error is not None else "")
 
 
 def unit(metric: str) -> str:
@@ -45,40 +52,13 @@ def words(metric: str) -> str:
     return esc(metric.replace("_", " "))
 
 
-@dataclass(frozen=True)
-class Score:
-    """A metric with its value and standard error."""
-
-    metric: str
-    value: float | None
-    error: float | None = None
-
-    def __str__(self) -> str:
-        spread = f" <i>± {number(self.metric, self.error)}</i>" if self.error is not None else ""
-        return f"{number(self.metric, self.value)}{spread}"
-
-    @property
-    def ends(self) -> list[float]:
-        if self.value is None or not math.isfinite(self.value):
-            return []
-        return [self.value - (self.error or 0), self.value + (self.error or 0)]
-
-
-def score_of(metrics: Mapping[str, Any] | None, metric: str) -> Score | None:
-    """A metric of a task with its standard error; None if it was not measured."""
-    if not metrics or metric not in metrics:
+def mean(values: Sequence[float | None]) -> float | None:
+    """The mean over tasks with its standard error; None if a value is missing."""
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
         return None
-    return Score(metric, metrics[metric], metrics.get("standard_errors", {}).get(metric))
-
-
-def average(scores: Sequence[Score]) -> Score | None:
-    """The mean over tasks; None if they have different metrics."""
-    if not scores or len({score.metric for score in scores}) > 1 or any(score.value is None for score in scores):
-        return None
-    values = [score.value for score in scores if score.value is not None]
-    errors = [score.error for score in scores if score.error is not None]
-    spread = math.sqrt(sum(e * e for e in errors)) / len(scores) if len(errors) == len(scores) else None
-    return Score(scores[0].metric, sum(values) / len(scores), spread)
+    errors = [getattr(value, "error", None) or math.nan for value in known]
+    return Measured(sum(known) / len(known), math.hypot(*errors) / len(known))
 
 
 @dataclass(frozen=True)
@@ -88,71 +68,70 @@ class Lane:
     task: str
     rows: int
     metric: str
-    now: Score | None
-    base: Score | None
-    tuned: Score | None
-    best: Score | None
+    values: Mapping[str, float | None]
+    """Model, as in `MARKS` → its metric."""
     removed: bool = False
 
     @property
-    def scores(self) -> list[Score]:
-        return [score for score in (self.now, self.base, self.tuned, self.best) if score is not None]
+    def known(self) -> dict[str, float]:
+        return {name: v for name in MARKS if (v := self.values.get(name)) is not None and math.isfinite(v)}
 
 
 def board(lanes: Sequence[Lane], cards: str, how: str, move: int) -> str:
     """The averages, then every task on a scale of its metric, with error bars."""
     spans = {metric: _span([lane for lane in lanes if lane.metric == metric]) for metric in {x.metric for x in lanes}}
     rows = "".join(_lane(lane, spans[lane.metric]) for lane in lanes)
-    keys = (("now", "this merge"), ("best", "best so far"), ("base", "base"), ("tuned", "fine-tuned on the task"))
-    shown = {name for name, _ in keys if any(getattr(lane, name) is not None for lane in lanes)}
-    legend = "".join(f'<span><b class="gm-mark {name}"></b>{text}</span>' for name, text in keys if name in shown)
+    shown = [name for name in MARKS if any(name in lane.known for lane in lanes)]
+    legend = "".join(f'<span><b class="gm-mark {name}"></b>{MARKS[name]}</span>' for name in shown)
     # The number of the move makes every board a new one, so that a dimmed board lights up even if nothing changed.
     return (
-        f'<div class="gm-board" data-move="{move}">{cards}<div class="gm-lanes">{rows}</div>'
+        f'<div class="gm-board" data-move="{move}"><div class="gm-cards">{cards}</div>'
+        f'<div class="gm-lanes">{rows}</div>'
         f'<div class="gm-legend">{legend}<span class="gm-how">{how}</span></div></div>'
     )
 
 
 def _span(lanes: Sequence[Lane]) -> tuple[float, float]:
-    ends = [end for lane in lanes for score in lane.scores for end in score.ends] or [0.0, 1.0]
-    low, high = min(ends), max(ends)
-    air = 0.06 * (high - low) or 0.05 * (abs(high) or 1.0)
-    low, high = low - air, high + air
+    """The scale of lanes with the same metric."""
+    values = [value for lane in lanes for value in lane.known.values()] or [0.0, 1.0]
+    errors = [getattr(value, "error", None) or 0.0 for value in values]
+    low = min(value - error for value, error in zip(values, errors, strict=False))
+    high = max(value + error for value, error in zip(values, errors, strict=False))
+    margin = 0.06 * (high - low) or 0.05 * (abs(high) or 1.0)
+    low, high = low - margin, high + margin
     return (max(0.0, low), min(1.0, high)) if is_share(lanes[0].metric) else (low, high)
 
 
 def _lane(lane: Lane, span: tuple[float, float]) -> str:
     low, high = span
 
-    def place(value: float) -> str:
+    def position(value: float) -> str:
         return f"{100 * min(1.0, max(0.0, (value - low) / (high - low))):.2f}%"
 
     marks = []
-    for name in ("base", "tuned", "best", "now"):
-        score: Score | None = getattr(lane, name)
-        if score is None or not score.ends:
-            continue
-        first, last = map(place, score.ends)
-        what = {"now": "this merge", "tuned": f"fine-tuned on {lane.task}", "best": "best so far"}.get(name, "base")
-        if score.error and name in ("now", "best"):
-            marks.append(f'<i class="gm-error {name}" style="left:{first};right:calc(100% - {last})"></i>')
-        hint = f"{what}: {number(score.metric, score.value)}{unit(score.metric)}"
-        marks.append(f'<b class="gm-mark {name}" style="left:{place(score.value or 0.0)}" title="{esc(hint)}"></b>')
-    numbers = "".join(
-        f'<span class="gm-small"><em>{label}</em> {number(score.metric, score.value)}</span>'
-        for label, score in (("base", lane.base), ("tuned", lane.tuned), ("best", lane.best))
-        if score is not None
+    for name, value in reversed(lane.known.items()):
+        error = getattr(value, "error", None)
+        if error and name in ("now", "best"):
+            ends = f"left:{position(value - error)};right:calc(100% - {position(value + error)})"
+            marks.append(f'<i class="gm-error {name}" style="{ends}"></i>')
+        hint = f"{MARKS[name]}: {number(lane.metric, value)}{unit(lane.metric)}"
+        marks.append(f'<b class="gm-mark {name}" style="left:{position(value)}" title="{hint}"></b>')
+    others = "".join(
+        f'<span class="gm-small"><em>{name}</em> {number(lane.metric, lane.known[name])}</span>'
+        for name in ("base", "tuned", "best")
+        if name in lane.known
     )
     worth = "forget: lower is better" if lane.removed else words(lane.metric)
     if not lane.removed and not higher_is_better(lane.metric):
         worth += ", lower is better"
-    ends = f"<i>{number(lane.metric, low)}</i><i>{number(lane.metric, high)}{unit(lane.metric)}</i>"
-    about = f"<b>{esc(lane.task)}</b><span>{worth} · {lane.rows:,} rows</span>"
+    scale = f"<i>{number(lane.metric, low)}</i><i>{number(lane.metric, high)}{unit(lane.metric)}</i>"
+    shown, _, error = with_error(lane.metric, lane.values.get("now")).partition(" ")
     return (
-        f'<div class="gm-lane"><div class="gm-task">{about}</div>'
-        f'<div class="gm-track"><div class="gm-line">{"".join(marks)}</div><div class="gm-ends">{ends}</div></div>'
-        f'<div class="gm-value">{lane.now if lane.now is not None else "–"}{unit(lane.metric)}</div>'
-        f'<div class="gm-others">{numbers}</div></div>'
+        f'<div class="gm-lane">'
+        f'<div class="gm-task"><b>{esc(lane.task)}</b><span>{worth} · {lane.rows:,} rows</span></div>'
+        f'<div class="gm-track"><div class="gm-line">{"".join(marks)}</div><div class="gm-ends">{scale}</div></div>'
+        f'<div class="gm-value">{shown} <i>{error}</i>{unit(lane.metric)}</div>'
+        f'<div class="gm-others">{others}</div></div>'
     )
 
 
@@ -160,30 +139,17 @@ def chip(kind: str, text: str) -> str:
     return f'<span class="gm-chip {kind}">{esc(text)}</span>'
 
 
-def card(kind: str, title: str, score: Score | None, below: str, remark: tuple[str, str] | None = None) -> str:
-    """A large number. ``below`` is HTML; a remark is a class and its text."""
-    big = f"{number(score.metric, score.value)}<small>{unit(score.metric)}</small>" if score is not None else "–"
-    spread = f"<i>± {number(score.metric, score.error)}</i>" if score is not None and score.error is not None else ""
-    said = chip(*remark) if remark else ""
-    top = f'<h3>{esc(title)}{said}</h3><p class="gm-big">{big} {spread}</p>'
-    return f'<div class="gm-card {kind}">{top}<p>{below}</p></div>'
-
-
-def state(text: str, share: float | None = None) -> str:
-    """A text with a progress bar."""
-    bar = f'<progress max="1" value="{share:.3f}"></progress>' if share is not None else "<progress></progress>"
-    return f'<div class="gm-state" role="status">{bar}<span>{esc(text)}</span></div>'
+def card(kind: str, title: str, metric: str, value: float | None, below: str, remark: str = "") -> str:
+    """A large number. ``below`` and ``remark`` are HTML."""
+    shown, _, error = with_error(metric, value).partition(" ")
+    big = f"{shown}<small>{unit(metric)}</small> <i>{error}</i>"
+    return f'<div class="gm-card {kind}"><h3>{esc(title)}{remark}</h3><p class="gm-big">{big}</p><p>{below}</p></div>'
 
 
 def notes(texts: Sequence[str]) -> str:
     """Notes that open with a click."""
     rows = "".join(f"<li>{esc(text)}</li>" for text in texts)
     return f'<details class="gm-notes"><summary>Notes ({len(texts)})</summary><ul>{rows}</ul></details>' if rows else ""
-
-
-def message(text: str, kind: str = "error") -> str:
-    """An error, or what was done."""
-    return f'<div class="gm-message {kind}" role="alert">{esc(text)}</div>' if text else ""
 
 
 def picture(image: Any) -> str:
@@ -196,16 +162,11 @@ def picture(image: Any) -> str:
     return f'<img class="{kind}" alt="" src="data:image/png;base64,{base64.b64encode(kept.getvalue()).decode()}">'
 
 
-def passage(text: str, letters: int = _LETTERS) -> str:
+def passage(text: str, letters: int = LETTERS) -> str:
     """A text; the rest of a long one opens with a click."""
     if len(text) <= letters:
         return f'<span class="gm-text">{esc(text)}</span>'
     return f'<details class="gm-text"><summary>{esc(text[:letters])}…</summary>{esc(text[letters:])}</details>'
-
-
-def row_input(row: Any) -> str:
-    """The image or text of a row."""
-    return picture(row.image) if row.image is not None else passage(row.text or "")
 
 
 def prediction(said: Any) -> str:
@@ -214,8 +175,21 @@ def prediction(said: Any) -> str:
         return '<span class="gm-none">–</span>'
     kind, sign = {True: ("right", "✓"), False: ("wrong", "✗"), None: ("open", "")}[said.right]
     sure = f"<small>{100 * said.probability:.0f} %</small>" if said.probability is not None else ""
-    text = passage(said.text, _LETTERS // 2) if said.text else '<span class="gm-none">(nothing)</span>'
+    text = passage(said.text, LETTERS // 2) if said.text else '<span class="gm-none">(nothing)</span>'
     return f'<span class="gm-reply {kind}"><b>{sign}</b>{text}{sure}</span>'
+
+
+def answers(found: Sequence[Any], models: Sequence[str]) -> str:
+    """A table of answers: the row, its label, the predictions of some models, and what changed."""
+    changed = any(one.change for one in found)
+    rows = []
+    for one in found:
+        cells = [picture(one.row.image) if one.row.image is not None else passage(one.row.text or "")]
+        cells += [esc(one.row.label) or "–", *map(prediction, one.predictions)]
+        rows.append([*cells, chip("good" if one.change == "right" else "bad", one.change)] if changed else cells)
+    # Short labels take little room, long texts all that there is.
+    long = any(len(said.text) > 24 for one in found for said in one.predictions if said is not None)
+    return table(["row", "label", *models, *([""] if changed else [])], rows, "gm-answers" + " gm-long" * long)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
@@ -227,19 +201,3 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "")
     head = "".join(f"<th>{esc(column)}</th>" for column in columns)
     whole = f"<thead><tr>{head}</tr></thead><tbody>{''.join(made)}</tbody>"
     return f'<div class="gm-scroll"><table class="gm-table {kind}">{whole}</table></div>'
-
-
-def setting_button(place: int, name: str) -> str:
-    """A button that shows a measured setting again; ``place`` is its number in the history."""
-    return f'<button type="button" data-row="{place}" title="Show this setting again"><code>{esc(name)}</code></button>'
-
-
-def figure(chart: Any, title: str, text: str) -> str:
-    """A box that the page's script draws an Altair chart into."""
-    if chart is None:
-        return '<p class="gm-empty">There is nothing to draw.</p>'
-    spec = esc(json.dumps(chart.to_dict(), ensure_ascii=False))
-    return (
-        f'<figure class="gm-figure"><figcaption><b>{esc(title)}</b><span>{esc(text)}</span></figcaption>'
-        f'<div class="gm-chart" data-spec="{spec}"></div></figure>'
-    )

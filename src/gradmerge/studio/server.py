@@ -11,10 +11,12 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ..errors import InputError
+from ..report.theme import DARK, LIGHT
 
 if TYPE_CHECKING:
     from gradio import Blocks
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 #: Seconds that open pages have to disconnect when the server stops.
 SHUTDOWN_SECONDS = 1
+#: System fonts, so that none are downloaded.
+SANS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
+MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 
 
 def check_extra() -> None:
@@ -80,14 +85,8 @@ def private_files() -> Iterator[None]:
 
 def run(blocks: Blocks, port: int | None, ready: Callable[[str], None]) -> None:
     """Serve the page until SIGTERM or Ctrl-C; ``ready`` gets its address."""
+    import gradio as gr
     from starlette.middleware import Middleware
-    from starlette.responses import Response
-    from starlette.routing import Route
-
-    from . import theme
-
-    async def script(request: object) -> Response:
-        return Response(theme.script(), media_type="text/javascript", headers={"Cache-Control": "no-cache"})
 
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # pages that are cut off at the end are no error
     stopped = threading.Event()
@@ -106,14 +105,13 @@ def run(blocks: Blocks, port: int | None, ready: Callable[[str], None]) -> None:
             ssr_mode=False,
             mcp_server=False,
             enable_monitoring=False,
-            theme=theme.theme(),
-            css=theme.style(),
-            head=theme.head(),
+            theme=gr.themes.Base(font=SANS, font_mono=MONO, radius_size=gr.themes.sizes.radius_md),
+            css=_style(),
+            head=f"<script>{_read('studio.js')}</script>",
             app_kwargs={
                 "docs_url": None,
                 "redoc_url": None,
                 "openapi_url": None,
-                "routes": [Route(theme.SCRIPT, script)],
                 "middleware": [Middleware(SameOrigin)],
             },
         )
@@ -122,3 +120,14 @@ def run(blocks: Blocks, port: int | None, ready: Callable[[str], None]) -> None:
         stopped.wait()
     finally:
         blocks.close(verbose=False)
+
+
+def _style() -> str:
+    def variables(where: str, colors: dict[str, str]) -> str:
+        return where + "{" + "".join(f"--gm-{name}:{value};" for name, value in colors.items()) + "}"
+
+    return variables(":root", LIGHT) + variables("body.dark", DARK) + _read("studio.css")
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
