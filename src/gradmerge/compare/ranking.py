@@ -17,7 +17,7 @@ from ..recipe import Recipe, Varying, leaves
 from ..rules import METHODS
 from ..tasks.metrics import Difference, averaged, difference, standard_error
 from ..text import Measured
-from .settings import Axis, Grid, Setting, is_removal, task_names
+from .settings import Axis, Grid, Setting, is_removal, make_setting, task_names
 
 if TYPE_CHECKING:
     from .evaluate import Evaluator
@@ -119,18 +119,15 @@ class Preview(Displayed):
     """On data; else predicted from curvature."""
     criterion: Criterion
     rows: list[Outcome]
+    """All settings, also the recipe's own if its method is compared."""
     reference: Outcome
-    """What predictions are relative to: the recipe's own merge, if its method is compared."""
+    """The row that predictions are relative to: the recipe's own, if its method is compared."""
     axis: Axis
     alone: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """Model (`base` or a fine-tuned one) → task → metrics, if data was given."""
     examples: dict[str, int] = field(default_factory=dict)
     """Task → number of rows of its data."""
     notes: list[str] = field(default_factory=list)
-    searched: bool = False
-    """Whether weights were searched."""
-    allows_own: bool = True
-    """Whether the recipe's own merge may be taken; not if it is outside the ranges of a search."""
     commands: dict[str, str] = field(default_factory=dict)
     """Commands to run next: merge, calibrate."""
     verdict: list[str] = field(default_factory=list)
@@ -142,12 +139,12 @@ class Preview(Displayed):
         tied = {id(row) for row in self.as_good()} if self.measured else set()
         scores = {id(row): self._badness(row)[0] for row in self._scored()}
         ordered = sorted(scores.values())
-        for row in (*self.rows, self.reference):
+        for row in self.rows:
             score = scores.get(id(row))
             row.rank = None if score is None else 1 if id(row) in tied else 1 + bisect.bisect_left(ordered, score)
 
     def _scored(self) -> list[Outcome]:
-        return [row for row in self.compared() if row.score is not None]
+        return [row for row in self.rows if row.score is not None]
 
     def _line(self) -> list[str]:
         best = self.best()
@@ -171,7 +168,7 @@ class Preview(Displayed):
 
     def metric(self, task: str) -> str:
         """The name of a task's first metric."""
-        return headline(next(row.metrics[task] for row in (self.reference, *self.rows) if row.metrics.get(task)))
+        return headline(next(row.metrics[task] for row in self.rows if row.metrics.get(task)))
 
     def higher(self, task: str) -> bool:
         """Whether a higher value of a task is better."""
@@ -202,14 +199,9 @@ class Preview(Displayed):
 
     @property
     def own(self) -> Outcome | None:
-        """The recipe's own merge; None if its method is not compared, or it may not be taken."""
-        known = self.allows_own and self.reference.setting.method == self.recipe.method
-        return self.reference if known else None
-
-    def compared(self) -> list[Outcome]:
-        """The settings, and the recipe's own merge if it is not one of them."""
-        own = self.own
-        return [*self.rows, *([] if own is None or any(own is row for row in self.rows) else [own])]
+        """The recipe's own merge; None if its method is not compared."""
+        own = make_setting(self.recipe, self.recipe.method)
+        return self.reference if self.reference.setting == own else None
 
     def _badness(self, row: Outcome) -> tuple[float, float]:
         """A sort key: by score, then by the mean loss over tasks."""
@@ -229,14 +221,21 @@ class Preview(Displayed):
             return row is other or are_tied(row, other, self.criterion)
         return abs(row.score - other.score) <= CLOSE * abs(other.score) + 1e-12
 
+    def is_better(self, row: Outcome, other: Outcome) -> bool:
+        """Whether one score is better than another, by more than a tie."""
+        if row.score is None or other.score is None or self.are_alike(row, other):
+            return False
+        return (row.score > other.score) == self.criterion.higher
+
     def as_good(self, method: str | None = None) -> list[Outcome]:
         """The setting of a method, or of all, with the best score, then those that are like it.
 
         Empty for a removal: what is forgotten and what is kept pull in opposite directions.
         """
         if method not in self._good:
+            removing = {name for name, rule in METHODS.items() if rule.removes}
             known = [row for row in self._scored() if method in (None, row.setting.method)]
-            known = [row for row in known if not _removes(row)]
+            known = [row for row in known if row.setting.method not in removing]
             leading = None if is_removal(self.recipe) else min(known, key=self._badness, default=None)
             alike = [row for row in known if leading is not None and self.are_alike(row, leading)]
             self._good[method] = sorted(alike, key=lambda row: row is not leading)
@@ -266,7 +265,7 @@ class Preview(Displayed):
         if own is not None and method in (None, own.setting.method):
             if any(row is own for row in good):
                 return own
-            good = [row for row in good if not self.are_alike(row, own)] or good
+            good = [row for row in good if not self.are_alike(row, own)]
         good = good if self.measured else good[:1]
         return min(good, key=lambda row: (simplicity(row.setting), self._badness(row)))
 
@@ -282,36 +281,26 @@ class Preview(Displayed):
 
 def compare(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
     """Evaluate all settings of a grid, and the recipe's own merge, and rank them; see :func:`set_scores`."""
-    settings, own = grid.settings(), grid.own_setting()
-    asked = list(dict.fromkeys([*settings, own]))
+    asked = list(dict.fromkeys([*grid.settings(), grid.own_setting()]))
     progress.begin("previewing", len(asked))
     rows = evaluator.evaluate(asked, progress.advance)
-    reference = next((row for row in rows if row.setting == own), rows[0])
-    shown = [row for row in rows if row is not reference or own in settings]
-    criterion = set_scores(rows, evaluator.measured)
-    return make_preview(grid.recipe, evaluator, shown or [reference], reference, grid.axis, criterion)
+    return make_preview(grid.recipe, evaluator, rows, grid.own_setting(), grid.axis, set_scores(rows, evaluator.measured))
 
 
 def make_preview(
-    recipe: Recipe,
-    evaluator: Evaluator,
-    rows: list[Outcome],
-    reference: Outcome,
-    axis: Axis,
-    criterion: Criterion,
-    **more: Any,
+    recipe: Recipe, evaluator: Evaluator, rows: list[Outcome], own: Setting, axis: Axis, criterion: Criterion
 ) -> Preview:
-    """Rank outcomes that have their scores; ``more`` are further fields of :class:`Preview`."""
-    tasks, notes = evaluator.tasks, evaluator.notes()
-    if not evaluator.measured and not (reference.score or 0) > 0:
+    """Rank outcomes that have their scores. The reference is that of the setting ``own``, or else the first one."""
+    tasks, notes, measured = evaluator.tasks, evaluator.notes(), evaluator.measured
+    reference = next((row for row in rows if row.setting == own), rows[0])
+    if not measured and not (reference.score or 0) > 0:
         notes.append(f"{reference.setting.name} is predicted to cost nothing: multiples are of the largest score")
     if all(row.score is None for row in rows):
         notes.append(
             "no setting has a score: the tasks have different metrics, and without a base losses cannot be compared"
         )
     known: dict[str, Any] = {"alone": evaluator.alone, "examples": evaluator.examples, "notes": notes}
-    models = task_names(recipe)
-    return Preview(recipe, tasks, models, evaluator.measured, criterion, rows, reference, axis, **known, **more)
+    return Preview(recipe, tasks, task_names(recipe), measured, criterion, rows, reference, axis, **known)
 
 
 def set_scores(rows: Sequence[Outcome], measured: bool) -> Criterion:
@@ -444,8 +433,3 @@ def simplicity(setting: Setting) -> tuple[int, ...]:
     needs = sum(name in inputs for name in ("prior", "curvature", "penalty", "weights"))
     return len(setting.changes), needs, len({leaf for weight in setting.weights for leaf in leaves(weight)})
 
-
-def _removes(row: Outcome) -> bool:
-    """Return whether an outcome is that of a rule for removal. Measured candidates may have other names."""
-    rule = METHODS.get(row.setting.method)
-    return rule is not None and rule.removes

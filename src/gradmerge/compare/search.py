@@ -70,14 +70,7 @@ def search(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
             rows += evaluator.evaluate(further, progress.advance)
     progress.advance(max(0, expected - len(rows)))  # points that were evaluated before
     criterion = set_scores_by_costs(rows, evaluator.measured)
-    reference = next((row for row in rows if row.setting == own), rows[0])
-    ranges = {one.keys[0]: one for one in grid.dimensions if one.is_weight}
-    inside = all(
-        not isinstance(own[key], tuple) and one.low <= own[key] <= one.high for key, one in ranges.items() if key in own
-    )
-    shown = rows if inside or len(rows) == 1 else [row for row in rows if row is not reference]
-    more = {"searched": True, "allows_own": shown is rows}
-    found = make_preview(grid.recipe, evaluator, shown, reference, grid.axis, criterion, **more)
+    found = make_preview(grid.recipe, evaluator, rows, own, grid.axis, criterion)
     if found.best() is None:
         raise InputError("no setting gives a finite loss; check the models and their curvature")
     return found

@@ -5,48 +5,108 @@ Advice never contradicts a measurement, and a difference within two standard err
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ..cards.provenance import model_paths
 from ..compare.diagnose import FINE_TUNED, UNDER_PENALTY, WITHOUT_PENALTY, Diagnosis
-from ..compare.ranking import Outcome, Preview, are_tied, headline, higher_is_better, lost_share, with_error
-from ..compare.settings import BASE, changes_text
-from ..recipe import Varying, in_words
-from ..tasks.metrics import TIE, Difference, difference
-from ..text import counted, plus_minus
+from ..compare.ranking import Outcome, Preview, headline, higher_is_better, lost_share, with_error
+from ..compare.settings import BASE, changes_text, task_names
+from ..recipe import Recipe, in_words
+from ..refinement.inputs import model_reference, recorded_models
+from ..tasks.standard_errors import TIE, Difference, difference
+from ..text import counted, one_line, plus_minus
+from ..urls import redact
 from .tables import number, plain_words
 
+#: Placeholders of commands for a merged model, for rows and for a recipe that are not known.
+OUT, ROWS, RECIPE = "OUT", "ROWS", "RECIPE"
 TRUST = (
     "Predictions use only curvature. They rank merges and layers, and are not losses in nats. In a study of five "
     "sentiment models they ranked 50 to 70 merges by true loss with Spearman's ρ of 0.4 to 0.5 on average (0.9 on one "
     "task, 0 on another), and hardly ranked accuracy. A few labeled rows (`--data NAME=SRC`) are more reliable."
 )
-#: How the simplest setting is chosen (`compare/ranking.py`, `simplicity`).
-SIMPLEST = "fewest changed keys, then the method with the fewest inputs, then the fewest different weights"
 #: The penalty P that a model is checked for.
 PENALTIES = {"recipe": "in the recipe", "recorded": "recorded beside the model", "H_0": "H_0"}
 #: Another merge is worth trying if its worst task is predicted to lose less than this share of the own merge's.
 WORTH_TRYING = 0.9
-#: More tied settings than this are summarized by the ranges of their weights.
-MAX_NAMED = 4
+
+
+def next_commands(
+    recipe: Recipe,
+    data: Mapping[str, str],
+    *,
+    merged: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    changes: Sequence[str] | Mapping[str, Any] | None = None,
+    out: str = OUT,
+) -> dict[str, str]:
+    """Return the beginnings of `gradmerge merge` and `gradmerge preview`, and `gradmerge calibrate`, as shell commands.
+
+    Recipes whose merge cannot be calibrated have no `calibrate`: a removal, or models of other layers or another
+    vocabulary than the merge. Commands that a report cannot show have no entry either.
+
+    Args:
+        recipe: The recipe.
+        data: Task (as `diagnose` and `preview` name it, or `base`) → data source.
+        merged: The merged model, if it is written.
+        columns: Which column of the data is what.
+        changes: The keys that were set in the recipe.
+        out: Without ``merged``: the folder that the merge will be written to, by default the placeholder ``OUT``.
+    """
+    file = RECIPE if recipe.file is None else os.path.relpath(recipe.file)
+    given = [f"{key}={value}" for key, value in changes.items()] if isinstance(changes, Mapping) else changes or ()
+    settings = [word for text in given for word in ("--set", text)]
+    named = ["--columns", ",".join(f"{key}={column}" for key, column in columns.items())] if columns else []
+    sources = [word for name, source in data.items() for word in ("--data", f"{name}={source}")]
+    commands = {
+        "merge": ["gradmerge", "merge", file, *settings],
+        "preview": ["gradmerge", "preview", file, *settings, *sources, *(named if data else [])],
+    }
+    if calibrate := _calibrate(recipe, data, merged, out):
+        commands["calibrate"] = [*calibrate, *named, "-o", "calibrated"]
+    found = {name: redact(shlex.join(words)) for name, words in commands.items()}
+    # Reports mark code with backticks and bold with asterisks.
+    return {k: text for k, text in found.items() if "`" not in text and "**" not in text and one_line(text) == text}
+
+
+def _calibrate(recipe: Recipe, data: Mapping[str, str], merged: str | None, out: str) -> list[str]:
+    """The words of `gradmerge calibrate`; empty if the merge cannot be calibrated."""
+    models, tasks = model_paths(recipe, Path.cwd()), task_names(recipe)
+    if recipe.method == "removal" or recipe.tokenizer is not None or len(models) != len(tasks):
+        return []
+    known = models
+    if merged is not None:
+        known = recorded_models(Path(merged)) if Path(merged).is_dir() else {}
+    words, teachers = ["gradmerge", "calibrate", merged or out], []
+    for task, (name, model) in zip(tasks, models.items(), strict=True):
+        words += ["--data", f"{name}={data.get(task, ROWS)}"]
+        if name not in known:
+            teachers.append((name, model))
+    if BASE in data and recipe.base is not None:
+        words += ["--data", f"{BASE}={data[BASE]}"]
+        teachers.append((BASE, model_reference(recipe.base.model, recipe.folder, Path.cwd())))
+    return [*words, *(word for name, model in teachers for word in ("--teacher", f"{name}={model}"))]
 
 
 def preview_verdict(found: Preview) -> list[str]:
     """The result of a preview in sentences."""
     best, leading = found.best(), found.leading()
+    trust = [] if found.measured else [TRUST]
     if best is None or leading is None:
+        if all(row.score is None for row in found.rows):
+            return ["No setting is best, because none has a score.", *trust]
         why = "No setting is best: a removal trades what is forgotten against what is kept. The figures show both."
-        if not found.methods or all(row.score is None for row in found.rows):
-            why = "No setting is best, because none has a score."
-        return [why] if found.measured else [why, TRUST]
+        return [why, *trust]
     words = _measured_best(found, best, leading) if found.measured else _predicted_best(found, best, leading)
     if found.criterion.shares:
         words.append("A share of 0 is as good as each task's own model, and 1 is as bad as the base.")
-    if found.searched and best.setting.weights:
-        words.append(f"Suggested weights: {_by_task(found.weights(best))}.")
-    words += [] if found.measured else [TRUST]
+    words += trust
     if "merge" in found.commands:
         words.append(f"To merge it: `{found.commands['merge']}`")
     return [*words, *(_calibration_advice(found.commands) if _may_lose(found, best) else [])]
@@ -58,8 +118,8 @@ def _calibration_advice(commands: Mapping[str, str]) -> list[str]:
     if not command:
         return []
     words = shlex.split(command)
-    unknown = ["OUT with the folder of the merge"] if "OUT" in words else []
-    if any(word.endswith("=ROWS") for word in words):
+    unknown = ["OUT with the folder of the merge"] if OUT in words else []
+    if any(word.endswith(f"={ROWS}") for word in words):
         unknown.append("ROWS with a file of unlabeled rows of the task")
     replace = f" Replace {' and '.join(unknown)}." if unknown else ""
     what = "Calibration brings the merge closer to its fine-tuned models. It needs a few hundred rows of each task"
@@ -68,67 +128,49 @@ def _calibration_advice(commands: Mapping[str, str]) -> list[str]:
 
 def _may_lose(found: Preview, row: Outcome) -> bool:
     """Whether a merge loses on a task compared with the task's own model, or this was not measured."""
-    shares = {task: lost_share(row, task) for task in found.tasks} if found.measured else {}
-    known = {task: share for task, share in shares.items() if share is not None and math.isfinite(share)}
-    if not set(found.models) <= set(known):
+    shares = [lost_share(row, task) for task in found.tasks] if found.measured else []
+    known = [share for share in shares if share is not None and math.isfinite(share)]
+    if len(known) < len(found.tasks) or not set(found.models) <= set(found.tasks):
         return True
-    return any(share > TIE * (getattr(share, "error", None) or 0.0) for share in known.values())
+    return any(share > TIE * (getattr(share, "error", None) or 0.0) for share in known)
 
 
 def _predicted_best(found: Preview, best: Outcome, leading: Outcome) -> list[str]:
     beside = f": {_score(found, leading)} times that of {reference_text(found)}"
     if leading is found.own:
         beside = ". It is the recipe's own merge"
-    words = [f"Of {_count(found)}, **{_named(found, leading)}** has the smallest {found.criterion.name}{beside}."]
+    settings = counted(found.rows, "setting")
+    words = [f"Of {settings}, **{_named(found, leading)}** has the smallest {found.criterion.name}{beside}."]
     if best is not leading:
         words.append(f"Take **{_named(found, best)}**: it is the recipe's own merge, and within 1 % of the smallest.")
     return words
 
 
 def _measured_best(found: Preview, best: Outcome, leading: Outcome) -> list[str]:
-    tied, own = found.all_tied(), found.own
+    tied, settings = found.all_tied(), counted(found.rows, "setting")
     what = f"{'highest' if found.criterion.higher else 'smallest'} {plain_words(found.criterion.name)}"
     if len(tied) == 1:
         others = "; no other is within two standard errors of it on the same rows" if len(found.rows) > 1 else ""
-        words = [f"Of {_count(found)}, **{_named(found, best)}** has the {what}: {_score(found, best)}{others}."]
+        words = [f"Of {settings}, **{_named(found, best)}** has the {what}: {_score(found, best)}{others}."]
     else:
-        asked = sum(map(found.among_best, found.rows))
-        more = " and the recipe's own merge" if len(tied) > asked else ""
         top = f"{what}, {_score(found, leading)} ({leading.setting.name})"
-        words = [f"{asked} of {counted(found.rows, 'setting')}{more} are **tied** with the {top}."]
-        of = "the tied settings" if own is None or own.rank == 1 else "those not tied with the recipe's own merge"
-        why = "it is the recipe's own merge" if best is own else f"it is the simplest of {of} ({SIMPLEST})"
+        words = [f"{len(tied)} of {settings} are **tied** with the {top}: within two standard errors on the same rows."]
+        simplest = "them" if found.own is None else "those that are better than the recipe's own merge"
+        why = "it is the recipe's own merge" if best is found.own else f"it is the simplest of {simplest}"
         scored = "" if best is leading else f" Its score is {_score(found, best)}."
         words.append(f"Take **{_named(found, best)}**: {why}.{scored}")
-        words.append(f"Tied means within two standard errors on the same rows: {_tied_text(found, tied)}.")
     if found.reference is not best:
         words.append(_reference_result(found, best))
     return words
 
 
-def _count(found: Preview) -> str:
-    return counted(found.rows, "setting") + (" and the recipe's own" if len(found.compared()) > len(found.rows) else "")
-
-
 def _reference_result(found: Preview, best: Outcome) -> str:
     """How the recipe's own merge compares with the setting that is taken."""
-    reference, apart = found.reference, found.difference(found.reference, best)
-    text = reference_text(found)
-    has = f"{text[:1].upper() + text[1:]} has {_score(found, reference)}"
+    apart, text = found.difference(found.reference, best), reference_text(found)
+    has = f"{text[:1].upper() + text[1:]} has {_score(found, found.reference)}"
     if apart is None or apart.tied:
         return f"{has}{'' if apart is None else ', which is tied with it'}."
     return f"{has}, which is {number(abs(apart.value))}{plus_minus('', apart)} {'more' if apart.value > 0 else 'less'}."
-
-
-def _tied_text(found: Preview, tied: Sequence[Outcome]) -> str:
-    """The names of some settings, or for each method the ranges of their weights."""
-    if len(tied) <= MAX_NAMED:
-        return ", ".join(row.setting.name for row in tied)
-    parts = []
-    for method in dict.fromkeys(row.setting.method for row in tied):
-        rows = [row for row in tied if row.setting.method == method]
-        parts.append(" ".join(filter(None, [method, ranges_text(found, rows), f"({counted(rows, 'setting')})"])))
-    return "; ".join(parts)
 
 
 def _score(found: Preview, row: Outcome) -> str:
@@ -146,17 +188,14 @@ def _named(found: Preview, row: Outcome) -> str:
 
 def weights_text(found: Preview, row: Outcome) -> str:
     """`0.3`, or `a 0.3, b 0.5`."""
-    return _by_task(found.weights(row)) if len(set(row.setting.weights)) != 1 else row.setting.weights_text
-
-
-def _by_task(weights: Mapping[str, Varying]) -> str:
-    return ", ".join(f"{task} {in_words(weight)}" for task, weight in weights.items())
+    if len(set(row.setting.weights)) == 1:
+        return row.setting.weights_text
+    return ", ".join(f"{task} {in_words(weight)}" for task, weight in found.weights(row).items())
 
 
 def reference_text(found: Preview) -> str:
-    setting = found.reference.setting
-    own = "the recipe's own merge" if setting.method == found.recipe.method else "the reference"
-    return f"{own} ({setting.name})"
+    what = "the reference" if found.own is None else "the recipe's own merge"
+    return f"{what} ({found.reference.setting.name})"
 
 
 def ranges_text(found: Preview, rows: Sequence[Outcome]) -> str:
@@ -181,8 +220,7 @@ def _range(values: Sequence[Any]) -> str:
 
 def diagnosis_verdict(found: Diagnosis) -> list[str]:
     """The result of a diagnosis in sentences."""
-    tuned = tuned_tasks(found)
-    words = [f"{found.own} merges {counted(tuned, 'model')} ({', '.join(tuned)}) into {base_name(found)}."]
+    words = [f"{found.own} merges {counted(found.tuned, 'model')} ({', '.join(found.tuned)}) into {found.base_name}."]
     words += _measured_results(found) if found.outcomes else _predicted_results(found)
     layers = costliest_layers(found, 3)
     if layers:
@@ -192,14 +230,13 @@ def diagnosis_verdict(found: Diagnosis) -> list[str]:
     if found.recipe.rule.removes:
         return [*words, f"To try several strengths, on rows of the forget set and the retain set: {_preview(found)}"]
     words += _predicted_advice(found) if found.measured is None else _measured_advice(found, found.measured)
-    measured_all = set(tuned) <= set(found.examples)
-    loses = not measured_all or any(_loss(found, task) for task in found.examples)
+    loses = not set(found.tuned) <= set(found.examples) or any(_loss(found, task) for task in found.examples)
     return [*words, *(_calibration_advice(found.commands) if loses else [])]
 
 
 def _preview(found: Diagnosis, *options: str) -> str:
     """The command that compares settings of the recipe."""
-    command = found.commands.get("preview", "gradmerge preview RECIPE")
+    command = found.commands.get("preview", f"gradmerge preview {RECIPE}")
     return f"`{' '.join([command, *options, '-o', 'preview'])}`"
 
 
@@ -207,19 +244,6 @@ def _compare_with(found: Diagnosis, method: str) -> str:
     """The command that compares the recipe's method with another, over the weights."""
     own = [found.recipe.method] if found.recipe.rule.fallback is None else []
     return _preview(found, "--methods", ",".join(dict.fromkeys([*own, method])))
-
-
-def base_name(found: Diagnosis) -> str:
-    return found.recipe.base.model if found.recipe.base is not None else "nothing"
-
-
-def tuned_tasks(found: Diagnosis) -> list[str]:
-    return [task for task in found.prediction.tasks if task != BASE]
-
-
-def task_pairs(found: Diagnosis) -> Iterable[tuple[str, str]]:
-    tuned = tuned_tasks(found)
-    return ((one, other) for i, other in enumerate(tuned) for one in tuned[:i])
 
 
 def costliest_layers(found: Diagnosis, count: int = 5) -> list[tuple[str, float]]:
@@ -235,12 +259,11 @@ def costliest_layers(found: Diagnosis, count: int = 5) -> list[tuple[str, float]
 
 
 def _predicted_results(found: Diagnosis) -> list[str]:
-    if found.reference == found.own:
-        return []
     times = {task: found.relative(found.own, task) for task in found.prediction.tasks}
     parts = [f"{value:.2g}× for {task}" for task, value in times.items() if value is not None]
-    joined = ", ".join(parts)
-    return [f"Its predicted loss, relative to {found.reference} at the same weights, is {joined}."] if parts else []
+    if found.reference == found.own or not parts:
+        return []
+    return [f"Its predicted loss, relative to {found.reference} at the same weights, is {', '.join(parts)}."]
 
 
 def _measured_results(found: Diagnosis) -> list[str]:
@@ -274,7 +297,7 @@ def _loss(found: Diagnosis, task: str) -> float:
 
 
 def _interference_results(found: Diagnosis) -> list[str]:
-    shares = {pair: found.prediction.between(*pair).share for pair in task_pairs(found)}
+    shares = {pair: found.prediction.between(*pair).share for pair in itertools.combinations(found.tuned, 2)}
     if not shares:
         return []
     (one, other), worst = max(shares.items(), key=lambda item: item[1])
@@ -289,47 +312,35 @@ def _interference_results(found: Diagnosis) -> list[str]:
 def _penalty_results(found: Diagnosis) -> list[str]:
     if "penalty" not in found.recipe.rule.inputs:
         return []
-    known = {task: check for task, check in found.penalty_checks.items() if check.ratio is not None}
     words = []
     for low, high, result in (
         (0.0, UNDER_PENALTY, "trained under the penalty {}, as the merge assumes."),
         (UNDER_PENALTY, WITHOUT_PENALTY, "trained under a similar penalty to {}, or not to convergence."),
         (WITHOUT_PENALTY, math.inf, "not trained under the penalty {}" + _without_penalty(found)),
     ):
-        fitting = {task: check for task, check in known.items() if low <= (check.ratio or 0.0) < high}
+        fitting = {t: check for t, check in found.penalty_checks.items() if check.ratio is not None and low <= check.ratio < high}
         if fitting:
-            names = ", ".join(f"{task} ({_ratio(check.ratio)})" for task, check in fitting.items())
+            names = ", ".join(f"{task} ({number(min(check.ratio or 0, 100), 2)})" for task, check in fitting.items())
             were = "were" if len(fitting) > 1 else "was"
             kinds = " and ".join(dict.fromkeys(PENALTIES[check.penalty] for check in fitting.values()))
             words.append(f"By the penalty check (0: yes, 1 or more: no), {names} {were} {result.format(kinds)}")
     return words
 
 
-def _ratio(ratio: float | None) -> str:
-    return "over 100" if (ratio or 0.0) > 100 else number(ratio, 2)
-
-
 def _without_penalty(found: Diagnosis) -> str:
     """The advice for models that were trained without the penalty; with data, from a measurement."""
-    none = "`base.penalty: none`"
-    if found.measured is None or not found.without_penalty:
+    none, compared = "`base.penalty: none`", found.measured
+    if compared is None or not found.without_penalty:
         return f". To compare with {none}, on data: {_preview(found, '--set', 'base.penalty=none')}"
-    row, own = found.outcomes[found.without_penalty], found.measured.reference
-    how = _comparison(found.measured, row, own)
-    if are_tied(row, own, found.measured.criterion):
+    row, own = found.outcomes[found.without_penalty], compared.reference
+    how = _comparison(compared, row, own)
+    if compared.are_alike(row, own):
         return f"; but with {none} the merge is tied with this one ({how}), so there is no reason to change it."
-    if _better(found.measured, row, own):
-        command = found.commands.get("merge", "gradmerge merge RECIPE")
+    if compared.is_better(row, own):
+        command = found.commands.get("merge", f"gradmerge merge {RECIPE}")
         better = f". With {none} the merge measured better ({how})"
         return f"{better}. To merge without it: `{command} --set base.penalty=none -o merged`"
     return f"; but with {none} the merge measured worse ({how}): leave it as it is."
-
-
-def _better(compared: Preview, row: Outcome, other: Outcome) -> bool:
-    """Whether one merge measured better than another, by more than two standard errors."""
-    if row.score is None or other.score is None or are_tied(row, other, compared.criterion):
-        return False
-    return row.score > other.score if compared.criterion.higher else row.score < other.score
 
 
 def _comparison(compared: Preview, row: Outcome, other: Outcome) -> str:
@@ -341,32 +352,38 @@ def _comparison(compared: Preview, row: Outcome, other: Outcome) -> str:
 
 
 def _measured_advice(found: Diagnosis, compared: Preview) -> list[str]:
-    own = compared.reference
+    own, predicted = compared.reference, _predicted_winner(found)
     others = {name: row for name, row in found.merges.items() if name not in (found.own, found.without_penalty)}
-    better = [name for name, row in others.items() if _better(compared, row, own)]
     where = "" if len(found.examples) == len(found.prediction.tasks) else f" on the data of {', '.join(found.examples)}"
-    predicted = _predicted_winner(found)
+    better = [name for name, row in others.items() if compared.is_better(row, own)]
     if better:
-        sign = -1 if compared.criterion.higher else 1
-        name = min(better, key=lambda name: (others[name].rank, sign * (others[name].score or 0)))
+        name = min(better, key=lambda name: compared.ranked().index(others[name]))
         what = f"**{name} measured better** than {found.own}{where}: {_comparison(compared, others[name], own)}."
         if predicted != name and _worst(found, name) > _worst(found, found.own):
             what += " The prediction from curvature says otherwise; trust the measurement."
         return [f"{what} To compare other weights: {_compare_with(found, name)}"]
     words = f"No other method measured better than {found.own}{where} by more than two standard errors"
-    tied = [name for name, row in others.items() if are_tied(row, own, compared.criterion)]
+    tied = [name for name, row in others.items() if compared.are_alike(row, own)]
     words += f"; tied with it: {', '.join(tied)}." if tied else "."
     if predicted != found.own:
-        row = found.outcomes[predicted]
         result = "the two are tied" if predicted in tied else "it is worse"
         words += (
             f" Curvature predicts that the worst task of {predicted} loses less; measured, {result} "
-            f"({_comparison(compared, row, own)}). Trust the measurement."
+            f"({_comparison(compared, others[predicted], own)}). Trust the measurement."
         )
     losses = {task: _loss(found, task) for task in found.examples}
     if losses.get(BASE) and losses[BASE] == max(losses.values()):
         return [words, _smaller_weights(found, "the base's own data has the clearest loss")]
     return [words, f"To try other weights; more rows separate more settings: {_preview(found)}"]
+
+
+def _predicted_advice(found: Diagnosis) -> list[str]:
+    best, tasks = _predicted_winner(found), found.prediction.tasks
+    if best != found.own:
+        return [f"To try {best}, whose worst task is predicted to lose less: {_compare_with(found, best)}"]
+    if max(tasks, key=lambda task: found.relative(found.own, task) or 0.0) == BASE:
+        return [_smaller_weights(found, "the base's own data is predicted to lose most")]
+    return [f"To try other weights, better with a few labeled rows of each task: {_preview(found)}"]
 
 
 def _smaller_weights(found: Diagnosis, why: str) -> str:
@@ -382,12 +399,3 @@ def _predicted_winner(found: Diagnosis) -> str:
     """The merge whose worst task is predicted to lose clearly less than the own merge's, or the own merge."""
     best = min(found.candidates, key=lambda candidate: _worst(found, candidate))
     return best if _worst(found, best) < WORTH_TRYING * _worst(found, found.own) else found.own
-
-
-def _predicted_advice(found: Diagnosis) -> list[str]:
-    best, tasks = _predicted_winner(found), found.prediction.tasks
-    if best != found.own:
-        return [f"To try {best}, whose worst task is predicted to lose less: {_compare_with(found, best)}"]
-    if max(tasks, key=lambda task: found.relative(found.own, task) or 0.0) == BASE:
-        return [_smaller_weights(found, "the base's own data is predicted to lose most")]
-    return [f"To try other weights, better with a few labeled rows of each task: {_preview(found)}"]

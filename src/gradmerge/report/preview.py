@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..compare.ranking import Outcome, Preview, lost_share, unbeaten, with_error
 from ..compare.settings import BASE, changes_text, is_removal
 from ..recipe import in_words
-from ..text import Measured
-from .advice import preview_verdict, ranges_text, reference_text, weights_text
+from ..text import Measured, counted
+from .advice import ranges_text, reference_text, weights_text
 from .figures import Series, curves, trade_off
 from .page import Figure, Page, Section
 from .tables import Table, Value, finite, plain_words
@@ -27,7 +27,7 @@ MAX_CURVES = 6
 Get = Callable[[Outcome], float | None]
 
 
-def preview_page(found: Preview, recipe: str, provenance: dict[str, str], commands: Sequence[str]) -> Page:
+def preview_page(found: Preview, recipe: str, provenance: Mapping[str, str], commands: Sequence[str]) -> Page:
     """The report of a preview, or of a search for weights."""
     sections = []
     if drawn := _curves(found):
@@ -39,16 +39,13 @@ def preview_page(found: Preview, recipe: str, provenance: dict[str, str], comman
     if (chart := trade_off_chart(found)) is not None:
         text = "Every setting is a point. The line connects settings that no other setting beats on both axes."
         sections.append(Section("Trade-offs", text, [Figure("Trade-off between tasks", "trade-off", chart)]))
-    tables = [best_table(found), top_table(found), *([alone_table(found)] if found.alone else [])]
+    tables = [best_table(found), _top_table(found), *([_alone_table(found)] if found.alone else [])]
     what = "Measured" if found.measured else "Predicted"
     sections.append(Section("Settings", f"{what}; `preview.csv` has every setting with all numbers.", (), tables))
-    if found.notes:
-        sections.append(Section("Notes", "\n\n".join(found.notes)))
     base = found.recipe.base.model if found.recipe.base is not None else "no base"
-    several = "s" if len(found.models) > 1 else ""
+    subtitle = f"{base} and {counted(found.models, 'fine-tuned model')}, {counted(found.rows, 'setting')}"
     title = f"Preview of {', '.join(found.methods)}"
-    subtitle = f"{base} and {len(found.models)} fine-tuned model{several}, {len(found.rows)} settings"
-    return Page(title, subtitle, preview_verdict(found), sections, recipe, provenance, commands)
+    return Page(title, subtitle, found.verdict, sections, recipe, provenance, commands, found.notes)
 
 
 def _curves(found: Preview) -> list[Figure]:
@@ -86,18 +83,21 @@ def _chart(
     """A curve for each method and for other keys; a line where nothing varies; None without a curve."""
     series, marks, stars = [], [], []
     for method in found.methods:
-        rows = [row for row in found.rows if row.setting.method == method]
-        best = found.best(method)
-        names = list(dict.fromkeys(found.axis.curve(row.setting) for row in rows))
-        for name in names if len(names) <= MAX_CURVES or best is None else [found.axis.curve(best.setting)]:
-            placed = ((found.axis.position(row.setting), row) for row in rows if found.axis.curve(row.setting) == name)
-            curve = sorted(((x, row) for x, row in placed if x is not None), key=lambda point: point[0])
+        rows, best = [row for row in found.rows if row.setting.method == method], found.best(method)
+        points: dict[str, list[tuple[float, Outcome]]] = {}
+        for row in rows:
+            if (x := found.axis.position(row.setting)) is not None:
+                points.setdefault(found.axis.curve(row.setting), []).append((x, row))
+        if len(points) > MAX_CURVES and best is not None:
+            points = {name: curve for name, curve in points.items() if name == found.axis.curve(best.setting)}
+        for name, curve in points.items():
+            curve.sort(key=lambda point: point[0])
             if len(curve) > 1:
                 words = [_setting(found, row) for _, row in curve]
                 series.append(Series(name, [x for x, _ in curve], [get(row) for _, row in curve], words))
                 stars += [(name, x, y) for x, row in curve if row is best and (y := get(row)) is not None]
-        if len(rows) == 1 and (not rows[0].setting.weights or found.axis.position(rows[0].setting) is None):
-            marks += [(method, value) for value in [get(rows[0])] if value is not None]
+        if len(rows) == 1 and (value := get(rows[0])) is not None:
+            marks.append((method, value))
     chart = curves(series, found.axis.label, label, marks=[*marks, *alone], stars=stars)
     return Figure(title, slug, chart) if series else None
 
@@ -156,59 +156,51 @@ def _task_unit(found: Preview, task: str) -> str:
     return _unit(found, found.metric(task) if found.measured else "predicted loss")
 
 
-def _columns(found: Preview) -> list[str]:
-    """The columns of :func:`_cells`."""
-    setting = ["method", "weights", *(["changed"] if _changed(found) else [])]
-    score = [_unit(found, found.criterion.name), "rank"]
-    if not found.measured:
-        return [*setting, *score, *(f"{task}, × reference's worst task" for task in found.tasks)]
-    shares = [f"{task}, share lost" for task in found.tasks if found.criterion.shares]
-    return [*setting, *score, *shares, *(f"{task}, {plain_words(found.metric(task))}" for task in found.tasks)]
-
-
-def _cells(found: Preview, row: Outcome) -> list[Value]:
-    changes: list[Value] = [changes_text(row.setting.changes) or None] if _changed(found) else []
-    shares: list[Value] = [lost_share(row, task) for task in found.tasks if found.criterion.shares]
-    weights = weights_text(found, row) if row.setting.weights else "takes none"
-    values = [found.shown_value(row, task) for task in found.tasks]
-    return [row.setting.method, weights, *changes, found.shown_score(row), row.rank, *shares, *values]
-
-
-def _changed(found: Preview) -> bool:
-    return any(row.setting.changes for row in found.rows)
+def _cells(found: Preview, row: Outcome) -> dict[str, Value]:
+    """Column → value, for tables in a page."""
+    cells: dict[str, Value] = {"method": row.setting.method}
+    cells["weights"] = weights_text(found, row) if row.setting.weights else "takes none"
+    if any(row.setting.changes for row in found.rows):
+        cells["changed"] = changes_text(row.setting.changes) or None
+    cells |= {_unit(found, found.criterion.name): found.shown_score(row), "rank": row.rank}
+    if found.criterion.shares:
+        cells |= {f"{task}, share lost": lost_share(row, task) for task in found.tasks}
+    for task in found.tasks:
+        what = plain_words(found.metric(task)) if found.measured else "× reference's worst task"
+        cells[f"{task}, {what}"] = found.shown_value(row, task)
+    return cells
 
 
 def best_table(found: Preview) -> Table:
     """The setting to take of every method, and the reference."""
-    columns = [*_columns(found), "tied with the best" if found.measured else "within 1 % of it"]
     rows: list[list[Value]] = []
-    shown = []
+    columns = [*_cells(found, found.reference), "tied with the best" if found.measured else "within 1 % of it"]
     for method in found.methods:
         best = found.best(method)
         if best is None:
             rows.append([method, "no best setting", *[None] * (len(columns) - 2)])
             continue
-        shown.append(best)
         close = [row for row in found.as_good(None if found.measured else method) if row.setting.method == method]
         many = "yes" if len(close) == 1 else f"{len(close)} settings"
-        rows.append([*_cells(found, best), ranges_text(found, close) or many if close else None])
-    if not any(row is found.reference for row in shown) and found.best() is not None:
-        rows.append([*_cells(found, found.reference), reference_text(found).partition(" (")[0]])
+        rows.append([*_cells(found, best).values(), ranges_text(found, close) or many if close else None])
+    if found.best() is not None and not any(found.best(method) is found.reference for method in found.methods):
+        rows.append([*_cells(found, found.reference).values(), reference_text(found).partition(" (")[0]])
     more = f", or tied with it. {ERRORS}" if found.measured else f". The reference is {reference_text(found)}."
     note = f"Rank 1 is best of {len(found.rows)} settings{more}"
     return Table("Best setting of each method", "best", columns, rows, note)
 
 
-def top_table(found: Preview) -> Table:
+def _top_table(found: Preview) -> Table:
     """The settings, best first."""
     ranked = found.ranked()
     cut = len(ranked) > SHOWN
     note = (f"The first {SHOWN} of {len(ranked)}. " if cut else "") + (ERRORS if found.measured else "")
-    rows = [_cells(found, row) for row in ranked[:SHOWN]]
-    return Table("First settings" if cut else "All settings", "settings", _columns(found), rows, note)
+    rows = [[*_cells(found, row).values()] for row in ranked[:SHOWN]]
+    columns = [*_cells(found, found.reference)]
+    return Table("First settings" if cut else "All settings", "settings", columns, rows, note)
 
 
-def alone_table(found: Preview) -> Table:
+def _alone_table(found: Preview) -> Table:
     """The base and the fine-tuned models on the data of every task."""
     rows: list[list[Value]] = [
         [name, *(with_error(by_task[task], found.metric(task)) for task in found.tasks)]
@@ -221,9 +213,8 @@ def alone_table(found: Preview) -> Table:
 def settings_table(found: Preview) -> Table:
     """Every setting with all numbers, as in `preview.csv`. Predictions are multiples of the reference's."""
     columns: dict[str, Iterable[Value]] = {"method": [row.setting.method for row in found.rows]}
-    for i, model in enumerate(found.models):
-        weights = (row.setting.weights for row in found.rows)
-        columns[f"weight {model}"] = [_cell(own[i]) if own else None for own in weights]
+    for model in found.models:
+        columns[f"weight {model}"] = [_cell(found.weights(row).get(model)) for row in found.rows]
     columns["rank"] = [row.rank for row in found.rows]
     for key in dict.fromkeys(key for row in found.rows for key in row.setting.changes):
         columns[key] = [_cell(row.setting.get(key)) for row in found.rows]

@@ -205,10 +205,8 @@ class Explorer:
         if not rows:
             raise InputError("nothing is measured yet")
         if self._compared is None or len(self._compared.rows) < len(rows):
-            own = next((row for row in rows if row.setting == self.own), rows[0])
             axis = Axis("weight", tuple(weight_keys(self.recipe)))
-            criterion = set_scores(rows, True)
-            self._compared = make_preview(self.recipe, self.evaluator, rows, own, axis, criterion)
+            self._compared = make_preview(self.recipe, self.evaluator, rows, self.own, axis, set_scores(rows, True))
         return self._compared
 
     def best(self) -> Outcome | None:
