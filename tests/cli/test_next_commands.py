@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.api.next_commands import next_commands
 from gradmerge.cli.app import app
 from gradmerge.recipe import make_recipe
+from gradmerge.report.advice import next_commands
 
 from ..compare.conftest import write_texts
 

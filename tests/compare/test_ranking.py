@@ -24,7 +24,7 @@ from gradmerge.compare.ranking import (
 from gradmerge.compare.settings import Axis, Setting
 from gradmerge.recipe import make_recipe
 from gradmerge.report.advice import preview_verdict
-from gradmerge.report.preview import best_table
+from gradmerge.report.comparison import best_table
 from gradmerge.tasks.metrics import standard_errors
 
 from .making import setting
@@ -50,14 +50,10 @@ def accurate(method: str, weights: tuple[float, ...], **right: Sequence[int]) ->
     return outcome(setting(method, weights), {task: {"accuracy": answers(some)} for task, some in right.items()})
 
 
-def preview(
-    rows: list[Outcome], own: Outcome | None = None, method: str = "gradient-matching", allows_own: bool = True
-) -> Preview:
+def preview(rows: list[Outcome], own: Outcome | None = None, method: str = "gradient-matching") -> Preview:
     recipe = make_recipe({"method": method, "base": "base", "models": ["a", "b"]})
-    criterion = set_scores(rows if own is None else [*rows, own], True)
-    return Preview(
-        recipe, ["a", "b"], ["a", "b"], True, criterion, rows, own or rows[0], Axis("weight"), allows_own=allows_own
-    )
+    criterion, tasks = set_scores(rows, True), ["a", "b"]
+    return Preview(recipe, tasks, tasks, True, criterion, rows, own or rows[0], Axis("weight"))
 
 
 def test_a_score_over_tasks_has_the_error_of_independent_tasks_each_on_the_same_rows() -> None:
@@ -136,14 +132,6 @@ def test_of_tied_settings_without_the_recipes_own_the_simplest_that_beats_it_is_
     assert len(found.all_tied()) == 5 and found.best() is rows[5], "one weight, no curvature, the better of two"
 
 
-def test_a_recipe_whose_own_weights_are_not_asked_for_is_kept_where_it_is_tied() -> None:
-    own = accurate("gradient-matching", (1.0, 1.0), a=range(95), b=range(95))
-    rows = [accurate("gradient-matching", (0.5, 0.5), a=range(96), b=range(96))]
-    found = preview(rows, own)
-    assert found.best() is own and own.rank == 1 and found.all_tied() == [rows[0], own]
-    assert preview(rows, own, allows_own=False).best() is rows[0], "a search in ranges without it"
-
-
 def predicted(own: float, *others: float) -> Preview:
     settings = [
         setting("gradient-matching", (1.0, 1.0), {"damping": value} if value else None) for value in (0, *others)
@@ -153,14 +141,16 @@ def predicted(own: float, *others: float) -> Preview:
     )
     recipe = make_recipe({"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
     criterion = set_scores([first, *rows], False)
-    return Preview(recipe, ["a", "b"], ["a", "b"], False, criterion, rows, first, Axis("damping", ("damping",)))
+    return Preview(
+        recipe, ["a", "b"], ["a", "b"], False, criterion, [first, *rows], first, Axis("damping", ("damping",))
+    )
 
 
 def test_of_predictions_the_recipes_own_is_taken_within_a_hundredth_of_the_smallest() -> None:
     found = predicted(1.0, 0.995, 1.3)
-    assert found.best() is found.reference and found.leading() is found.rows[0]
+    assert found.best() is found.reference and found.leading() is found.rows[1]
     other = predicted(1.0, 0.9, 1.3)
-    assert other.best() is other.rows[0]
+    assert other.best() is other.rows[1]
 
 
 def test_a_missing_score_is_tied_with_nothing_and_removal_has_no_best() -> None:

@@ -11,7 +11,7 @@ from gradmerge.compare.ranking import Outcome
 from gradmerge.compare.settings import Setting
 from gradmerge.recipe import make_recipe
 from gradmerge.report.advice import diagnosis_verdict as verdict
-from gradmerge.report.diagnosis import measured_table
+from gradmerge.report.comparison import measured_table
 from gradmerge.tasks.metrics import standard_errors
 
 OWN, OTHER, THIRD = "gradient-matching", "average", "task-arithmetic"

@@ -13,8 +13,7 @@ from PIL import Image
 
 from gradmerge.report import theme
 from gradmerge.report.figures import Series, bars, curves, heat_map, trade_off
-from gradmerge.report.page import Figure, Page, Section, write_report
-from gradmerge.report.tables import Table
+from gradmerge.report.page import Figure, Page, Section, Table, write_report
 from gradmerge.text import Measured
 
 if TYPE_CHECKING:
@@ -144,7 +143,9 @@ def test_a_figure_can_be_saved_from_a_report_that_lies_alone(tab: Tab, report: P
     root = ET.fromstring(drawn)
     words = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert name == "sweep.svg" and {"Sweep", "λ", "loss (nats)", *METHODS} <= set(words)
-    assert theme.color_of("ties").encode() in drawn and b"var(" not in drawn, "on paper, also from the dark"
+    assert theme.colors_of(METHODS)[METHODS.index("ties")].encode() in drawn and b"var(" not in drawn, (
+        "on paper, also from the dark"
+    )
     name, drawn = saved(tab, "layers", "PNG")
     image = Image.open(io.BytesIO(drawn))
     assert name == "layers.png" and image.width >= 1500 and image.getpixel((2, 2))[:3] == (255, 255, 255)
@@ -157,7 +158,9 @@ def test_one_method_has_its_color_in_the_light_and_in_the_dark(tab: Tab, report:
     place = "[...document.querySelectorAll('figure')[0].querySelectorAll('.mark-symbol.role-mark path')][18]"
     for scheme, colors in (("light", theme.LIGHT), ("dark", theme.DARK)):
         tab.emulate_media(color_scheme=scheme)
-        name = next(key for key, value in theme.LIGHT.items() if value == theme.color_of("ties"))
+        name = next(
+            key for key, value in theme.LIGHT.items() if value == theme.colors_of(METHODS)[METHODS.index("ties")]
+        )
         rgb = ", ".join(str(part) for part in bytes.fromhex(colors[name][1:]))
         assert tab.evaluate(f"getComputedStyle({place}).fill") == f"rgb({rgb})"
 

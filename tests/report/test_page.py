@@ -7,8 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from gradmerge.report.figures import Series, bars, curves
-from gradmerge.report.page import Figure, Page, Section, digest, html, library, write_report
-from gradmerge.report.tables import Table, columns_of
+from gradmerge.report.page import Figure, Page, Section, Table, columns_of, digest, html, library, write_report
 from gradmerge.text import Measured
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&`**"

@@ -103,12 +103,11 @@ class CalibrationResult(RefinementResult):
         what = "The merge was calibrated" if self.improved else "Calibration did not improve the merge"
         return f"{what} with gradmerge on unlabeled rows, layer by layer."
 
-    def page(self, merged: str, provenance: Mapping[str, str], commands: list[str]) -> Page:
+    def page(self, merged: str) -> Page:
         """Build the report."""
         from ..report.refinement import calibration_page
 
-        notes, title = list(map(str, self.notes)), f"Calibration of {merged}"
-        return calibration_page(title, self.chosen, self.layers, self.distances, notes, provenance, commands)
+        return calibration_page(f"Calibration of {merged}", self.chosen, self.layers, self.distances)
 
     def _line(self) -> list[str]:
         where = [] if self.output is None else [str(self.output)]

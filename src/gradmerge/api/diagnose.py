@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ..arguments import checked
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
-from ..report.page import made, write_report
+from ..report.page import write_report
 from ..text import to_json
 from ..urls import redact
 from ..yaml import to_yaml
@@ -68,10 +68,9 @@ def diagnose(
     """
     from ..compare.diagnose import find_costs
     from ..compare.settings import with_changes
-    from ..report.advice import diagnosis_verdict
-    from ..report.diagnosis import diagnosis_page
+    from ..report.advice import diagnosis_verdict, next_commands
+    from ..report.comparison import diagnosis_page
     from ..tasks import complete, tokenizer_of
-    from .next_commands import next_commands
 
     options = complete(loading, diagnose)
     recipe, _ = with_changes(recipe_of_models(recipe, "diagnose", allow_code), changes)
@@ -97,8 +96,8 @@ def diagnose(
         found.verdict = diagnosis_verdict(found)
         if staging is not None:
             text = recipe_text(recipe)
-            page = diagnosis_page(found, provenance(recipe, data or {}), text, [command] if command else [])
-            write_report(staging.folder, page)
+            facts = provenance(recipe, data or {})
+            write_report(staging.folder, diagnosis_page(found, text, facts, [command] if command else []))
             (staging.folder / "recipe.yml").write_text(text, "utf-8")
             (staging.folder / "diagnosis.json").write_text(redact(to_json(as_json(found))) + "\n", "utf-8")
     return found
@@ -127,7 +126,6 @@ def recipe_text(recipe: Recipe) -> str:
 def provenance(recipe: Recipe, data: Mapping[str, str]) -> dict[str, str]:
     """Where a report comes from."""
     facts = {
-        **made(),
         "recipe": recipe.file.name if recipe.file is not None else "given on the command line",
         "method": recipe.method,
         "reduction": str(recipe.reduction),

@@ -78,12 +78,11 @@ class DistillationResult(RefinementResult):
         what = f"The merge was trained for {steps} steps" if self.improved else "Training did not improve the merge"
         return f"{what} with gradmerge on unlabeled rows, with the fine-tuned models as teachers."
 
-    def page(self, merged: str, provenance: Mapping[str, str], commands: list[str]) -> Page:
+    def page(self, merged: str) -> Page:
         """Build the report."""
         from ..report.refinement import distillation_page
 
-        notes = list(map(str, self.notes))
-        return distillation_page(f"Distillation of {merged}", self.distillation, notes, provenance, commands)
+        return distillation_page(f"Distillation of {merged}", self.distillation)
 
     def _line(self) -> list[str]:
         where = [] if self.output is None else [str(self.output)]

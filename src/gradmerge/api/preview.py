@@ -161,9 +161,8 @@ def write_preview(
     save_best: str | Path | None = None,
 ) -> None:
     """Set the verdict, and write the report if there is a folder for it."""
-    from ..report.advice import preview_verdict
-    from ..report.preview import preview_page, settings_table
-    from .next_commands import OUT, next_commands
+    from ..report.advice import OUT, next_commands, preview_verdict
+    from ..report.comparison import preview_page, settings_table
     from .recipe_yaml import recipe_documents
 
     merged = "merged" if folder is not None else OUT

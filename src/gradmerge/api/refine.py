@@ -7,7 +7,7 @@ import copy
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -68,8 +68,8 @@ class RefinementResult(Displayed):
         """What the model card says first."""
 
     @abstractmethod
-    def page(self, merged: str, provenance: Mapping[str, str], commands: list[str]) -> Page:
-        """Build the report."""
+    def page(self, merged: str) -> Page:
+        """Build the report, without its notes and provenance."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
@@ -250,5 +250,10 @@ def refine_folder(
                 notes=list(map(str, result.notes)),
             )
         provenance = {"model": merged, **{f"rows of {task}": name for task, name in names.items()}}
-        write_report(staging.folder, result.page(name_of(merged), provenance, [command] if command else []))
+        facts = {
+            "provenance": provenance,
+            "commands": [command] if command else [],
+            "notes": list(map(str, result.notes)),
+        }
+        write_report(staging.folder, replace(result.page(name_of(merged)), **facts))
     return result

@@ -44,7 +44,7 @@ def diagnose(
     with --data also measured.
     """
     with heavy_imports():
-        from ..report.diagnosis import measured_table, prediction_table
+        from ..report.comparison import measured_table, prediction_table
         from .recipe_args import read_recipe
 
     with progress(printing.silent) as shown:

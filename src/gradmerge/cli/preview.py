@@ -81,7 +81,7 @@ def preview(
     predicted from the curvature of the models, and only ranks are shown.
     """
     with heavy_imports():
-        from ..report.preview import best_table
+        from ..report.comparison import best_table
         from .recipe_args import read_recipe
 
     sources, force = named(data or []), options["force"]

@@ -284,7 +284,9 @@ def compare(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
     asked = list(dict.fromkeys([*grid.settings(), grid.own_setting()]))
     progress.begin("previewing", len(asked))
     rows = evaluator.evaluate(asked, progress.advance)
-    return make_preview(grid.recipe, evaluator, rows, grid.own_setting(), grid.axis, set_scores(rows, evaluator.measured))
+    return make_preview(
+        grid.recipe, evaluator, rows, grid.own_setting(), grid.axis, set_scores(rows, evaluator.measured)
+    )
 
 
 def make_preview(
@@ -432,4 +434,3 @@ def simplicity(setting: Setting) -> tuple[int, ...]:
     inputs = METHODS[setting.method].inputs
     needs = sum(name in inputs for name in ("prior", "curvature", "penalty", "weights"))
     return len(setting.changes), needs, len({leaf for weight in setting.weights for leaf in leaves(weight)})
-

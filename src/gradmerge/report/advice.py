@@ -19,10 +19,10 @@ from ..compare.ranking import Outcome, Preview, headline, higher_is_better, lost
 from ..compare.settings import BASE, changes_text, task_names
 from ..recipe import Recipe, in_words
 from ..refinement.inputs import model_reference, recorded_models
-from ..tasks.standard_errors import TIE, Difference, difference
+from ..tasks.metrics import TIE, Difference, difference
 from ..text import counted, one_line, plus_minus
 from ..urls import redact
-from .tables import number, plain_words
+from .page import number, plain_words
 
 #: Placeholders of commands for a merged model, for rows and for a recipe that are not known.
 OUT, ROWS, RECIPE = "OUT", "ROWS", "RECIPE"
@@ -318,7 +318,11 @@ def _penalty_results(found: Diagnosis) -> list[str]:
         (UNDER_PENALTY, WITHOUT_PENALTY, "trained under a similar penalty to {}, or not to convergence."),
         (WITHOUT_PENALTY, math.inf, "not trained under the penalty {}" + _without_penalty(found)),
     ):
-        fitting = {t: check for t, check in found.penalty_checks.items() if check.ratio is not None and low <= check.ratio < high}
+        fitting = {
+            t: check
+            for t, check in found.penalty_checks.items()
+            if check.ratio is not None and low <= check.ratio < high
+        }
         if fitting:
             names = ", ".join(f"{task} ({number(min(check.ratio or 0, 100), 2)})" for task, check in fitting.items())
             were = "were" if len(fitting) > 1 else "was"

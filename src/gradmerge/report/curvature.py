@@ -11,11 +11,9 @@ from torch import Tensor
 from ..curvature.format import CurvatureFile
 from ..curvature.summary import group_of, pieces
 from ..errors import InputError
-from ..io.atomic_dir import atomic_file
 from ..text import count, one_line
 from .figures import heat_map
-from .page import Figure, Page, Section, html, made
-from .tables import Table, Value
+from .page import Figure, Page, Section, Table, Value, write_page
 
 #: Powers of ten of the smallest and largest float32 number, divided by any number of examples.
 _LOW, _HIGH = -64, 40
@@ -43,8 +41,7 @@ def plot_curvature(file: CurvatureFile, path: Path) -> None:
     check_plot_path(path)
     if file.kind == "gram":
         raise InputError(f"{file.label}: has Gram matrices; the plot needs one number for each parameter")
-    with atomic_file(path) as partial:
-        partial.write_bytes(html(curvature_page(file)).encode("utf-8", "replace"))
+    write_page(path, curvature_page(file))
 
 
 def curvature_page(file: CurvatureFile) -> Page:
@@ -72,7 +69,7 @@ def curvature_page(file: CurvatureFile) -> Page:
     figures = [Figure("Distribution of the curvature", "curvature", chart)]
     title = one_line(Path(file.label).name or file.label)
     section = Section("Curvature by layer", _TEXT, figures, [table])
-    return Page(f"Curvature: {title}", facts, [], [section], "", made())
+    return Page(f"Curvature: {title}", facts, [], [section])
 
 
 def count_decades(file: CurvatureFile) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..text import printable
 from . import theme
-from .tables import finite, number
+from .page import finite, number
 
 if TYPE_CHECKING:
     from altair import LayerChart
@@ -246,7 +246,7 @@ def _guides(rows: list[Row]) -> list[Any]:
     if not rows:
         return []
     names = list(dict.fromkeys(row["series"] for row in rows))
-    shades = [theme.color_of(name) if theme.is_known(name) else theme.LIGHT["soft"] for name in names]
+    shades = [theme.LIGHT[theme.MODELS.get(name, "soft")] for name in names]
     color = alt.Stroke("series:N", legend=None, scale=alt.Scale(domain=names, range=shades))
     tips = [alt.Tooltip("series:N", title=" "), alt.Tooltip("y:Q", format=_FORMAT)]
     line = alt.Chart(_data(rows)).mark_rule(strokeDash=[5, 4], strokeWidth=1.5)

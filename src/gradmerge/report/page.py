@@ -1,30 +1,138 @@
-"""Reports in one HTML file that needs nothing else."""
+"""Reports in one HTML file that needs nothing else: pages of text, figures and tables."""
 
 from __future__ import annotations
 
 import base64
+import csv
 import datetime
 import hashlib
+import io
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from .._version import __version__
 from ..errors import MachineError
 from ..io.atomic_dir import atomic_file
-from ..text import printable, to_json
+from ..text import one_line, plus_minus, printable, to_json
 from ..urls import redact
 from . import theme
-from .tables import Table, Value, columns_of
 
 if TYPE_CHECKING:
     import altair as alt
     from jinja2 import Template
     from markupsafe import Markup
+
+Value = str | float | int | None
+MISSING = "–"
+
+
+def finite(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Four significant digits, thousands with commas; whole numbers in full."""
+    if value is None:
+        return MISSING
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    shown = f"{value:,}" if isinstance(value, int) else f"{float(value) + 0.0:,.{digits}g}"
+    return shown.replace("-", "−")
+
+
+def plain_words(metric: str) -> str:
+    """The name of a metric for people: loss per token."""
+    return metric.replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns that a reader can sort."""
+
+    title: str
+    slug: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Value]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"{self.title}: a row has {len(row)} values for {len(self.columns)} columns")
+
+    def csv(self) -> str:
+        """Numbers in full, errors in columns of their own; a missing number is empty."""
+        out = io.StringIO()
+        columns: list[Sequence[object]] = []
+        for title, *values in zip(self.columns, *self.rows, strict=True):
+            errors = [getattr(value, "error", None) for value in values]
+            columns += [[title, *values]]
+            columns += [[f"{title}, standard error", *errors]] if any(error is not None for error in errors) else []
+        csv.writer(out, lineterminator="\n").writerows(map(_csv_cell, line) for line in zip(*columns, strict=True))
+        return out.getvalue()
+
+
+def _csv_cell(value: object) -> object:
+    if isinstance(value, str):
+        return _not_a_formula(one_line(value))
+    # repr of a NumPy float would include its type.
+    return repr(float(value)) if isinstance(value, float) else value
+
+
+def _not_a_formula(text: str) -> str:
+    """Text that a spreadsheet does not run as a formula; a number stays a number."""
+    if not text.startswith(("=", "+", "-", "@", "＝", "＋", "－", "＠")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
+
+
+class Cell(NamedTuple):
+    """A value as text."""
+
+    text: str
+    kind: str
+    """CSS classes."""
+    full: str = ""
+    """The value to sort by, if that is not the text."""
+
+
+class Column(NamedTuple):
+    """The cells of a column."""
+
+    title: str
+    numeric: bool
+    cells: Sequence[Cell]
+
+
+def columns_of(table: Table) -> list[Column]:
+    return [_column(title, [row[j] for row in table.rows]) for j, title in enumerate(table.columns)]
+
+
+def _column(title: str, values: Sequence[Value]) -> Column:
+    known = [value for value in values if value is not None]
+    numeric = bool(known) and not any(isinstance(value, str) for value in known)
+
+    def cell(value: Value) -> Cell:
+        if value is None:
+            return Cell(MISSING, "none num" if numeric else "none")
+        if isinstance(value, str):
+            return Cell(value, "" if " " in value else "name")
+        return Cell(plus_minus(number(value), value), "num", repr(float(value)))
+
+    return Column(title, numeric, list(map(cell, values)))
+
 
 #: Rows of a figure's table in a page; its CSV has all.
 SHOWN_ROWS = 500
@@ -110,21 +218,29 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """The content of a report. The verdict comes first; the recipe is YAML, the commands repeat the run."""
+    """The content of a report. The verdict comes first."""
 
     title: str
     subtitle: str
-    verdict: Sequence[str]
-    sections: Sequence[Section]
-    recipe: str
-    provenance: Mapping[str, str]
+    verdict: Sequence[str] = ()
+    sections: Sequence[Section] = ()
+    recipe: str = ""
+    """YAML."""
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    """Names and paths for the end of the page."""
     commands: Sequence[str] = ()
+    """What repeats the run."""
+    notes: Sequence[str] = ()
 
 
-def made() -> dict[str, str]:
-    """The version and time for the provenance of a report."""
+def write_page(path: Path, page: Page) -> None:
+    """Write a page, with the version and time in its provenance."""
     now = datetime.datetime.now(datetime.UTC)
-    return {"made by": f"gradmerge {__version__}", "made at": now.strftime("%Y-%m-%d %H:%M UTC")}
+    made = {"made by": f"gradmerge {__version__}", "made at": now.strftime("%Y-%m-%d %H:%M UTC")}
+    text = html(replace(page, provenance=made | {**page.provenance}))
+    with atomic_file(path) as partial:
+        # Names that are not Unicode are replaced.
+        partial.write_bytes(text.encode("utf-8", "replace"))
 
 
 def write_report(folder: Path, page: Page) -> list[Path]:
@@ -133,16 +249,15 @@ def write_report(folder: Path, page: Page) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"{folder}: cannot be created: {error.strerror or error}") from error
-    items: list[Figure | Table] = []
+    paths = [folder / "report.html"]
     for section in _with_file_names(page.sections):
-        items += [*section.figures, *section.tables]
-    beside = {folder / f"{item.slug}.csv": redact(item.csv()) for item in items}
-    report = folder / "report.html"
-    for path, content in (*beside.items(), (report, html(page))):
-        with atomic_file(path) as partial:
-            # Names that are not Unicode are replaced.
-            partial.write_bytes(content.encode("utf-8", "replace"))
-    return [report, *beside]
+        items: list[Figure | Table] = [*section.figures, *section.tables]
+        for item in items:
+            paths.append(folder / f"{item.slug}.csv")
+            with atomic_file(paths[-1]) as partial:
+                partial.write_bytes(redact(item.csv()).encode("utf-8", "replace"))
+    write_page(paths[0], page)
+    return paths
 
 
 def html(page: Page) -> str:
@@ -150,10 +265,11 @@ def html(page: Page) -> str:
     from markupsafe import Markup
 
     drawn = any(section.figures for section in page.sections)
+    notes = [Section("Notes", "\n\n".join(page.notes))] if page.notes else []
     scripts = [*([library()] if drawn else []), f"{drawing()}\n{theme.resource('page.js')}"]
     return template("page.html").render(
         page=page,
-        sections=_with_file_names(page.sections),
+        sections=_with_file_names([*page.sections, *notes]),
         version=__version__,
         style=Markup(theme.variables() + theme.resource("page.css")),
         scripts=[Markup(script) for script in scripts],

@@ -11,8 +11,7 @@ from ..refinement.influence import RemovalResult
 from ..tasks.metrics import TIE
 from ..text import count
 from .figures import Series, curves
-from .page import Figure, Page, Section, made
-from .tables import Table, Value
+from .page import Figure, Page, Section, Table, Value
 
 _EVALUATE = "Evaluate the result on labeled rows before you use it: `gradmerge evaluate`."
 _DISTANCE = (
@@ -36,45 +35,21 @@ _REMOVAL_CURVE = (
 )
 
 
-def calibration_page(
-    title: str,
-    chosen: str,
-    layers: int,
-    distances: Mapping[str, Distances],
-    notes: Sequence[str],
-    provenance: Mapping[str, str],
-    commands: Sequence[str] = (),
-) -> Page:
-    """Build the report.
+def calibration_page(title: str, chosen: str, layers: int, distances: Mapping[str, Distances]) -> Page:
+    """The report of a calibration.
 
     Args:
         title: Of the page.
         chosen: The candidate that was written.
         layers: How many layers were solved.
         distances: Candidate → distances on held-out rows. Empty if they were not measured.
-        notes: What a user should know.
-        provenance: Names and paths for the end of the page.
-        commands: What repeats the run.
     """
     sections = []
     if distances:
         figures, tables = _distance_figures(chosen, distances), [_distance_table(distances)]
         sections.append(Section("Distance to the fine-tuned models", _DISTANCE, figures, tables))
     subtitle = f"{count(layers)} linear layers solved, with {chosen}" if chosen != MERGE else "the merge, unchanged"
-    return _page(title, subtitle, calibration_verdict(chosen, distances), sections, notes, provenance, commands)
-
-
-def _page(
-    title: str,
-    subtitle: str,
-    verdict: Sequence[str],
-    sections: Sequence[Section],
-    notes: Sequence[str],
-    provenance: Mapping[str, str],
-    commands: Sequence[str],
-) -> Page:
-    every = [*sections, *([Section("Notes", "\n\n".join(notes))] if notes else [])]
-    return Page(title, subtitle, verdict, every, "", {**made(), **provenance}, commands)
+    return Page(title, subtitle, calibration_verdict(chosen, distances), sections)
 
 
 def calibration_verdict(chosen: str, distances: Mapping[str, Distances]) -> list[str]:
@@ -114,14 +89,8 @@ def _distance_table(distances: Mapping[str, Distances]) -> Table:
     return Table("Distances on held-out rows", "candidates", columns, rows, note)
 
 
-def distillation_page(
-    title: str,
-    done: Distillation,
-    notes: Sequence[str],
-    provenance: Mapping[str, str],
-    commands: Sequence[str] = (),
-) -> Page:
-    """Build the report; the arguments are as of :func:`calibration_page`."""
+def distillation_page(title: str, done: Distillation) -> Page:
+    """The report of a distillation."""
     steps = [float(step) for step, _ in done.losses]
     tasks = list(done.losses[0][1])
     series = [Series(task, steps, [losses[task] for _, losses in done.losses]) for task in tasks]
@@ -132,7 +101,7 @@ def distillation_page(
     tables = [Table("Loss on held-out rows by task", "tasks", ["task", "before", "after"], rows)]
     sections = [Section("Loss on held-out rows", _DISTILLATION[done.match], figures, tables)]
     subtitle = f"{done.steps} steps at a learning rate of {done.lr:.3g}; the weights of step {done.best_step} were kept"
-    return _page(title, subtitle, distillation_verdict(done), sections, notes, provenance, commands)
+    return Page(title, subtitle, distillation_verdict(done), sections)
 
 
 def distillation_verdict(done: Distillation) -> list[str]:
@@ -152,8 +121,8 @@ def removal_page(result: RemovalResult, base: str, sources: Mapping[str, str], c
         Section(title, _REMOVAL_CURVE, [_removal_curve(title, result)]),
         Section("Losses", _REMOVAL_STEP, (), [_removal_losses(result)]),
     ]
-    facts = {"model": base, **sources}
-    return _page(f"Removal from {base}", counts, removal_verdict(result), sections, result.notes, facts, commands)
+    facts, title = {"model": base, **sources}, f"Removal from {base}"
+    return Page(title, counts, removal_verdict(result), sections, "", facts, commands, result.notes)
 
 
 def removal_card(result: RemovalResult) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import zlib
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -32,47 +30,19 @@ _BOTH = {
 }
 LIGHT = {name: light for name, (light, _) in _BOTH.items()}
 DARK = {name: dark for name, (_, dark) in _BOTH.items()}
-#: The methods that reports show most, in the order of their colors.
-_METHODS = (
-    *("gradient-matching", "task-arithmetic", "ties", "fisher-averaging", "weighted-average", "dare", "average"),
-    *("regmean", "removal", "slerp"),
-)
 #: Models that are not merges.
-_MODELS = {"base": "soft", "fine-tuned model": "ink", "its own model": "ink", "target": "c9", "best so far": "c4"}
+MODELS = {"base": "soft", "fine-tuned model": "ink", "its own model": "ink", "target": "c9"}
 _COLORS = 10
 MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 #: Dark blue to yellow, safe for color-blind readers.
 RISING = ("#46226b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
 
 
-def _method(name: str) -> str:
-    """The method of a series: `ties` for `ties 0.5` and `ties, density 0.2`."""
-    return re.split("[ ,]", name, maxsplit=1)[0]
-
-
-def _number(method: str) -> int:
-    """The number of a method: the same on every page."""
-    return _METHODS.index(method) if method in _METHODS else zlib.crc32(method.encode("utf-8", "replace"))
-
-
-def is_known(name: str) -> bool:
-    """Whether a series is a model or a method that has its own color."""
-    from ..rules import METHODS
-
-    return name in _MODELS or _method(name) in METHODS
-
-
-def color_of(name: str) -> str:
-    """The light color of a method or model, the same on every page."""
-    return LIGHT[_MODELS.get(name) or f"c{_number(_method(name)) % _COLORS}"]
-
-
 def colors_of(names: Sequence[str]) -> list[str]:
-    """Colors of series: different methods have their own, other names (tasks) take one after the other."""
-    known = list(map(color_of, names))
-    if any(map(is_known, names)) and len(set(known)) == len(names):
-        return known
-    return [color_of(name) if name in _MODELS else LIGHT[f"c{i % _COLORS}"] for i, name in enumerate(names)]
+    """The light colors of series: models have their own, others take one after the other."""
+    others = [name for name in names if name not in MODELS]
+    numbers = {name: f"c{number % _COLORS}" for number, name in enumerate(others)}
+    return [LIGHT[MODELS.get(name) or numbers[name]] for name in names]
 
 
 def markers_of(names: Sequence[str]) -> list[str]:

@@ -32,7 +32,7 @@ from ..errors import InputError
 from ..progress import Progress
 from ..recipe import Recipe
 from ..refinement.rows import count_rows, select_rows
-from ..report.preview import trade_off_chart
+from ..report.comparison import trade_off_chart
 from ..tasks import LoadOptions, complete, measure
 from ..tasks.evaluate import DisplayRow, Prediction, display_rows, predict
 from ..tasks.metrics import SHARES, Difference, difference
