@@ -43,7 +43,7 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.level == depth and node.module:
             found.add(node.module.split(".")[0])
         elif isinstance(node, ast.ImportFrom) and node.level == depth:
-            found |= {alias.name for alias in node.names}
+            found |= {alias.name for alias in node.names} - {"__version__"}
         elif isinstance(node, ast.Import):
             found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("gradmerge.")}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("gradmerge"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__ as __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api.calibrate import CalibrationResult as CalibrationResult, calibrate as calibrate

@@ -18,19 +18,15 @@ from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin
 
 from .errors import InputError
 from .text import nearest
-from .urls import UrlPath, is_url
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_ACCEPTED: dict[Any, Any] = {int: Integral, float: Real, Path: os.PathLike}
-"""Annotations that accept more than their own class."""
+#: Annotations that accept more than their own class.
+ACCEPTED: dict[Any, Any] = {int: Integral, float: Real, Path: os.PathLike}
 
 
 def checked(*unchecked: str) -> Callable[[Function], Function]:
-    """Check arguments at every call, except those named; raise InputError if one does not fit.
-
-    A path that is a URL becomes a :class:`UrlPath`, whose text is the URL.
-    """
+    """Check arguments at every call, except those named; raise InputError if one does not fit."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
@@ -39,7 +35,7 @@ def checked(*unchecked: str) -> Callable[[Function], Function]:
                 for name, value in inspect.signature(function).bind(*args, **kwargs).arguments.items():
                     if name not in ("loading", *unchecked):
                         check(name, value, annotation(function, name))
-            return function(*map(_with_urls, args), **{name: _with_urls(value) for name, value in kwargs.items()})
+            return function(*args, **kwargs)
 
         return cast(Function, call)
 
@@ -103,7 +99,8 @@ def check(name: str, value: Any, hint: Any) -> None:
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     fitting = [option for option in options if _fits(value, option)]
     if not fitting:
-        expected = " or ".join("None" if option is NoneType else _name(option) for option in options)
+        names = ["None" if option is NoneType else inspect.formatannotation(option) for option in options]
+        expected = " or ".join(names).replace("collections.abc.", "")
         text = repr(value).replace("\n", " ")
         raise InputError(f"{name} must be {expected}, not {text[:60]} ({type(value).__name__})")
     if get_args(fitting[0])[-1:] == (str,):
@@ -125,13 +122,4 @@ def _fits(value: Any, option: Any) -> bool:
         return kind is bool
     if kind in (Sequence, Iterable) and isinstance(value, str | bytes | Mapping):
         return False
-    return isinstance(value, _ACCEPTED.get(kind, kind)) or (kind is Sequence and hasattr(value, "__array__"))
-
-
-def _name(option: Any) -> str:
-    """The annotation as a user would write it: `Sequence[str]`."""
-    return inspect.formatannotation(option).replace("collections.abc.", "")
-
-
-def _with_urls(value: Any) -> Any:
-    return UrlPath(value) if isinstance(value, Path) and is_url(value) else value
+    return isinstance(value, ACCEPTED.get(kind, kind)) or (kind is Sequence and hasattr(value, "__array__"))

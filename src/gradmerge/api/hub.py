@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .._version import __version__
+from .. import __version__
 from ..arguments import checked
 from ..cards.metadata import CARD, MAX_CARD, RECORD, may_be_hub_id
 from ..checkpoints.checkpoint import Checkpoint

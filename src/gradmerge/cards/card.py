@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from .._version import __version__
+from .. import __version__
 from ..checkpoints.sidecars import library_of
 from ..errors import InputError
 from ..io.small_files import readable_json

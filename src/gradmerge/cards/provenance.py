@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._version import __version__
+from .. import __version__
 from ..io.reader import local_path
 from ..recipe import Recipe
 from ..text import to_json

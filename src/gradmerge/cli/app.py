@@ -16,7 +16,7 @@ import typer
 import typer.core
 from typer.core import TyperGroup
 
-from .._version import __version__
+from .. import __version__
 from ..distributed import launched
 from ..text import printable, to_json
 from . import (

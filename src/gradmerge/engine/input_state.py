@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._version import __version__
+from .. import __version__
 from ..cards.metadata import RECORD
 from ..checkpoints.checkpoint import Checkpoint, unwrap_chain
 from ..checkpoints.layers import StackedCheckpoint

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from .._version import __version__
+from .. import __version__
 from ..errors import MachineError
 from ..io.atomic_dir import atomic_file
 from ..text import one_line, plus_minus, printable, to_json

@@ -11,7 +11,7 @@ from typing import Any, Unpack, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from .._version import __version__
+from .. import __version__
 from ..arguments import check
 from ..curvature.losses import ExampleLoss
 from ..curvature.offload import spread_device
