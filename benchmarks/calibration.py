@@ -21,10 +21,8 @@ from pathlib import Path
 import torch
 
 import gradmerge as gm
-from gradmerge.demo import recipes
-from gradmerge.demo.demo_settings import BASE, TASKS, Settings
-from gradmerge.demo.digits import load_digits, write_data
-from gradmerge.demo.training import measured_rows, train
+from gradmerge.demo.digits import BASE, TASKS, Settings, load_digits, predictions, read_split, train, write_data
+from gradmerge.demo.run import MATCHING, recipes, write_recipe
 
 EVERY = (BASE, *TASKS)
 
@@ -46,16 +44,15 @@ def prepare(seed: int) -> None:
         gm.estimate_curvature(
             f"models/{name}", f"data/{data}.npz:train", out=f"curvature/{name}", batch_size=64, progress=False
         )
-    recipe, out = Path("recipes", f"{recipes.MATCHING}.yml"), f"merged/{recipes.MATCHING}"
-    recipes.write_recipe(recipes.MATCHING, recipes.merges()[recipes.MATCHING], out)
-    gm.merge(recipe, out, progress=False)
+    write_recipe(MATCHING, recipes()[MATCHING])
+    gm.merge(Path("recipes", f"{MATCHING}.yml"), f"merged/{MATCHING}", progress=False)
 
 
 def variants(rows: int, quick: bool) -> Iterator[tuple[str, Callable[[str], object]]]:
     """Name → what writes the model to a folder."""
     data = {name: f"data/{name}.npz:train" for name in EVERY}
     teachers = {BASE: "models/base", **{t: f"models/{t}" for t in TASKS}}
-    merged = f"merged/{recipes.MATCHING}"
+    merged = f"merged/{MATCHING}"
     common = {"teachers": teachers, "limit": rows, "progress": False}
 
     def calibrate(**options: object) -> Callable[[str], object]:
@@ -85,9 +82,10 @@ def variants(rows: int, quick: bool) -> Iterator[tuple[str, Callable[[str], obje
 
 def accuracies(models: dict[str, str]) -> dict[str, dict[str, float]]:
     """Model → task → accuracy on the test images."""
-    found = measured_rows(list(models.values()), EVERY)
+    found = predictions(list(models.values()), EVERY)
+    labels = read_split(Path("data", f"{BASE}.npz"), "test")[1]  # the same for every task
     return {
-        name: {task: float(found[folder][task]["accuracy"].double().mean()) for task in EVERY}
+        name: {task: float((found[folder][task].argmax(1) == labels).double().mean()) for task in EVERY}
         for name, folder in models.items()
     }
 
@@ -97,7 +95,7 @@ def one_seed(seed: int, rows: int, quick: bool) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         prepare(seed)
         Path("variants").mkdir()
-        models = {"base": "models/base", "merge": f"merged/{recipes.MATCHING}", "joint": "models/joint"}
+        models = {"base": "models/base", "merge": f"merged/{MATCHING}", "joint": "models/joint"}
         seconds, chosen = {}, {}
         for name, make in variants(rows, quick):
             folder = "variants/" + name.replace(" ", "-").replace(",", "")

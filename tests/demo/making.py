@@ -16,5 +16,6 @@ def tiny(seed: int = 0) -> Settings:
         hidden=16,
         layers=1,
         unlabeled=20,
+        distillation_steps=30,
         weights="0:1:0.5",
     )

@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from gradmerge.errors import InputError
-from gradmerge.io import small_files
+from gradmerge.io import remote, small_files
 from gradmerge.tasks.data import MAX_LINE, data_paths, dataset_metadata, read_rows
 
 from ..http_stand_in import Web, web_server
@@ -206,6 +206,7 @@ def test_a_packed_file_that_becomes_too_large_is_refused(
 @pytest.fixture
 def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     monkeypatch.setenv("GRADMERGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "FRESH", -1.0)
     with web_server() as found:
         yield found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from pathlib import Path
 from typing import Annotated
@@ -29,13 +28,13 @@ def demo(
 ) -> None:
     """Demonstrate all steps on small models: train, estimate curvature, merge, calibrate, distill, remove, evaluate.
 
-    Uses the handwritten digits of scikit-learn (pip install 'gradmerge[demo]') and takes a minute or two. The folder
-    holds models, data, recipes, reports and the commands that repeat each step.
+    Uses the handwritten digits of scikit-learn (pip install 'gradmerge[demo]') and takes a minute or two. Prints each
+    command that it runs. The folder holds models, data, recipes, reports and the commands.
     """
     with heavy_imports():
         from ..demo import Settings, run_demo
-        from ..demo.demo_settings import REMOVED
-        from ..demo.tables import merge_table, removal_table, weight_lines
+        from ..demo.digits import REMOVED
+        from ..demo.tables import merge_table, removal_table
 
     begun = time.perf_counter()
 
@@ -44,23 +43,17 @@ def demo(
             echo(text, err=True)
 
     with progress(printing.silent, "steps") as shown:
-        result = run_demo(out, settings=Settings(seed=seed), force=force, progress=shown, say=say)
+        results = run_demo(out, settings=Settings(seed=seed), force=force, progress=shown, say=say)
     seconds = time.perf_counter() - begun
     if printing.json:
-        commands = {title: list(map(shlex.join, several)) for title, several in result.commands.items()}
-        print_json({**result.results, "folder": str(out), "seconds": round(seconds, 1), "commands": commands})
+        print_json({**results, "folder": str(out), "seconds": round(seconds, 1)})
         return
-    merging = f"Accuracy on {result.results['images']['test']} test images per task, percent, and the mean loss:\n"
-    removing = f"\nRemoving {REMOVED} from the joint model; KL is the distance to the target on {REMOVED}:\n"
-    for title, (columns, rows) in (
-        (merging, merge_table(result.merging)),
-        (removing, removal_table(result.removal)),
-    ):
+    images = results["images"]["test"]
+    merging = f"Accuracy on {images} test images per task in percent with its standard error, and the mean loss:\n"
+    removing = f"\nRemoving {REMOVED} from the joint model; KL is the distance to the target on {REMOVED} in nats:\n"
+    for title, (columns, rows) in ((merging, merge_table(results)), (removing, removal_table(results))):
         echo(title)
         print_table(columns, rows, right=range(1, len(columns)))
     if not printing.quiet:
-        echo("\nMean accuracy on validation images, with one weight for all tasks:")
-        echo("\n".join(weight_lines(result.results)))
-        echo(f"\nDone in {seconds:.0f} s. {out / 'results.md'} explains the tables.")
+        echo(f"\nDone in {seconds:.0f} s. Commands that repeat the steps: {out / 'commands.sh'}")
         echo(f"Reports: {out / 'preview' / 'report.html'}, {out / 'diagnose' / 'report.html'}")
-        echo(f"Commands that repeat the steps: {out / 'commands.sh'}")

@@ -76,8 +76,8 @@ def _jobs(source: Path, data: dict[str, str]) -> dict[str, tuple[Path, dict[str,
     if not source.exists():
         make = f" `gradmerge demo -o {source}` makes the demonstration" if not source.suffix else ""
         raise InputError(f"{source}: no such recipe or folder.{make or ' Give a recipe file (YAML).'}")
-    from ..demo.demo_settings import REMOVED
-    from ..demo.recipes import MATCHING, REMOVAL
+    from ..demo.digits import REMOVED
+    from ..demo.run import MATCHING, REMOVAL
 
     recipes = {name: source / "recipes" / f"{name}.yml" for name in (MATCHING, REMOVAL)}
     if not recipes[MATCHING].is_file():

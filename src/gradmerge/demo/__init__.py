@@ -1,6 +1,6 @@
 """The demonstration: train, estimate curvature, merge, improve, remove and evaluate, on scikit-learn's digits."""
 
-from .demo_settings import Settings
-from .run import DemoResult, run_demo
+from .digits import Settings
+from .run import run_demo
 
-__all__ = ["DemoResult", "Settings", "run_demo"]
+__all__ = ["Settings", "run_demo"]

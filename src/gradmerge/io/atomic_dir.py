@@ -34,7 +34,7 @@ RESULT_FILES = (
     {"gradmerge.json"},
     {"report.html", "diagnosis.json"},
     {"report.html", "preview.json"},
-    {"commands.sh", "results.json", "results.md"},
+    {"commands.sh", "results.json"},
 )
 CURVATURE_FILES = ("curvature*.safetensors", "curvature.safetensors.index.json")
 
