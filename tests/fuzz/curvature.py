@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gradmerge as gm
+from gradmerge.curvature.curvature import pieces, summarize
 from gradmerge.curvature.format import open_curvature
-from gradmerge.curvature.summary import pieces, summarize
 from gradmerge.engine.output import JOURNAL
 from tests.making import random_curvature, random_state, weight_bytes
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from ..curvature.batches import IndexedBatches
-from ..curvature.curvature import Curvature, require_finite, write_sums
+from ..curvature.curvature import Curvature, require_finite
 from ..curvature.estimate import estimate_curvature
-from ..curvature.format import open_curvature
+from ..curvature.format import open_curvature, write_sums
 from ..distributed import Processes
 from ..errors import InputError, MachineError
 from ..io.atomic_dir import MARK

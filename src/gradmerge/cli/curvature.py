@@ -34,8 +34,8 @@ def show(
 
     For Kronecker factors these are of the diagonal of G ⊗ A / T.
     """
+    from ..curvature.curvature import pieces, summarize
     from ..curvature.format import open_curvature
-    from ..curvature.summary import pieces, summarize
 
     if plot:
         from ..report.curvature import check_plot_path, plot_curvature

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..curvature.curvature import group_of
 from ..curvature.format import default_curvature
-from ..curvature.summary import group_of
 from ..engine.executor import Advance as AdvanceBytes
 from ..engine.plan import BLOCK, Plan, open_plan
 from ..errors import InputError

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,27 +17,25 @@ from ..cards.card import as_block, as_code, as_text, markdown_table, render_card
 from ..display import Displayed, View
 from ..distributed import Processes
 from ..errors import InputError
-from ..io.atomic_dir import AtomicDir, require_space
-from ..io.reader import bytes_of
-from ..io.writer import ShardWriter
-from ..text import size
+from ..io.atomic_dir import AtomicDir
+from ..text import natural, size
 from .format import (
     INPUTS,
     KINDS,
-    LOG8,
     OUTPUTS,
     PENALTY,
     PRECISIONS,
     STEM,
     CurvatureFile,
-    encode_log8,
     metadata,
     open_curvature,
+    write_sums,
 )
-from .summary import GroupSummary, summarize
 
 SHARD_SIZE = 5_000_000_000
 CARD = "README.md"
+#: Elements of a file that are summarized at once.
+_CHUNK = 1 << 20
 
 
 class KroneckerFactors(NamedTuple):
@@ -183,10 +181,9 @@ class Curvature(Displayed, Mapping[str, Tensor]):
         """Replace the sums by those over all processes. This process saw a number of ``examples``, which may be 0."""
         processes.all_reduce(self.values())
         counts = processes.all_gather((examples, self.tokens))
-        del counts[processes.rank]
-        self.examples = examples
-        for more, tokens in counts:
-            self._add_counts(more, tokens)
+        self._add_counts(-self.examples, {name: -count for name, count in self.tokens.items()})
+        for of_process in counts:
+            self._add_counts(*of_process)
 
     def _add_counts(self, examples: int, tokens: Mapping[str, int]) -> None:
         self.examples += examples
@@ -219,11 +216,12 @@ class Curvature(Displayed, Mapping[str, Tensor]):
             raise InputError(f"precision {precision!r}: must be {', '.join(PRECISIONS)}")
         if precision != "float32" and self.kind != "diagonal":
             raise InputError(f"precision {precision!r}: {KINDS[self.kind]} are stored as float32 only")
-        named = (
-            self if self._stored is None else self._with(self._stored({**self.layers, **self.diagonal}), self.examples)
-        )
+        entries: Entries = {**self.layers, **self.diagonal}
+        named = self._with(entries if self._stored is None else self._stored(entries), self.examples)
         require_finite(named)
         write_sums(folder, named, named.header(precision), shard_size)
+        if self.likelihood != PENALTY:
+            write_curvature_card(folder)
 
     def header(self, precision: str = "float32") -> Mapping[str, str]:
         """The header metadata of its file."""
@@ -269,34 +267,73 @@ def require_finite(curvature: Curvature) -> None:
             raise InputError(f"the curvature of {name} has values that are {wrong}; it is not saved")
 
 
-def write_sums(
-    folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, str], shard_size: int, stem: str = STEM
-) -> None:
-    """Write files of sums, in the precision of the header. Tensors are encoded one at a time."""
-    precision = header.get("precision", "float32")
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    parts: dict[str, Callable[[], Tensor]] = {}
-    for name, value in sums.items():
-        tensors[name] = (PRECISIONS[precision], tuple(value.shape))
-        parts[name] = functools.partial(_encoded, value, precision)
-        if precision == "log8":
-            tensors[name + LOG8] = ("F32", (2,))
-            parts[name + LOG8] = lambda v=value: encode_log8(v.detach().cpu())[1]  # type: ignore[misc]
-    writer = ShardWriter(folder, stem, tensors, shard_size, header)
-    require_space(folder, writer.nbytes)
-    with writer:
-        for name, part in parts.items():
-            writer.write(name, 0, bytes_of(part().contiguous()))
-        writer.finish()
-    if stem == STEM and header["likelihood"] != PENALTY:
-        write_curvature_card(folder)
+@dataclass
+class GroupSummary:
+    """Curvature of the parameters of one layer, as sums over examples; ``total`` is the sum over its entries."""
+
+    name: str
+    entries: int = 0
+    total: float = 0.0
+    zeros: int = 0
+    largest: float = 0.0
+
+    @property
+    def per_entry(self) -> float:
+        return self.total / max(1, self.entries)
+
+    @property
+    def share_of_zeros(self) -> float:
+        return self.zeros / max(1, self.entries)
+
+    def as_dict(self) -> dict[str, float | int | str]:
+        return asdict(self) | {"mean_per_entry": self.per_entry, "share_of_zeros": self.share_of_zeros}
 
 
-def _encoded(value: Tensor, precision: str) -> Tensor:
-    value = value.detach().cpu()
-    if precision == "log8":
-        return encode_log8(value)[0]
-    return value.to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+def group_of(name: str) -> str:
+    """Return a parameter's layer: its path up to the first number, or else without the last word."""
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ".".join(parts[:-1][:2]) or name
+
+
+def summarize(tensors: Iterable[tuple[str, Tensor]]) -> list[GroupSummary]:
+    """Return groups in the order of the layers. A tensor may come in several pieces."""
+    groups: dict[str, GroupSummary] = {}
+    for name, values in tensors:
+        group = groups.setdefault(group_of(name), GroupSummary(group_of(name)))
+        group.total += float(values.double().sum())
+        group.zeros += int((values == 0).sum())
+        group.largest = max(group.largest, float(values.max()) if values.numel() else 0.0)
+        group.entries += values.numel()
+    return [groups[name] for name in sorted(groups, key=natural)]
+
+
+def pieces(file: CurvatureFile) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file in pieces that fit into memory, and check them.
+
+    For Kronecker factors it yields the diagonal of G ⊗ A / T, which is diag(G) diag(A)ᵀ / T.
+    """
+    factors = {name + suffix for name in file.tokens for suffix in (INPUTS, OUTPUTS)}
+    made: Iterable[Tensor]
+    for name in sorted((file.shapes.keys() - factors) | file.tokens.keys(), key=natural):
+        if name in file.tokens:
+            inputs, outputs = (file.read_whole(name + suffix).diagonal().double() for suffix in (INPUTS, OUTPUTS))
+            step = max(1, _CHUNK // len(inputs))
+            made = (part[:, None] * (inputs / file.tokens[name]) for part in outputs.split(step))
+        else:
+            made = _read(file, name)
+        for values in made:
+            if not bool(torch.isfinite(values).all()) or (file.kind != "gram" and bool((values < 0).any())):
+                raise InputError(f"{file.label}: {name} has values that are negative or not finite; estimate it again")
+            yield name, values
+
+
+def _read(file: CurvatureFile, name: str) -> Iterator[Tensor]:
+    numel = math.prod(file.shapes[name])
+    for start in range(0, numel, _CHUNK):
+        yield file.read(name, start, min(start + _CHUNK, numel), lambda n: torch.empty(n, dtype=torch.uint8))
 
 
 DESCRIPTIONS = {

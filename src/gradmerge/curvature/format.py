@@ -1,8 +1,9 @@
-"""Curvature files: opened and checked like checkpoints, read a range of elements at a time."""
+"""Curvature files: opened and checked like checkpoints, read a range of elements at a time; and written."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..io.atomic_dir import require_space
 from ..io.reader import Entry, TensorFile, bytes_of, close_files, local_path, open_files
+from ..io.writer import ShardWriter
 from ..text import listed
 from ..urls import redact
 
@@ -37,110 +40,92 @@ class CurvatureFile:
     """Curvature on disk: the sum over ``examples`` of squared gradients by parameter, or matrices by weight."""
 
     def __init__(self, label: str, files: list[TensorFile]) -> None:
-        self.label = label
-        self._files = files
-        self._new: Callable[[str], str] = str
+        self.label, self._files = label, files
         self.metadata = {key: text for file in files for key, text in file.metadata.items()}
-        self.kind = self.metadata.get("kind", "diagonal")
-        self._check_format()
-        self.examples = examples_of(label, self.metadata)
+        if self.metadata.get("format") != FORMAT:
+            found = repr(self.metadata["format"][:40]) if "format" in self.metadata else "none"
+            raise InputError(f"{label}: not a curvature file. Its format is {found}, not {FORMAT!r}. Is it a model?")
+        self.kind = self._known("kind", "diagonal", KINDS)
+        self.precision = self._known("precision", "float32", PRECISIONS)
         self.likelihood = self.metadata.get("likelihood", "")
-        self.precision = self.metadata.get("precision", "float32")
-        self._places: dict[str, tuple[TensorFile, Entry]] = {
+        self.examples = self._examples()
+        self._entries: dict[str, tuple[TensorFile, Entry]] = {
             name: (file, entry) for file in files for name, entry in file.entries.items()
         }
-        scales = {name + LOG8 for name in self._places} if self.precision == "log8" else set()
-        self.shapes = {name: entry.shape for name, (_, entry) in self._places.items() if name not in scales}
+        scales = {name + LOG8 for name in self._entries} if self.precision == "log8" else set()
+        self.shapes = {name: entry.shape for name, (_, entry) in self._entries.items() if name not in scales}
         self._check_types()
         self.tokens = self._tokens() if self.kind == "kronecker" else {}
         """Weight with Kronecker factors → T, the number of tokens."""
+        names = self._json("fan_in_fan_out")
+        self.transposed = frozenset(n for n in names if isinstance(n, str)) if isinstance(names, list) else frozenset()
+        """Weights stored as (in, out), as in GPT-2's Conv1D."""
         self._tables: dict[str, Tensor] = {}
 
-    def _check_format(self) -> None:
-        name = self.metadata.get("format")
-        if name != FORMAT:
-            known = "none" if name is None else repr(name[:40])
-            raise InputError(
-                f"{self.label}: not a curvature file. Its format is {known}, not {FORMAT!r}. Is it a model?"
-            )
-        if self.kind not in KINDS:
-            known = ", ".join(KINDS)
-            raise InputError(f"{self.label}: curvature of an unknown kind, {self.kind[:40]!r}; known are {known}")
+    def _known(self, key: str, default: str, known: Mapping[str, str]) -> str:
+        value = self.metadata.get(key, default)
+        if value not in known:
+            raise InputError(f"{self.label}: unknown {key} {value[:40]!r}; known are {', '.join(known)}")
+        return value
+
+    def _examples(self) -> int:
+        text = self.metadata.get("examples", "")
+        if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) == 0:
+            raise InputError(f"{self.label}: the header's examples are {text[:40]!r}, not a whole number above 0")
+        return int(text)
 
     def _check_types(self) -> None:
-        if self.precision not in PRECISIONS:
-            known = ", ".join(PRECISIONS)
-            raise InputError(f"{self.label}: unknown precision {self.precision[:40]!r}; known are {known}")
-        types = {name: self._places[name][1].dtype for name in self.shapes}
-        wrong = [f"{name}: {dtype}" for name, dtype in types.items() if dtype != PRECISIONS[self.precision]]
-        if wrong:
+        types = {name: self._entries[name][1].dtype for name in self.shapes}
+        if wrong := [f"{name}: {dtype}" for name, dtype in types.items() if dtype != PRECISIONS[self.precision]]:
             raise InputError(
                 f"{self.label}: tensors that are not {self.precision}, as the header says:\n{listed(wrong)}"
             )
-        if self.precision == "log8":
-            for name in self.shapes:
-                scale = self._places.get(name + LOG8)
-                if scale is None or (scale[1].dtype, scale[1].shape) != ("F32", (2,)):
-                    raise InputError(f"{self.label}: {name + LOG8} with two float32 numbers is missing")
+        for name in self.shapes if self.precision == "log8" else ():
+            scale = self._entries.get(name + LOG8)
+            if scale is None or (scale[1].dtype, scale[1].shape) != ("F32", (2,)):
+                raise InputError(f"{self.label}: {name + LOG8} with two float32 numbers is missing")
 
-    @property
-    def transposed(self) -> frozenset[str]:
-        """Weights stored as (in, out), as in GPT-2's Conv1D."""
-        try:
-            names = json.loads(self.metadata.get("fan_in_fan_out", "[]"))
-        except (ValueError, RecursionError):
-            names = []
-        return frozenset(self._new(n) for n in names if isinstance(n, str)) if isinstance(names, list) else frozenset()
+    def _json(self, key: str) -> Any:
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(self.metadata.get(key, ""))
+
+    def _tokens(self) -> dict[str, int]:
+        tokens = self._json("tokens")
+        if not isinstance(tokens, dict) or not all(type(n) is int and 0 < n < 2**63 for n in tokens.values()):
+            raise InputError(f"{self.label}: the header's tokens are not a number above 0 for each layer")
+        shapes = {part: self.shapes.get(part) for name in tokens for part in (name + INPUTS, name + OUTPUTS)}
+        wrong = [part for part, shape in shapes.items() if not shape or len(shape) != 2 or shape[0] != shape[1]]
+        if wrong:
+            raise InputError(f"{self.label}: factors that are missing or not square:\n{listed(wrong)}")
+        return tokens
 
     @property
     def parameters(self) -> set[str]:
         """The parameters whose curvature it holds."""
-        return (self.shapes.keys() - {name + part for name in self.tokens for part in (INPUTS, OUTPUTS)}) | set(
-            self.tokens
-        )
-
-    def rename(self, new: Callable[[str], str]) -> None:
-        """Rename the parameters; ``new`` changes only beginnings of names."""
-        before = self._new
-        self._new = lambda name: new(before(name))
-        self._places = {new(name): location for name, location in self._places.items()}
-        self.shapes = {new(name): shape for name, shape in self.shapes.items()}
-        self.tokens = {new(name): count for name, count in self.tokens.items()}
+        factors = {name + part for name in self.tokens for part in (INPUTS, OUTPUTS)}
+        return (self.shapes.keys() - factors) | self.tokens.keys()
 
     @property
     def holds(self) -> str:
         """The kind in words."""
         return KINDS[self.kind]
 
-    def _tokens(self) -> dict[str, int]:
-        tokens: Any = None
-        with contextlib.suppress(ValueError, RecursionError):
-            tokens = json.loads(self.metadata.get("tokens", ""))
-        if not isinstance(tokens, dict) or not all(
-            type(count) is int and 0 < count < 2**63 for count in tokens.values()
-        ):
-            raise InputError(f"{self.label}: the header's tokens are not a number above 0 for each layer")
-        wrong = []
-        for part in (name + suffix for name in tokens for suffix in (INPUTS, OUTPUTS)):
-            shape = self.shapes.get(part)
-            if shape is None or len(shape) != 2 or shape[0] != shape[1]:
-                wrong.append(f"{part}: {'missing' if shape is None else f'of shape {list(shape)}'}")
-        if wrong:
-            raise InputError(f"{self.label}: layers without two square factors:\n{listed(wrong)}")
-        return tokens
+    def rename(self, new: Callable[[str], str]) -> None:
+        """Rename the parameters; ``new`` changes only beginnings of names."""
+        self._entries = {new(name): location for name, location in self._entries.items()}
+        self.shapes = {new(name): shape for name, shape in self.shapes.items()}
+        self.tokens = {new(name): count for name, count in self.tokens.items()}
+        self.transposed = frozenset(map(new, self.transposed))
 
     def read(self, name: str, start: int, stop: int, take: Any) -> Tensor:
         """Read elements ``start`` to ``stop`` of the flattened sum in float32; ``take(nbytes)`` returns a buffer."""
-        file, entry = self._places[name]
+        file, entry = self._entries[name]
         dtype = _TORCH[entry.dtype]
-        size = dtype.itemsize
-        buffer: Tensor = take((stop - start) * size)
+        buffer: Tensor = take((stop - start) * dtype.itemsize)
         if stop > start:
-            file.read_into(bytes_of(buffer), entry.start + start * size)
+            file.read_into(bytes_of(buffer), entry.start + start * dtype.itemsize)
         values = buffer.view(dtype)
-        if self.precision == "log8":
-            return decode_log8(values, self._table(name))
-        return values.float()
+        return decode_log8(values, self._table(name)) if self.precision == "log8" else values.float()
 
     def read_whole(self, name: str) -> Tensor:
         """Read a sum into new memory, in float32."""
@@ -149,7 +134,7 @@ class CurvatureFile:
 
     def _table(self, name: str) -> Tensor:
         if name not in self._tables:
-            file, entry = self._places[name + LOG8]
+            file, entry = self._entries[name + LOG8]
             ends = torch.empty(2)
             file.read_into(bytes_of(ends), entry.start)
             low, high = ends.tolist()
@@ -160,11 +145,12 @@ class CurvatureFile:
         return self._tables[name]
 
     def will_need(self, name: str) -> None:
-        file, entry = self._places[name]
+        """Start to read a sum in the background."""
+        file, entry = self._entries[name]
         file.will_need(entry.start, entry.nbytes)
 
     def nbytes(self, name: str) -> int:
-        return self._places[name][1].nbytes
+        return self._entries[name][1].nbytes
 
     def files(self) -> list[Path]:
         return [file.path for file in self._files]
@@ -177,14 +163,6 @@ class CurvatureFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def examples_of(label: str, header: Mapping[str, str]) -> int:
-    """Return the number of examples in a header."""
-    text = header.get("examples", "")
-    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) == 0:
-        raise InputError(f"{label}: the header's number of examples is {text[:40]!r}, not a whole number above 0")
-    return int(text)
 
 
 def open_curvature(reference: str, *, relative_to: Path | None = None) -> CurvatureFile:
@@ -211,6 +189,32 @@ def metadata(examples: int, likelihood: str, model: str, precision: str = "float
     """Return the header of a curvature file."""
     facts = {"format": FORMAT, "examples": str(examples), "likelihood": likelihood, "model": redact(model)}
     return {**facts, "precision": precision, **more}
+
+
+def write_sums(
+    folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, str], shard_size: int, stem: str = STEM
+) -> None:
+    """Write files of sums, in the precision of the header. Tensors are encoded one at a time."""
+    precision = header["precision"]
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    parts: dict[str, Callable[[], Tensor]] = {}
+    for name, value in sums.items():
+        tensors[name] = (PRECISIONS[precision], tuple(value.shape))
+        parts[name] = functools.partial(_encode, value, precision)
+        if precision == "log8":
+            tensors[name + LOG8] = ("F32", (2,))
+            parts[name + LOG8] = lambda v=value: encode_log8(v.detach().cpu())[1]  # type: ignore[misc]
+    writer = ShardWriter(folder, stem, tensors, shard_size, header)
+    require_space(folder, writer.nbytes)
+    with writer:
+        for name, part in parts.items():
+            writer.write(name, 0, bytes_of(part().contiguous()))
+        writer.finish()
+
+
+def _encode(value: Tensor, precision: str) -> Tensor:
+    value = value.detach().cpu()
+    return encode_log8(value)[0] if precision == "log8" else value.to(_TORCH[PRECISIONS[precision]])
 
 
 def encode_log8(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..curvature.curvature import group_of, pieces
 from ..curvature.format import CurvatureFile
-from ..curvature.summary import group_of, pieces
 from ..errors import InputError
 from ..text import count, one_line
 from .figures import heat_map
