@@ -94,9 +94,3 @@ def test_a_part_of_a_tensor_that_is_stored_as_one_is_refused(monkeypatch: pytest
     assert stored_tensors(model, {"weight": torch.ones(3, 2), "bias": torch.ones(3)})["both"].shape == (9,)
     with pytest.raises(gm.InputError, match="both"):
         stored_tensors(model, {"bias": torch.ones(3)})
-
-
-def test_weights_that_are_computed_anew_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_names, "_reverted", lambda _, tensors: {n: v + 1 for n, v in tensors.items()})
-    with pytest.raises(gm.InputError):
-        stored_tensors(nn.Linear(2, 3), {"bias": torch.ones(3)})

@@ -18,8 +18,6 @@ from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..text import listed
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def stored_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors with the names and shapes that ``save_pretrained`` writes.
@@ -38,11 +36,6 @@ def stored_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
         raise InputError(
             f"{type(model).__name__}: a checkpoint stores several of its parameters in one tensor, and only some of "
             f"them have curvature:\n{listed(wrong)}"
-        )
-    if _fingerprint(untied) != _fingerprint(stored):
-        raise InputError(
-            f"{type(model).__name__}: its weights are not only renamed and rearranged when they are saved, but "
-            "computed anew. Curvature cannot follow them."
         )
     return stored
 
@@ -123,17 +116,6 @@ def other_shapes(
     """Return a line for each tensor whose shape differs from ``shapes``, or whose name is not there."""
     odd = {name: tuple(value.shape) for name, value in tensors.items() if value.shape != shapes.get(name)}
     return [f"{name}: {shape}{relation} {tuple(shapes[name]) if name in shapes else no}" for name, shape in odd.items()]
-
-
-def _fingerprint(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return the number of entries and the sum of their bit patterns, which only arithmetic changes."""
-    entries = bits = 0
-    for value in tensors.values():
-        entries += value.numel()
-        if value.device.type != "meta" and value.numel():
-            pattern = value.detach().contiguous().view(_BITS[value.element_size()])
-            bits += int(pattern.sum(dtype=torch.int64))
-    return entries, bits % 2**64
 
 
 def stored_sources(model: nn.Module) -> dict[str, str]:

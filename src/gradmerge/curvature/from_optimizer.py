@@ -73,7 +73,6 @@ def import_curvature(
         if not 1 <= number <= MAX_EXAMPLES:
             raise InputError(f"{name} is {number}, but must be from 1 to {MAX_EXAMPLES}")
     folder = Path(checkpoint)
-    path = folder / OPTIMIZER_FILE
     groups, states = _load_state(folder)
     on_disk: Mapping[str, Shape] | None = None
     if model is None:
@@ -85,10 +84,10 @@ def import_curvature(
         else:
             sums, notes = _adam_sums(model, groups, states, float(dataset_size) * batch_size), token_note(model)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError(f"{folder / OPTIMIZER_FILE}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{path}: not a state that Adam or IVON saves ({reason})") from error
+        raise InputError(f"{folder / OPTIMIZER_FILE}: not a state that Adam or IVON saves ({reason})") from error
     stored = stored_tensors(model, sums)
     if on_disk is not None and (wrong := other_shapes(stored, on_disk, ", where the file has")):
         raise InputError(
@@ -105,12 +104,10 @@ def import_curvature(
 def _load_state(folder: Path) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
     """Return parameter groups and states of the optimizer in a Trainer checkpoint, loaded with ``weights_only``."""
     path = folder / OPTIMIZER_FILE
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder. Pass a checkpoint folder of the Trainer, such as checkpoint-500.")
     if not path.is_file():
         raise InputError(
-            f"{folder}: no {OPTIMIZER_FILE}. The Trainer writes it into its checkpoint folders unless save_only_model "
-            "is set. Sharded optimizers (DeepSpeed, FSDP) cannot be read."
+            f"{folder}: no {OPTIMIZER_FILE}. Pass a checkpoint folder of the Trainer, such as checkpoint-500; it has no "
+            "such file with save_only_model=True. Sharded optimizers (DeepSpeed, FSDP) cannot be read."
         )
     if (folder / "adapter_config.json").exists():
         raise InputError(
@@ -119,18 +116,14 @@ def _load_state(folder: Path) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
         )
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        groups, states = saved["param_groups"], saved["state"]
+        if not all(isinstance(group["params"], list) for group in groups):
+            raise TypeError("no list of parameters")
     except Exception as error:
         raise InputError(
-            f"{path}: cannot be read as the state of an optimizer ({first_line(error)}). It is damaged, or holds more "
-            "than tensors and numbers (it is opened with weights_only)."
+            f"{path}: cannot be read as the state of a PyTorch optimizer ({first_line(error)}). It is damaged, or "
+            "holds more than tensors and numbers (it is opened with weights_only)."
         ) from error
-    groups, states = (saved.get("param_groups"), saved.get("state")) if isinstance(saved, dict) else (None, None)
-    if (
-        not isinstance(groups, list)
-        or not isinstance(states, dict)
-        or not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-    ):
-        raise InputError(f"{path}: not the state of a PyTorch optimizer, which has `state` and `param_groups`")
     return groups, states
 
 
@@ -159,11 +152,14 @@ def _adam_sums(
             f"is the state of another optimizer, with {', '.join(sorted(map(str, keys)))}. Only Adam, AdamW and IVON "
             "have a diagonal curvature. Run `gradmerge curvature estimate`."
         )
-    found = [[second_moment(states.get(i), group["betas"][1], factor) for i in group["params"]] for group in groups]
-    shapes = [[None if value is None else tuple(value.shape) for value in values] for values in found]
-    names = _parameter_names(model, groups, shapes)
-    pairs = [pair for part, values in zip(names, found, strict=True) for pair in zip(part, values, strict=True)]
-    return {name: value for name, value in pairs if value is not None}
+    sums: dict[str, Tensor] = {}
+    shapes = _shapes_of(model)
+    for group, names in zip(groups, _names_of_groups(model, groups), strict=True):
+        moments = [second_moment(states.get(i), group["betas"][1], factor) for i in group["params"]]
+        found = [None if moment is None else tuple(moment.shape) for moment in moments]
+        pairs = zip(_trained(names, shapes, found), moments, strict=True)
+        sums |= {name: moment for name, moment in pairs if moment is not None}
+    return sums
 
 
 def second_moment(state: Mapping[str, Any] | None, beta: Any, factor: float) -> Tensor | None:
@@ -179,17 +175,14 @@ def second_moment(state: Mapping[str, Any] | None, beta: Any, factor: float) -> 
 
 def _ivon_sums(model: nn.Module, groups: Sequence[Group], dataset_size: int) -> tuple[dict[str, Tensor], list[str]]:
     """Return ess·hess of each parameter by name in memory, and notes. IVON stores a group in one vector."""
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
-    sums: dict[str, Tensor] = {}
-    for group, names in zip(
-        groups, _parameter_names(model, groups, [[None] * len(g["params"]) for g in groups]), strict=True
-    ):
-        hess, lengths = _dense(group["hess"]).reshape(-1), [math.prod(shapes[name]) for name in names]
-        if sum(lengths) != hess.numel():
+    shapes, sums = _shapes_of(model), {}
+    for group, names in zip(groups, _names_of_groups(model, groups), strict=True):
+        lengths = [math.prod(shapes[name]) for name in names]
+        if len(names) != len(group["params"]) or sum(lengths) != group["hess"].numel():
             raise InputError(
-                f"is of another model: {hess.numel()} entries in the optimizer, {sum(lengths)} in the model"
+                f"is of another model: {group['hess'].numel()} entries in the optimizer, {sum(lengths)} in the model"
             )
-        parts = hess.float().mul(float(group["ess"])).split_with_sizes(lengths)
+        parts = _dense(group["hess"]).reshape(-1).float().mul(float(group["ess"])).split_with_sizes(lengths)
         sums |= {name: part.reshape(shapes[name]) for name, part in zip(names, parts, strict=True)}
     sizes = {float(group["ess"]) for group in groups} - {float(dataset_size)}
     return sums, [f"IVON's ess is {size:g}, not {dataset_size}: the sums are ess·hess" for size in sizes]
@@ -201,47 +194,25 @@ def _dense(value: Any) -> Tensor:
     return value
 
 
-def _parameter_names(
-    model: nn.Module, groups: Sequence[Group], found: Sequence[Sequence[Shape | None]]
-) -> list[list[str]]:
-    """Return the names of each group's parameters; a shape is None if the optimizer has no state that shows it.
+def _shapes_of(model: nn.Module) -> dict[str, Shape]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
-    Without names in the state, one group is in the order of ``model.named_parameters()``; two groups are the Trainer's,
-    with and without weight decay. Frozen parameters may be missing if the shapes tell which.
+
+def _names_of_groups(model: nn.Module, groups: Sequence[Group]) -> list[list[str]]:
+    """Return the names of the parameters that each group may have, in their order.
+
+    Without names in the state, one group has all; two groups are the Trainer's, with and without weight decay.
     """
-    named = [group.get("param_names") for group in groups]
-    if all(isinstance(names, list) for names in named):
-        parts = [[re.sub(r"^(_orig_mod\.|module\.)+", "", str(name)) for name in names or ()] for names in named]
-    elif len(groups) == 1:
-        parts = [[name for name, _ in model.named_parameters()]]
-    elif len(groups) == 2:
-        parts = _trainer_groups(model)
-    else:
+    if all("param_names" in group for group in groups):
+        return [[re.sub(r"^(_orig_mod\.|module\.)+", "", str(name)) for name in g["param_names"]] for g in groups]
+    names = [name for name, _ in model.named_parameters()]
+    if len(groups) == 1:
+        return [names]
+    if len(groups) != 2:
         raise InputError(
             f"the optimizer has {len(groups)} groups of parameters without names. Only one group, and the Trainer's "
             "two, can be matched. Create the optimizer from named parameters (PyTorch 2.6 or newer)."
         )
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
-    names = [_matched(part, shapes, group) for part, group in zip(parts, found, strict=True)]
-    wrong = [
-        f"{name}: {shape}, where the model has {shapes.get(name, 'nothing')}"
-        for part, group in zip(names, found, strict=True)
-        for name, shape in zip(part, group, strict=True)
-        if name not in shapes or shape not in (None, shapes[name])
-    ]
-    if wrong or len({name for part in names for name in part}) < sum(map(len, names)):
-        raise InputError(_OTHER_MODEL + listed(wrong, 5))
-    return names
-
-
-_OTHER_MODEL = (
-    "the optimizer's state does not fit the model: it belongs to another one, or to another version of transformers, "
-    "which orders parameters differently:\n"
-)
-
-
-def _trainer_groups(model: nn.Module) -> list[list[str]]:
-    """Return the parameters that the Trainer trains with weight decay, and those without."""
     try:
         from transformers import Trainer
     except (ImportError, RuntimeError) as error:
@@ -249,17 +220,22 @@ def _trainer_groups(model: nn.Module) -> list[list[str]]:
             "matching the Trainer's groups of parameters needs accelerate: pip install 'gradmerge[train]'"
         ) from error
     decay_names: Any = Trainer.get_decay_parameter_names  # uses the model only
-    names, decay = [name for name, _ in model.named_parameters()], set(decay_names(None, model))
+    decay = set(decay_names(None, model))
     return [[name for name in names if name in decay], [name for name in names if name not in decay]]
 
 
-def _matched(names: Sequence[str], shapes: Mapping[str, Shape], found: Sequence[Shape | None]) -> list[str]:
-    """Return the names of the found shapes, which are in the order of ``names``; frozen parameters are left out."""
-    if len(names) == len(found):
-        return list(names)
-    first, last = _embedded(names, shapes, found), _embedded(names[::-1], shapes, found[::-1])[::-1]
+def _trained(names: Sequence[str], shapes: Mapping[str, Shape], found: Sequence[Shape | None]) -> list[str]:
+    """Return the names of the optimizer's parameters, whose shapes are ``found``; None is a shape without a state.
+
+    They are some of ``names``, in this order. Frozen parameters are left out if the shapes tell which these are.
+    """
+    first, last = _first_match(names, shapes, found), _first_match(names[::-1], shapes, found[::-1])[::-1]
     if len(first) < len(found):
-        raise InputError(f"{_OTHER_MODEL}  {len(found)} parameters in the optimizer, {len(names)} in the model")
+        raise InputError(
+            "the optimizer's state does not fit the model: it belongs to another one, or to another version of "
+            f"transformers, which orders parameters differently. It has {len(found)} of {len(names)} parameters; "
+            f"the first {len(first)} fit"
+        )
     if ambiguous := [f"{a} or {b}" for a, b in zip(first, last, strict=True) if a != b]:
         raise InputError(
             f"the optimizer has {len(found)} parameters, the model has {len(names)}, and shapes do not tell which ones "
@@ -268,7 +244,7 @@ def _matched(names: Sequence[str], shapes: Mapping[str, Shape], found: Sequence[
     return first
 
 
-def _embedded(names: Sequence[str], shapes: Mapping[str, Shape], found: Sequence[Shape | None]) -> list[str]:
+def _first_match(names: Sequence[str], shapes: Mapping[str, Shape], found: Sequence[Shape | None]) -> list[str]:
     """Return the first names, in order, that have the found shapes. They are fewer if not all can be found."""
     result: list[str] = []
     for name in names:
