@@ -106,8 +106,8 @@ def _load_state(folder: Path) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
     path = folder / OPTIMIZER_FILE
     if not path.is_file():
         raise InputError(
-            f"{folder}: no {OPTIMIZER_FILE}. Pass a checkpoint folder of the Trainer, such as checkpoint-500; it has no "
-            "such file with save_only_model=True. Sharded optimizers (DeepSpeed, FSDP) cannot be read."
+            f"{folder}: no {OPTIMIZER_FILE}. Pass a checkpoint folder of the Trainer, such as checkpoint-500; it has "
+            "no such file with save_only_model=True. Sharded optimizers (DeepSpeed, FSDP) cannot be read."
         )
     if (folder / "adapter_config.json").exists():
         raise InputError(
@@ -175,7 +175,8 @@ def second_moment(state: Mapping[str, Any] | None, beta: Any, factor: float) -> 
 
 def _ivon_sums(model: nn.Module, groups: Sequence[Group], dataset_size: int) -> tuple[dict[str, Tensor], list[str]]:
     """Return ess·hess of each parameter by name in memory, and notes. IVON stores a group in one vector."""
-    shapes, sums = _shapes_of(model), {}
+    shapes = _shapes_of(model)
+    sums: dict[str, Tensor] = {}
     for group, names in zip(groups, _names_of_groups(model, groups), strict=True):
         lengths = [math.prod(shapes[name]) for name in names]
         if len(names) != len(group["params"]) or sum(lengths) != group["hess"].numel():
