@@ -26,7 +26,7 @@ from ..io.atomic_dir import MARK, PARTIAL
 from ..io.reader import close_files, open_files
 from ..io.small_files import MAX_TOKENIZER, read_bounded, read_json
 from ..text import first_line, one_line, size, to_json
-from ..training.penalty_record import FOLDER, RECORD as PENALTY
+from ..training.penalty import FOLDER, RECORD as PENALTY
 from .measured_card import write_record
 
 #: Keys of the card's metadata that the Hub uses, and what is missing without them.

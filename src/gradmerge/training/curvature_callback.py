@@ -6,7 +6,7 @@ import contextlib
 import logging
 import random
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,17 @@ from ..arguments import check, check_known
 from ..curvature.batches import IndexedBatches, examples_in
 from ..curvature.checkpoint_names import adapter_names, is_adapted, stored_shapes, stored_tensors
 from ..curvature.curvature import Curvature
-from ..curvature.estimate import LIKELIHOODS, estimate_curvature
+from ..curvature.estimate import LIKELIHOODS, estimate_curvature, trainable
 from ..curvature.format import PRECISIONS, STEM
 from ..curvature.from_optimizer import second_moment, token_note
 from ..curvature.kernels import sum_type
+from ..curvature.losses import unwrapped
 from ..distributed import initialized
 from ..errors import GradmergeError, InputError
 from ..io.atomic_dir import AtomicDir
 from ..text import listed
 
 _log = logging.getLogger(__name__)
-Batch = Mapping[str, Any]
 SOURCES = ("adam", "pass")
 #: Optimizers whose `exp_avg_sq` is a running mean of squared gradients.
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
@@ -94,29 +94,28 @@ class CurvatureCallback(TrainerCallback):
         precision: str = "float32",
         seed: int = 0,
     ) -> None:
-        for option, word, known in (
-            ("source", source, SOURCES),
-            ("likelihood", likelihood, LIKELIHOODS),
-            ("precision", precision, tuple(PRECISIONS)),
-        ):
-            check_known(f"{option} {word!r}", str(word), known)
-        for option, number, hint in (("limit", limit, int | None), ("batch_size", batch_size, int | None)):
-            check(option, number, hint)
+        check_known(f"source {source!r}", str(source), SOURCES)
+        check_known(f"likelihood {likelihood!r}", str(likelihood), LIKELIHOODS)
+        check_known(f"precision {precision!r}", str(precision), PRECISIONS)
+        check("seed", seed, int)
+        for option, number in (("limit", limit), ("batch_size", batch_size)):
+            check(option, number, int | None)
             if number is not None and number < 1:
                 raise InputError(f"{option}={number}: must be at least 1")
-        check("seed", seed, int)
         if source == "adam" and (limit is not None or batch_size is not None or likelihood != "empirical"):
             raise InputError("limit, batch_size and likelihood need source='pass'. Adam sees the data's labels.")
         self.source, self.likelihood, self.precision = source, likelihood, precision
         self.limit, self.batch_size, self.seed = limit, batch_size, seed
-        self._run: _Run | None = None
+        self._hook: Any = None
+        self._first_batch: dict[str, Any] | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check everything that can be checked before hours of training."""
-        model: nn.Module = kwargs["model"]
-        if isinstance(self._run, _AdamRun):  # of a training that raised an error
-            self._run.close()
-        if kind := sharding(args, model):
+        self._args, self._first_step = args, state.global_step
+        self._saved_step = state.global_step or None
+        self._model, self._optimizer = kwargs["model"], kwargs["optimizer"]
+        self._loader = kwargs["train_dataloader"]
+        if kind := sharding(args, self._model):
             raise InputError(
                 f"CurvatureCallback: parameters are sharded ({kind}). Use data-parallel training (DDP), or run "
                 "`gradmerge curvature estimate` on the trained model."
@@ -124,47 +123,177 @@ class CurvatureCallback(TrainerCallback):
         if args.should_save:
             with AtomicDir(Path(str(args.output_dir)) / STEM, "curvature", force=True) as staging:
                 staging.temporary = True  # only checks that the folder can be replaced
-        make = _AdamRun if self.source == "adam" else _PassRun
-        self._run = make(self, args, state, model, kwargs["optimizer"], kwargs["train_dataloader"])
+        self._find_parameters()
+        if self.source == "adam":
+            self._check_adam(state)
+        else:
+            data = self._loader.dataset
+            if isinstance(data, IterableDataset) or not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+                raise InputError("source='pass' needs a dataset with a length and an index")
+            with evaluation_mode(self._model):  # collators may draw random numbers
+                _model_inputs(self._loader.collate_fn([data[0]]))
+
+    def _find_parameters(self) -> None:
+        """Find the trained parameters, and their names in files."""
+        self._file_names = adapter_names(self._model) if is_adapted(self._model) else None
+        self._parameters = trainable(self._model)
+        if self._file_names is not None:  # those that the adapter's file holds
+            self._parameters = {name: p for name, p in self._parameters.items() if name in self._file_names}
+            self._warn(
+                "this is the curvature of the adapter's own tensors. To merge the full weights, run `gradmerge "
+                "curvature estimate` on the saved adapter."
+            )
+        # Raises before training, not after it, if the names of files cannot be determined.
+        stored = self._to_stored({n: torch.empty(p.shape, device="meta") for n, p in self._parameters.items()})
+        missing = [name for name in stored_shapes(self._model) if name not in stored]
+        if missing and self._file_names is None:
+            self._warn(
+                f"{len(missing)} parameters are not trained and get no curvature. A recipe that uses it needs "
+                f"`missing: zero`, or must exclude them:\n{listed(missing, 4)}"
+            )
+
+    def _check_adam(self, state: TrainerState) -> None:
+        """Check what second moments need, and find B."""
+        args = self._args
+        while not isinstance(self._optimizer, _ADAMS) and hasattr(self._optimizer, "optimizer"):
+            self._optimizer = self._optimizer.optimizer
+        if not isinstance(self._optimizer, _ADAMS):
+            raise InputError(
+                "source='adam' needs PyTorch's Adam or AdamW (optim='adamw_torch' or 'adamw_torch_fused', or "
+                f"gm.PriorAdamW), not {type(self._optimizer).__name__}. Use source='pass'."
+            )
+        batch_size = (state.train_batch_size if args.auto_find_batch_size else None) or args.train_batch_size
+        # B: examples per optimizer step, over all processes and accumulated batches.
+        self._step_size = int(batch_size * args.gradient_accumulation_steps * args.world_size)
+        self._scale = 1
+        self._remove_hook()  # of a training that raised an error
+        if args.gradient_accumulation_steps > 1 or initialized().world_size > 1:
+            if args.torch_compile:
+                raise InputError("source='adam' excludes torch_compile=True with several batches per step; use 'pass'")
+            self._hook = self._model.register_forward_pre_hook(self._record, with_kwargs=True)
+        if args.max_grad_norm:
+            self._warn(
+                f"max_grad_norm={args.max_grad_norm:g}: where gradients are clipped, Adam's second moments are too "
+                "small. Train with max_grad_norm=0, or use source='pass'."
+            )
+        for note in token_note(unwrapped(self._model)):
+            self._warn(note)
+
+    def _record(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._first_batch is None and model.training:
+            self._first_batch = dict(kwargs)
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._first_batch = None
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if isinstance(self._run, _AdamRun):
-            self._run.find_scale()
+        """Find s from the first batch: the optimizer's gradient is s times the mean gradient of a step's examples."""
+        if self._first_batch is not None:
+            batch = self._first_batch
+            self._remove_hook()
+            self._scale = loss_scale(args, self._model, batch)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self._run is not None:
-            self._run.saved_step = step = state.global_step
-            if isinstance(self._run, _AdamRun):
-                self._write(self._run, step, [Path(str(args.output_dir)) / f"checkpoint-{step}"])
+        self._saved_step = state.global_step
+        if self.source == "adam":
+            self._write(state.global_step, [_checkpoint(args, state.global_step)])
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        run, self._run = self._run, None
-        if run is None:
-            return
+        self._remove_hook()
         out, step = Path(str(args.output_dir)), state.global_step
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        checkpoint = Path(best) if best else out / f"checkpoint-{step}"
-        if isinstance(run, _AdamRun):
-            run.close()
-            if (best is not None and state.best_global_step != step) or step == run.first_step:
-                # The weights are those of a checkpoint, which has its curvature.
-                if args.should_save:
-                    _replace(out / STEM, lambda folder: shutil.copytree(checkpoint / STEM, folder, dirs_exist_ok=True))
-                return
-            self._write(run, step, [out])
+        checkpoint = Path(best) if best else _checkpoint(args, step)
+        if self.source == "pass":
+            self._write(step, [out, checkpoint] if best or self._saved_step == step else [out])
+        elif (best and state.best_global_step != step) or step == self._first_step:
+            # The weights are those of a checkpoint, which has its curvature.
+            if args.should_save:
+                _replace(out / STEM, lambda folder: shutil.copytree(checkpoint / STEM, folder, dirs_exist_ok=True))
         else:
-            self._write(run, step, [out, checkpoint] if best is not None or run.saved_step == step else [out])
+            self._write(step, [out])
 
-    def _write(self, run: _Run, step: int, folders: list[Path]) -> None:
+    def _write(self, step: int, folders: list[Path]) -> None:
         """Compute the curvature, in which all processes take part, and write it into model folders."""
         try:
-            curvature = run.curvature(step)
+            curvature = self._adam_curvature(step) if self.source == "adam" else self._pass_curvature()
         except GradmergeError as error:
             _log.error("CurvatureCallback: no curvature is written: %s", error)
             return
-        if curvature is not None and run.args.should_save:
-            for folder in folders:
-                _replace(folder / STEM, lambda staging: curvature.write(staging, self.precision))
+        for folder in folders if self._args.should_save else ():
+            _replace(folder / STEM, lambda staging: curvature.write(staging, self.precision))
+
+    def _warn(self, text: str) -> None:
+        if self._args.should_save:
+            _log.warning("CurvatureCallback: %s", text)
+
+    def _named(self, sums: Mapping[str, Tensor], examples: int) -> Curvature:
+        """Return the curvature with the names of files."""
+        likelihood = "adam" if self.source == "adam" else self.likelihood
+        return Curvature(self._to_stored(sums), examples, likelihood, Path(str(self._args.output_dir)).resolve().name)
+
+    def _to_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self._file_names is None:
+            return stored_tensors(self._model, tensors)
+        return {self._file_names[name]: value for name, value in tensors.items()}
+
+    def _adam_curvature(self, step: int) -> Curvature:
+        """Return N·B·v̂ / s², with N examples, B examples per step, and v̂ from Adam's state."""
+        try:
+            examples = len(self._loader.dataset)
+        except TypeError:  # a streamed dataset
+            examples = step * self._step_size
+        factor = float(examples) * self._step_size / self._scale**2
+        betas = {p: group["betas"][1] for group in self._optimizer.param_groups for p in group["params"]}
+        sums = {}
+        for name, p in self._parameters.items():
+            moment = second_moment(self._optimizer.state.get(p), betas.get(p), factor)
+            sums[name] = torch.zeros(p.shape) if moment is None else moment.cpu()  # None if it never had a gradient
+        return self._named(sums, examples)
+
+    def _pass_curvature(self) -> Curvature:
+        """Return Σ_i g_i² over the first ``limit`` training examples, at the final weights."""
+        data, processes = self._loader.dataset, initialized()
+        total = len(data) if self.limit is None else min(self.limit, len(data))
+        rows = processes.share(total)
+        sums = {n: torch.zeros_like(p, dtype=sum_type(p)).detach() for n, p in self._parameters.items()}
+        problem: GradmergeError | None = None
+        try:
+            if rows:
+                sums |= self._sums_over(data, rows)
+        except GradmergeError as error:
+            problem = error
+        if any(processes.all_gather(problem is not None)):  # if one process fails, all of them raise
+            raise problem or InputError("another process failed on its examples")
+        processes.all_reduce(sums.values())
+        return self._named(sums, total)
+
+    def _sums_over(self, data: Any, rows: range) -> dict[str, Tensor]:
+        """Return Σ_i g_i² over these rows of the data, by names in memory."""
+        with evaluation_mode(self._model):
+            torch.manual_seed(self.seed)  # collators that draw random numbers draw the same every time
+            loader: Any = DataLoader(
+                Subset(data, rows),
+                batch_size=self.batch_size or self._args.per_device_train_batch_size,
+                collate_fn=self._loader.collate_fn,
+                num_workers=self._args.dataloader_num_workers,
+            )
+
+            def indexed_inputs() -> Iterator[tuple[int, Any]]:
+                index = rows.start  # sampled labels depend on it
+                for batch in loader:
+                    yield index, _model_inputs(batch)
+                    index += examples_in(batch)
+
+            device = next(iter(self._parameters.values())).device
+            batches = IndexedBatches(indexed_inputs)
+            estimate = estimate_curvature(self._model, batches, self.likelihood, seed=self.seed, device=device)
+        return {name: value for name, value in estimate.sum().items() if name in self._parameters}
+
+
+def _checkpoint(args: TrainingArguments, step: int) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{step}"
 
 
 def _replace(folder: Path, write: Callable[[Path], Any]) -> None:
@@ -176,185 +305,7 @@ def _replace(folder: Path, write: Callable[[Path], Any]) -> None:
         _log.error("CurvatureCallback: cannot write %s: %s", folder, error)
 
 
-class _Run:
-    """A training run, and how its curvature is computed."""
-
-    def __init__(
-        self, options: CurvatureCallback, args: Any, state: Any, model: nn.Module, optimizer: Any, loader: Any
-    ):
-        self.options, self.args, self.model, self.optimizer, self.loader = options, args, model, optimizer, loader
-        self.first_step: int = state.global_step
-        """Optimizer steps before this run; more than 0 if it resumes."""
-        self.saved_step: int | None = state.global_step or None
-        """The step of the last checkpoint."""
-        self._file_names = adapter_names(model) if is_adapted(model) else None
-        self.parameters: dict[str, nn.Parameter] = {
-            name: p
-            for name, p in model.named_parameters()
-            if p.requires_grad and p.is_floating_point() and (self._file_names is None or name in self._file_names)
-        }
-        """The trained parameters, by name in memory; of a PEFT model, those that its adapter file holds."""
-        if not self.parameters:
-            raise InputError("no parameter of the model is trained (requires_grad=False for all)")
-        # Raise before training, not after it, if the names of files cannot be determined.
-        empty = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in self.parameters.items()}
-        stored = self._to_stored(empty)
-        if self._file_names is not None:
-            self.warn(
-                "this is the curvature of the adapter's own tensors. To merge the full weights, run `gradmerge "
-                "curvature estimate` on the saved adapter."
-            )
-        elif missing := [name for name in stored_shapes(model) if name not in stored]:
-            self.warn(
-                f"{len(missing)} parameters are not trained and get no curvature. A recipe that uses it needs "
-                f"`missing: zero`, or must exclude them:\n{listed(missing, 4)}"
-            )
-
-    def curvature(self, step: int) -> Curvature | None:
-        """Return the curvature after ``step`` steps. All processes call this."""
-        raise NotImplementedError
-
-    def warn(self, text: str) -> None:
-        if self.args.should_save:
-            _log.warning("CurvatureCallback: %s", text)
-
-    def _named(self, sums: Mapping[str, Tensor], examples: int, likelihood: str) -> Curvature:
-        """Return the curvature with the names of files."""
-        return Curvature(self._to_stored(sums), examples, likelihood, Path(self.args.output_dir).resolve().name)
-
-    def _to_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if self._file_names is None:
-            return stored_tensors(self.model, tensors)
-        return {self._file_names[name]: value for name, value in tensors.items()}
-
-
-class _AdamRun(_Run):
-    """N·B·v̂ / s², with N examples, B examples per step, and v̂ from Adam's state.
-
-    The optimizer's gradient is s times the mean gradient of a step's examples: s is 1 unless the Trainer adds up losses
-    that it should average (see `loss_scale`).
-    """
-
-    def __init__(self, options: CurvatureCallback, args: Any, state: Any, model: nn.Module, *rest: Any) -> None:
-        super().__init__(options, args, state, model, *rest)
-        while not isinstance(self.optimizer, _ADAMS) and hasattr(self.optimizer, "optimizer"):
-            self.optimizer = self.optimizer.optimizer
-        if not isinstance(self.optimizer, _ADAMS):
-            raise InputError(
-                "source='adam' needs PyTorch's Adam or AdamW (optim='adamw_torch' or 'adamw_torch_fused', or "
-                f"gm.PriorAdamW), not {type(self.optimizer).__name__}. Use source='pass'."
-            )
-        batch_size = (state.train_batch_size if args.auto_find_batch_size else None) or args.train_batch_size
-        self._step_size = int(batch_size * args.gradient_accumulation_steps * args.world_size)
-        """B: examples per optimizer step, over all processes and accumulated batches."""
-        self._scale = 1
-        self._first_batch: dict[str, Any] | None = None
-        self._hook: Any = None
-        if args.gradient_accumulation_steps > 1 or initialized().world_size > 1:
-            if args.torch_compile:
-                raise InputError(
-                    "source='adam' does not work with torch_compile=True and several batches per step. Use "
-                    "source='pass'."
-                )
-            self._hook = model.register_forward_pre_hook(self._record, with_kwargs=True)
-        if args.max_grad_norm:
-            self.warn(
-                f"max_grad_norm={args.max_grad_norm:g}: where gradients are clipped, Adam's second moments are too "
-                "small. Train with max_grad_norm=0, or use source='pass'."
-            )
-        for note in token_note(model.get_base_model() if is_adapted(model) else model):  # type: ignore[operator]
-            self.warn(note)
-
-    def _record(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._first_batch is None and model.training:
-            self._first_batch = dict(kwargs)
-
-    def find_scale(self) -> None:
-        """Find s from the first batch. Called before each optimizer step."""
-        if self._first_batch is not None:
-            batch = self._first_batch
-            self.close()
-            self._scale = loss_scale(self.args, self.model, batch)
-
-    def close(self) -> None:
-        """Remove the hook from the model."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = self._first_batch = None
-
-    def curvature(self, step: int) -> Curvature | None:
-        try:
-            examples = len(self.loader.dataset)
-        except TypeError:  # a streamed dataset
-            examples = step * self._step_size
-        factor = float(examples) * self._step_size / self._scale**2
-        moments = {
-            parameter: moment.cpu()
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if (moment := second_moment(self.optimizer.state.get(parameter), group["betas"][1], factor)) is not None
-        }
-        if not moments:
-            self.warn("the optimizer has not taken a step yet: no curvature is written")
-            return None
-        # A parameter without a state never had a gradient.
-        sums = {name: moments.get(p, torch.zeros(p.shape)) for name, p in self.parameters.items()}
-        return self._named(sums, examples, "adam")
-
-
-class _PassRun(_Run):
-    """Σ_i g_i² over the first ``limit`` training examples, at the final weights."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        data = self.loader.dataset
-        if isinstance(data, IterableDataset) or not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
-            raise InputError("source='pass' needs a dataset with a length and an index")
-        with evaluation_mode(self.model):  # collators may draw random numbers
-            _model_inputs(self.loader.collate_fn([data[0]]))
-
-    def curvature(self, step: int) -> Curvature:
-        data, options = self.loader.dataset, self.options
-        total = len(data) if options.limit is None else min(options.limit, len(data))
-        rows = initialized().share(total)
-        sums = {n: torch.zeros_like(p, dtype=sum_type(p)).detach() for n, p in self.parameters.items()}
-        problem: GradmergeError | None = None
-        try:
-            if rows:
-                sums |= self._sums_over(data, rows)
-        except GradmergeError as error:
-            problem = error
-        if any(initialized().all_gather(problem is not None)):  # if one process fails, all of them raise
-            raise problem or InputError("another process failed on its examples")
-        initialized().all_reduce(sums.values())
-        return self._named(sums, total, options.likelihood)
-
-    def _sums_over(self, data: Any, rows: range) -> dict[str, Tensor]:
-        """Return Σ_i g_i² over these rows of the data, by names in memory."""
-        options = self.options
-        with evaluation_mode(self.model):
-            torch.manual_seed(options.seed)  # collators that draw random numbers draw the same every time
-            loader: Iterable[Batch] = DataLoader(
-                Subset(data, rows),
-                batch_size=options.batch_size or self.args.per_device_train_batch_size,
-                collate_fn=self.loader.collate_fn,
-                num_workers=self.args.dataloader_num_workers,
-            )
-
-            def indexed_inputs() -> Iterator[tuple[int, Batch]]:
-                index = rows.start  # sampled labels depend on it
-                for batch in loader:
-                    yield index, _model_inputs(batch)
-                    index += examples_in(batch)
-
-            device = next(iter(self.parameters.values())).device
-            estimate = estimate_curvature(
-                self.model, IndexedBatches(indexed_inputs), options.likelihood, seed=options.seed, device=device
-            )
-        return {name: value for name, value in estimate.sum().items() if name in self.parameters}
-
-
-def _model_inputs(batch: Batch) -> Batch:
+def _model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model's inputs in a batch. Raise InputError if it has no labels for the model's own loss."""
     inputs = {name: value for name, value in batch.items() if name not in _NOT_INPUTS}
     if not isinstance(inputs.get("labels"), Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,9 +13,17 @@ from torch import Tensor, nn
 
 from ..arguments import check_known
 from ..curvature import Curvature
+from ..curvature.kernels import sum_type
 from ..errors import InputError
-from .named_tensors import AnchorTensors, NamedTensors, Reduction, match_parameters, open_anchor, open_prior, trainable
-from .penalty_record import write_penalty
+from .penalty import (
+    AnchorTensors,
+    NamedTensors,
+    Reduction,
+    match_parameters,
+    open_anchor,
+    open_prior,
+    write_penalty,
+)
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 Prior = float | Curvature | Mapping[str, Tensor] | str | Path
@@ -115,7 +124,7 @@ class PriorAdamW(torch.optim.AdamW):
         _check_number("damping", damping)
         if isinstance(params, nn.Module):
             model = unwrap(params)
-            params = trainable(model)
+            params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             if not params:
                 raise InputError(f"{type(model).__name__}: no parameter requires a gradient")
         self._model = model
@@ -314,14 +323,11 @@ def _pieces(
             counts[p] = counts[p] + 1 if p in counts else int(state["step"].item())
             factor /= math.sqrt(1 - group["betas"][1] ** counts[p])
         tensors = (p.detach(), anchor, prior, squares)
-        size = _chunk_size(p)
-        if p.numel() <= size or not all(t is None or t.is_contiguous() for t in tensors):
+        if all(t is None or t.is_contiguous() for t in tensors):
+            parts: Any = [itertools.repeat(None) if t is None else t.view(-1).split(_chunk_size(p)) for t in tensors]
+            yield from ((*part, factor) for part in zip(*parts, strict=False))
+        else:
             yield *tensors, factor
-            continue
-        count = math.ceil(p.numel() / size)
-        parts: Any = [[None] * count if t is None else t.view(-1).split(size) for t in tensors]
-        for values, anchor_part, prior_part, squares_part in zip(*parts, strict=True):
-            yield values, anchor_part, prior_part, squares_part, factor
 
 
 def _chunk_size(p: Tensor) -> int:
@@ -339,30 +345,29 @@ def _pull_batch(batch: Sequence[_Piece], group: Mapping[str, Any], rate: float) 
     once.
     """
     targets, anchors, priors, squares, factors = map(list, zip(*batch, strict=True))
-    device = targets[0].device
-    dtype = torch.float64 if targets[0].dtype == torch.float64 else torch.float32
+    device, dtype = targets[0].device, sum_type(targets[0])
 
     def convert(tensors: Sequence[Any]) -> list[Tensor]:
         # Move first: a copy between devices that also converts is synchronous.
         return [t.to(device, non_blocking=device.type != "cpu").to(dtype) for t in tensors]
 
-    values, prior = [t.to(dtype) for t in targets], group["prior"]
-    scaled: Any = 1 / rate  # D/c
-    steps: Any
+    metric: Any = 1 / rate  # D/c
     if squares[0] is not None:
-        scaled = torch._foreach_sqrt([t.to(dtype) for t in squares])
-        torch._foreach_mul_(scaled, factors)
-        torch._foreach_add_(scaled, group["eps"] / rate)
-    if prior == CURVATURE:
+        metric = torch._foreach_sqrt([t.to(dtype) for t in squares])
+        torch._foreach_mul_(metric, factors)
+        torch._foreach_add_(metric, group["eps"] / rate)
+    steps: Any
+    if group["prior"] == CURVATURE:
         curvatures = convert(priors)
-        steps = torch._foreach_div(curvatures, torch._foreach_add(curvatures, scaled))
+        steps = torch._foreach_div(curvatures, torch._foreach_add(curvatures, metric))
     elif squares[0] is None:
-        steps = prior / (prior + scaled)
+        steps = group["prior"] / (group["prior"] + metric)
     else:
-        steps = scaled
-        torch._foreach_add_(steps, prior)
-        torch._foreach_reciprocal_(steps)
-        torch._foreach_mul_(steps, prior)
+        torch._foreach_add_(metric, group["prior"])
+        torch._foreach_reciprocal_(metric)
+        steps = metric
+        torch._foreach_mul_(steps, group["prior"])
+    values = [t.to(dtype) for t in targets]
     torch._foreach_lerp_(values, convert(anchors), steps)
     if values[0] is not targets[0]:
         torch._foreach_copy_(targets, values)

@@ -14,7 +14,7 @@ from ..curvature.checkpoint_names import is_adapted
 from ..curvature.losses import loss_of
 from ..errors import GradmergeError, InputError
 from .curvature_callback import CurvatureCallback, loss_scale, sharding
-from .named_tensors import AnchorTensors, Reduction
+from .penalty import AnchorTensors, Reduction
 from .prior_adamw import Coupling, Missing, Prior, PriorAdamW
 
 _log = logging.getLogger(__name__)
