@@ -29,7 +29,7 @@ from ..curvature import Curvature, open_curvature
 from ..curvature.checkpoint_names import adapter_names, for_files, is_adapted, names_of_parameters, stored_tensors
 from ..curvature.format import PENALTY
 from ..errors import InputError
-from ..io.atomic_file import atomic_file
+from ..io.atomic_dir import atomic_file
 from ..text import listed
 
 RECORD = "gradmerge_penalty.json"
