@@ -221,7 +221,7 @@ def test_chat_templates(
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == expected
 
 
-@pytest.mark.parametrize("value", ["two", "nowhere", "\0", "{% if %}"])
+@pytest.mark.parametrize("value", ["two", "nowhere", "\0"])
 def test_invalid_chat_templates_are_refused(value: str, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         Models(tmp_path).merge(tokenizer="union", chat_template=value)

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from ..errors import InputError
 from ..io.reader import TensorInfo
 from ..notes import Kind, Note
@@ -156,16 +158,8 @@ def _compare_tensors(
         elif not theirs.is_float:
             different.append(f"{name}: {ours} in {first.label}, {theirs} in {other.label}")
 
-    extra: list[str] = []
-    for name, info in other.tensors.items():
-        if name in first.tensors or not chosen(name) or is_buffer(name, info):
-            continue
-        source = tied_to(name, first)
-        if source is not None and source in other.tensors and same_values(other, name, source):
-            result.notes.append(f"{other.label}: {name} is a copy of {source}, which {first.label} stores once")
-        else:
-            extra.append(name)
-
+    new = [n for n, info in other.tensors.items() if n not in first.tensors and chosen(n) and not is_buffer(n, info)]
+    extra = [name for name in new if not _copies_tied(name, first, other)]
     if vocabulary:
         difference = token_difference(first, other)
         vocabulary += difference.lines if difference else []
@@ -176,13 +170,13 @@ def _compare_tensors(
     advice = "" if missing else "If these are heads that should not be merged, exclude them."
     result.refuse(extra, f"{other.label}: {counted(extra, 'tensor')} that {first.label} does not have", advice)
     result.refuse(different, f"{other.label}: shapes or types differ from {first.label}")
-    if aliases:
-        pairs = ", ".join(f"{name} = {source}" for name, source in aliases.items())
-        result.notes.append(f"{other.label}: tied weights are stored once: {pairs}")
-    dtypes = [", ".join(sorted({c.tensors[n].dtype for n in result.merged if n in c.tensors})) for c in (first, other)]
-    if dtypes[0] != dtypes[1]:
-        result.notes.append(f"{other.label} is stored as {dtypes[1]}, {first.label} as {dtypes[0]}")
     return aliases
+
+
+def _copies_tied(name: str, first: Checkpoint, other: Checkpoint) -> bool:
+    """Return whether a tensor of ``other`` is a copy of one that ``first`` stores once for both names."""
+    source = tied_to(name, first)
+    return source is not None and source in other.tensors and same_values(other, name, source)
 
 
 def _note_unrelated(
@@ -210,19 +204,17 @@ def distance_of(first: Checkpoint, other: Checkpoint, names: Sequence[str]) -> t
 
     At most 64 matrices are read, and of each ``SAMPLE`` entries from its middle, which count for the whole matrix.
     """
-    ours = theirs = product = 0.0
-    buffers = Buffers()
-    infos = first.tensors
+    products = torch.zeros(3, dtype=torch.float64)
+    buffers, infos = Buffers(), first.tensors
     matrices = [n for n in names if len(infos[n].shape) >= 2 and infos[n].numel and other.tensors[n].is_float]
     for name in matrices[:: -(-len(matrices) // 64) or 1]:
         length = min(SAMPLE, infos[name].numel)
-        scale, start = infos[name].numel / length, (infos[name].numel - length) // 2
+        start = (infos[name].numel - length) // 2
         a = first.read(name, start, start + length, buffers, "ours").double()
         b = other.read(name, start, start + length, buffers, "theirs").double()
         # Sums of products instead of `@`, which would start every thread of the machine for microseconds of work.
-        ours += float((a * a).sum()) * scale
-        theirs += float((b * b).sum()) * scale
-        product += float((a * b).sum()) * scale
+        products += torch.stack([(a * a).sum(), (b * b).sum(), (a * b).sum()]) * (infos[name].numel / length)
+    ours, theirs, product = products.tolist()
     square, norms = ours + theirs - 2 * product, math.sqrt(ours) * math.sqrt(theirs)
     distance = math.sqrt(max(0.0, square) / ours) if ours and math.isfinite(square) else 0.0
     return distance, product / norms if norms else 0.0

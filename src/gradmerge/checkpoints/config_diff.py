@@ -77,15 +77,20 @@ def differences(first: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple
     """
     if not first or not other or _values(first) == _values(other):
         return {}
-    full = [completed(first), completed(other)]
-    has_classes = full[0] is not None and full[1] is not None
-    ours, theirs = (_values(config or {}) for config in (full if has_classes else (first, other)))
+    pair, texts = [first, other], [config.get("text_config") for config in (first, other)]
+    is_inside = isinstance(texts[0], dict) != isinstance(texts[1], dict)
+    if is_inside:  # a language model is compared with the one inside of a vision-language model
+        pair = [text if isinstance(text, dict) else config for text, config in zip(texts, pair, strict=True)]
+    complete = [full for config in pair if (full := completed(config)) is not None]
+    has_classes = len(complete) == 2
+    ours, theirs = map(_values, complete if has_classes else pair)
     return {
         key: (ours[key], theirs[key])
         for key in sorted(ours.keys() & theirs.keys())
         if ours[key] != theirs[key]
         and not (ours[key] in (None, False) and theirs[key] in (None, False))
         and (has_classes or WITHOUT_CLASS.search(key))
+        and not (is_inside and key == "model_type")
     }
 
 

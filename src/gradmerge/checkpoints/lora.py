@@ -347,24 +347,14 @@ class AdapterCheckpoint(Checkpoint):
 
     def _find(self, name: str) -> str | None:
         """Return the base's tensor of this name. One of the two names may lack the first part, such as `model.`."""
-        stored = _same_ending(name, self.base.tensors) or self._stored_names.get(name)
+        stored = _same_ending(name, self.base.tensors)
+        if stored is None and self._model is not None:  # transformers may rename tensors while it loads them
+            stored = next(iter(stored_tensors(self._model, {name: torch.empty(0)})), None)
         return stored if stored in self.base.tensors else None
 
     @functools.cached_property
     def _model(self) -> Any:
         return empty_model(self.base)
-
-    @functools.cached_property
-    def _stored_names(self) -> dict[str, str]:
-        """Names in memory → names in files, where transformers renames tensors while it loads them."""
-        if self._model is None:
-            return {}
-        # Convert a state dict in which every tensor is filled with its own number.
-        names = [name for name, _ in self._model.named_parameters()]
-        shapes = [p.shape if p.dim() != 3 else (*p.shape[:2], 2) for p in self._model.parameters()]
-        numbers = {name: torch.tensor(float(k)).expand(shapes[k]) for k, name in enumerate(names)}
-        stored = stored_tensors(self._model, numbers)
-        return {names[int(v.min())]: n for n, v in stored.items() if v.numel() and bool(v.min() == v.max())}
 
     def _check_ties(self) -> None:
         """Refuse to change one of two tensors that the base stores as one.

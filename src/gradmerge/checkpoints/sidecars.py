@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ..io.small_files import read_json
 from ..text import some
-from .checkpoint import Checkpoint, innermost, unwrap_chain
-from .quantization import DequantizedCheckpoint, without_quantization
+from .checkpoint import Checkpoint, innermost
 from .tokenizer import TEMPLATE_FILES, TOKENIZER_FILES, files_of
 
 MAX_BYTES = 100_000_000
@@ -72,18 +71,12 @@ def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     for name, path in sidecars(checkpoint).copied.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
-    is_dequantized = any(isinstance(inner, DequantizedCheckpoint) for inner in unwrap_chain(checkpoint))
-    for module in ("", *checkpoint.modules):
-        path = folder / module / "config.json"
-        if not path.is_file():
-            continue
-        copied = read_json(path)
-        config = dict(copied)
-        if module == "" and checkpoint.config != innermost(checkpoint).config:
-            config = dict(checkpoint.config)
-        if is_dequantized:
-            config = without_quantization(config)
-        if module == "" and dtype != "auto":
-            config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-        if config != copied:
-            path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    path = folder / "config.json"
+    if not path.is_file():
+        return
+    copied = read_json(path)
+    config = dict(copied if checkpoint.config == innermost(checkpoint).config else checkpoint.config)
+    if dtype != "auto":
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    if config != copied:
+        path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -98,32 +98,31 @@ def tying_differences(
     """
     problems: list[str] = []
     notes: list[str] = []
+    models = (first, other)
     for name in TIED if first.config and other.config else ():
         source = next((s for s in TIED[name] if s in first.tensors and s in other.tensors), None)
         if source is None or not chosen(name) or name in first.absent | other.absent:
             continue
         if name not in first.tensors or not (name in other.tensors or tied_to(name, other)):
             continue  # compared as a missing or an additional tensor
-        if not name.startswith(STACKS) and says_untied(first) and says_untied(other):
+        if is_head(name) and says_untied(first) and says_untied(other):
             continue
-        is_copy, is_tied = {}, {}
-        for model in (first, other):
-            is_copy[model] = name not in model.tensors or same_values(model, name, source)
-            is_tied[model] = name not in model.tensors or _class_ties(name, model)
-        contradictory = [model for model in is_tied if is_tied[model] and not is_copy[model]]
-        lines = [
+        copies = {model: name not in model.tensors or same_values(model, name, source) for model in models}
+        ties = {model: name not in model.tensors or _class_ties(name, model) for model in models}
+        if all(copies.values()) or not any(ties.values()):
+            continue
+        contradictory = [
             f"{model.label}: {KEY} is set, but the file stores {name} with other values than {source}; transformers 4 "
             f"ignores it, transformers 5 uses it. Set {KEY} to false if it was trained, or remove it from the file"
-            for model in contradictory
+            for model in models
+            if ties[model] and not copies[model]
         ]
-        if all(is_copy.values()) or not any(is_tied.values()):
-            continue
         if len(contradictory) == 2:
-            notes += lines
+            notes += contradictory
         elif contradictory:
-            problems += lines
+            problems += contradictory
         else:
-            untied, tied = sorted((first, other), key=is_tied.__getitem__)
+            untied, tied = sorted(models, key=ties.__getitem__)
             problems.append(
                 f"{KEY}: {name} is tied to {source} in {tied.label}, and a separate tensor in {untied.label}"
             )

@@ -356,30 +356,6 @@ def template_notes(first: Checkpoint, other: Checkpoint) -> list[str]:
     ]
 
 
-def parse_template(text: str, where: str) -> str:
-    """Return a template after checking its Jinja syntax."""
-    from jinja2 import Environment, TemplateSyntaxError
-
-    if not text.strip():
-        raise InputError(f"{where}: the chat template is empty")
-    # transformers adds this tag to Jinja; it marks the text of the assistant.
-    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text)
-    try:
-        Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
-    except (TemplateSyntaxError, RecursionError) as error:
-        raise InputError(f"{where}: the chat template is not valid Jinja: {error}") from error
-    return text
-
-
-def read_template_file(path: Path) -> str:
-    """Read the template in a file that a recipe names."""
-    try:
-        text = read_bounded(path, MAX_CONFIG).decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: a chat template must be UTF-8 text") from error
-    return parse_template(text, str(path))
-
-
 def write_template(folder: Path, text: str) -> None:
     """Replace the templates in a folder. The new one goes to a .jinja file, as in transformers, not to the config."""
     for path in files_of(folder, TEMPLATE_FILES):

@@ -25,15 +25,13 @@ from ..checkpoints.tokenizer import (
     Vocabulary,
     chat_template_of,
     make_tokenizer,
-    parse_template,
     read_chat_template,
-    read_template_file,
     template_files,
     vocabulary_of,
 )
 from ..errors import InputError
 from ..io.reader import local_path
-from ..io.small_files import read_json
+from ..io.small_files import MAX_CONFIG, read_bounded, read_json
 from ..recipe import ZERO, ModelToken, Recipe, TokenRule
 from ..text import counted, listed, nearest, some
 from .inputs import CurvatureInput
@@ -306,13 +304,13 @@ def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, curren
             label = next(model.label for model in texts if texts[model] == text)
             chosen = text
     elif "{" in value or "\n" in value:
-        label, chosen = "the recipe", parse_template(value, "chat_template")
+        label, chosen = "the recipe", value
     elif (model_named := models.find(value)) is not None:
         label, chosen = model_named.label, chat_template_of(model_named) or ""
         if not chosen and value != BASE:
             raise InputError(f"chat_template: {label} has none")
     elif (path := models.path(value)) is not None and path.is_file():
-        label, chosen = value, read_template_file(path)
+        label, chosen = value, read_bounded(path, MAX_CONFIG).decode(errors="replace")
         files.reads.append(path)
     else:
         known = [AUTO, BASE, COMMON, *(text for text, _ in models.named)]
