@@ -66,7 +66,6 @@ STACKS = {
         ],
         {"encoder.block.": 2, "decoder.block.": 2},
     ),
-    "one block of t5": (numbered("encoder.block.0.layer.{}.layer_norm.weight", 2), {"encoder.block.": 1}),
     "sentence-transformers": (
         [*numbered("0.auto_model.encoder.layer.{}.output.dense.weight", 2), "1_Dense/linear.weight"],
         {"0.auto_model.encoder.layer.": 2},
@@ -82,10 +81,6 @@ STACKS = {
             *numbered("model.language_model.layers.{}.mlp.up.weight", 2),
         ],
         {"model.visual.blocks.": 3, "model.language_model.layers.": 2},
-    ),
-    "stages": (
-        [f"layer{stage}.{n}.conv1.weight" for stage in (1, 2) for n in range(stage)],
-        {"layer1.": 1, "layer2.": 2},
     ),
 }
 

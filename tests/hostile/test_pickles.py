@@ -20,6 +20,11 @@ STATES: dict[str, dict[Any, Any]] = {
     "a quantised tensor": {"a": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)},
     "a name with half a character": {"\ud800": torch.ones(3)},
     "a nested state dict with one": {"state_dict": {"\udfff.weight": torch.ones(3)}},
+    "one number a billion times": {"a": torch.zeros(1).expand(10**9)},
+    "one number too often to count": {"a": torch.zeros(1).expand(2**60)},
+    "names that are no words": {(1, 2): torch.ones(3)},
+    "two of a name": {0: torch.ones(3), "0": torch.ones(3)},
+    "a type of its own": {"a": torch.ones(3, dtype=torch.complex128)},
     "no tensor": {"a": 5},
     "nothing": {},
 }
