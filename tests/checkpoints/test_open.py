@@ -30,9 +30,7 @@ def read_all(reference: str | Path, **arguments: Any) -> dict[str, Tensor]:
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert got[name].dtype == value.dtype, name
-        assert got[name].equal(value), name
+    assert all(got[name].dtype == value.dtype and got[name].equal(value) for name, value in want.items())
 
 
 def mixed_state() -> dict[str, Tensor]:

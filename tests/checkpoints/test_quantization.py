@@ -42,7 +42,6 @@ GPTQ = {
     f"{Q}.scales": torch.ones(1, 8).half(),
     f"{Q}.g_idx": integers(torch.int32, 8),
 }
-AWQ = {name: value for name, value in GPTQ.items() if "g_idx" not in name}
 BNB4 = {
     WEIGHT: integers(torch.uint8, 32, 1),
     f"{WEIGHT}.absmax": torch.ones(1),
@@ -60,14 +59,11 @@ MXFP4 = {
 CASES: dict[str, tuple[State, dict[str, Any], str]] = {
     # tensors, quantization_config, the method in the config (tensors alone can belong to several methods)
     "gptq": (GPTQ, {"quant_method": "gptq", "bits": 4}, "gptq"),
-    "awq": (AWQ, {"quant_method": "awq", "bits": 4}, "awq"),
     "bitsandbytes-4": (BNB4, {"load_in_4bit": True, "load_in_8bit": False}, "bitsandbytes"),
     "bitsandbytes-8": (BNB8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
     "fp8": (FP8, {"quant_method": "fp8"}, "fp8"),
-    "compressed-tensors": (PACKED, {"quant_method": "compressed-tensors"}, "compressed-tensors"),
     "compressed-int8": (INT8, {"quant_method": "compressed-tensors"}, "compressed-tensors"),
     "mxfp4": (MXFP4, {"quant_method": "mxfp4"}, "mxfp4"),
-    "hqq": ({f"{Q}.W_q": integers(torch.uint8, 8, 4)}, {"quant_method": "hqq"}, "hqq"),
 }
 READABLE = {"bitsandbytes-4", "bitsandbytes-8", "fp8"}
 
@@ -206,8 +202,6 @@ UNREADABLE: dict[str, tuple[State, list[int] | None]] = {
     "scales of too few blocks": ({WEIGHT: float8(7, 10), f"{WEIGHT}_scale_inv": torch.ones(2, 3)}, [3, 4]),
     "scales of unknown blocks": ({WEIGHT: float8(7, 10), f"{WEIGHT}_scale_inv": torch.ones(3, 3)}, None),
     "no scales": ({WEIGHT: float8(7, 10)}, [3, 4]),
-    "compressed-tensors": (PACKED, None),
-    "gptq": (GPTQ, None),
     "mxfp4": (MXFP4, None),
     "two methods": (PACKED | {"x.weight": float8(7, 10), "x.weight_scale": torch.ones(1)}, None),
     "a broken description": (

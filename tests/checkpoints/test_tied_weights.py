@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertForMaskedLM, WhisperConfig, WhisperForConditionalGeneration
+from transformers import BertConfig, BertForMaskedLM
 
 import gradmerge as gm
 from gradmerge.checkpoints import Checkpoint, compare
@@ -29,14 +29,6 @@ def bert(seed: int) -> Any:
     return BertForMaskedLM(BertConfig(vocab_size=60, tie_word_embeddings=False, **sizes))
 
 
-def whisper(seed: int) -> Any:
-    torch.manual_seed(seed)
-    layers = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 24))}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 16, "vocab_size": 60}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    return WhisperForConditionalGeneration(WhisperConfig(tie_word_embeddings=False, **layers, **heads, **tokens))
-
-
 #: Family → a model with a separate head, and the tensors that are the same if it is tied.
 MODELS: dict[str, tuple[Callable[[int], Any], dict[str, str]]] = {
     "llama": (lambda seed: make("llama-untied", seed), {"lm_head.weight": "model.embed_tokens.weight"}),
@@ -48,7 +40,6 @@ MODELS: dict[str, tuple[Callable[[int], Any], dict[str, str]]] = {
             "cls.predictions.decoder.bias": "cls.predictions.bias",
         },
     ),
-    "whisper": (whisper, {"proj_out.weight": "model.decoder.embed_tokens.weight"}),  # known to the class alone
 }
 KINDS = ("stored once", "stored twice", "untied", "contradictory")
 
