@@ -27,7 +27,7 @@ from ..text import listed
 from .checkpoint import Buffers, Checkpoint
 from .quantization import ADVICE as UNQUANTIZED, detect_quantization
 from .tied_weights import TIED, equal, has_head, is_head, same_values, tied_to
-from .transformers_model import Slice, empty_model, find_slices, stored_tensors
+from .transformers_model import Slice, empty_model, find_slices, revert_names
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16
@@ -349,7 +349,7 @@ class AdapterCheckpoint(Checkpoint):
         """Return the base's tensor of this name. One of the two names may lack the first part, such as `model.`."""
         stored = _same_ending(name, self.base.tensors)
         if stored is None and self._model is not None:  # transformers may rename tensors while it loads them
-            stored = next(iter(stored_tensors(self._model, {name: torch.empty(0)})), None)
+            stored = next(iter(revert_names(self._model, {name: torch.empty(0)})), None)
         return stored if stored in self.base.tensors else None
 
     @functools.cached_property

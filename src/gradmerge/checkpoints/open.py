@@ -148,19 +148,15 @@ def _not_on_hub(reference: str, error: Exception) -> InputError:
 def _open_file(path: Path, allow_pickle: bool) -> PositionalFile:
     if path.suffix == ".safetensors":
         return TensorFile(path)
-    if path.suffix in SUFFIXES:
-        _require_pickle_allowed(path, allow_pickle)
-        return PickleFile(path)
-    suffixes = ", ".join(sorted(SUFFIXES))
-    raise InputError(f"{path}: a checkpoint file ends in .safetensors (or, with allow_pickle, {suffixes})")
-
-
-def _require_pickle_allowed(path: Path, allow_pickle: bool) -> None:
+    if path.suffix not in SUFFIXES:
+        suffixes = ", ".join(sorted(SUFFIXES))
+        raise InputError(f"{path}: a checkpoint file ends in .safetensors (or, with allow_pickle, {suffixes})")
     if not allow_pickle:
         raise InputError(
             f"{path}: this is a pickle, a format that can run code when it is opened. Pass "
             "allow_pickle=True to read it (tensors only), or convert it to safetensors."
         )
+    return PickleFile(path)
 
 
 def _open_folder(label: str, folder: Path, allow_pickle: bool, hub_id: str | None) -> Checkpoint:
@@ -223,11 +219,10 @@ def _weight_files(folder: Path, stem: str, allow_pickle: bool, opened: ExitStack
     paths = [folder / name for name in read_index(index)] if index.is_file() else [single]
     if not paths[0].is_file():
         raise InputError(_no_weights(folder, stem))
-    _require_pickle_allowed(paths[0], allow_pickle)
     files: list[PositionalFile] = []
     for path in paths:
         require_within(path, folder)
-        files.append(PickleFile(path))
+        files.append(_open_file(path, allow_pickle))
         opened.callback(files[-1].close)
     return files
 
@@ -274,7 +269,4 @@ def _open_named_base(folder: Path, allow_pickle: bool, dequantize: bool) -> Chec
         raise InputError(
             f"{folder}: the adapter's base is another adapter, {name}. Merge that adapter into its base first."
         )
-    try:
-        return open_checkpoint(name, relative_to=start, allow_pickle=allow_pickle, dequantize=dequantize)
-    except InputError as error:
-        raise InputError(f"{folder}: the adapter's base cannot be opened. {error}") from error
+    return open_checkpoint(name, relative_to=start, allow_pickle=allow_pickle, dequantize=dequantize)

@@ -40,7 +40,7 @@ def empty_model(checkpoint: Checkpoint) -> Any:
     return None if sum(p.numel() for p in model.parameters()) > 16 * checkpoint.parameters else model
 
 
-def stored_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def revert_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors as transformers stores them in files: renamed, and cut into parts. Empty if it cannot."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -77,7 +77,7 @@ def find_slices(model: nn.Module, name: str) -> dict[str, Slice] | None:
     numbers = torch.arange(experts * rows).reshape(*leading, rows, 1).expand(shape)
     module._parameters[attribute] = nn.Parameter(torch.empty(shape, device="meta"))  # some conversions read its shape
     try:
-        stored = stored_tensors(model, {name: numbers})
+        stored = revert_names(model, {name: numbers})
     finally:
         module._parameters[attribute] = original
     slices = {name: part for name, value in stored.items() if (part := _slice_of(value, experts, rows))}
