@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from tests.making import assert_close, random_curvature, read_model
+from tests.making import assert_close, read_model
 
 from .families import FAMILIES, double, load, make, moved, save
 
 WEIGHTS = [0.7, -0.4]
-DAMPING = 1e-3
 State = Mapping[str, Tensor]
 
 
@@ -53,18 +52,6 @@ def task_arithmetic(base: State, tuned: Sequence[State], weights: Sequence[float
     return {name: value + sum(w * (t[name] - value) for w, t in pairs) for name, value in base.items()}
 
 
-def gradient_matching(
-    base: State, tuned: Sequence[State], weights: Sequence[float], prior: State, curvature: Sequence[State]
-) -> State:
-    triples = list(zip(weights, tuned, curvature, strict=True))
-    merged = {}
-    for name, value in base.items():
-        h0 = prior[name] + DAMPING
-        total = h0 + sum(w * c[name] for w, _, c in triples)
-        merged[name] = value + sum(w * (h0 + c[name]) * (t[name] - value) for w, t, c in triples) / total
-    return merged
-
-
 def assert_rounded(got: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Every value is the exact one, rounded to a type once (and float32 arithmetic on the way)."""
     assert got.keys() == exact.keys()
@@ -81,23 +68,6 @@ def test_a_merge_of_unequal_shards_is_the_rule_in_float64_and_loads_with_every_w
     gm.merge(trio.recipe("task-arithmetic"), tmp_path / "out")
     base, *tuned = map(double, trio.stored)
     assert_close(read_model(tmp_path / "out"), task_arithmetic(base, tuned, WEIGHTS), 1e-6)
-    load(trio.family, tmp_path / "out")
-
-
-def test_gradient_matching_reads_curvature_files_by_the_stored_names(trio: Trio, tmp_path: Path) -> None:
-    curvatures = [random_curvature(10 + i, s, examples=50 * (i + 1)) for i, s in enumerate(trio.stored)]
-    for curvature, name, size in zip(curvatures, ("c0", "c1", "c2"), (4000, 10**9, 9000), strict=True):
-        curvature.save(tmp_path / name, shard_size=size)
-    recipe = trio.recipe("gradient-matching", damping=DAMPING, reduction="mean")
-    recipe["base"] = {"model": recipe["base"], "curvature": str(tmp_path / "c0")}
-    for i, model in enumerate(recipe["models"]):
-        model["curvature"] = str(tmp_path / f"c{i + 1}")
-        model["weight"] = [1.0, 0.5][i]
-    gm.merge(recipe, tmp_path / "out")
-    base, *tuned = map(double, trio.stored)
-    means = [{n: c[n].double() / c.examples for n in c} for c in curvatures]
-    want = gradient_matching(base, tuned, [1.0, 0.5], means[0], means[1:])
-    assert_close(read_model(tmp_path / "out"), want, 2e-6)
     load(trio.family, tmp_path / "out")
 
 

@@ -23,6 +23,8 @@ BODY = random_state(0, {"model.embed_tokens.weight": (20, 8), "model.norm.weight
 Q = "model.layers.0.self_attn.q_proj"
 WEIGHT = f"{Q}.weight"
 STORED = Path(__file__).with_name("files") / "bitsandbytes.safetensors"
+"""Random weights as bitsandbytes 0.45 stores them (quantize_4bit with nf4 and fp4, compress_statistics for the nested
+ones, and int8_vectorwise_quant), and as its own functions dequantize them (`want.*`)."""
 CONFIG = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [3, 4]}, "torch_dtype": "bfloat16"}
 
 

@@ -261,7 +261,7 @@ def _weight_files(out: Path) -> dict[str, Path | bytes]:
         index = f"{stem}.safetensors.index.json"
         if (out / index).is_file():
             files[index] = out / index
-    return files | sidecars(checkpoint).copied
+    return files | sidecars(checkpoint)
 
 
 def _metadata(card: str, path: Path) -> dict[str, Any]:

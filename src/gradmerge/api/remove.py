@@ -188,7 +188,7 @@ def _remove_on_disk(
     force: bool,
 ) -> RemovalResult:
     from ..cards.provenance import input_entry
-    from ..checkpoints.sidecars import sidecars
+    from ..checkpoints.sidecars import code_notes
     from ..engine.input_state import changed, model_paths, state_of
     from ..refinement.influence import Dataset
     from ..refinement.model_io import write_folder
@@ -225,7 +225,7 @@ def _remove_on_disk(
             if path := changed(before, state_of(models) + state_of(data, deep=True)):
                 raise MachineError(f"{path}: changed during the removal, so nothing was written. Run it again.")
             notes = [note for task in tasks.values() for note in task.notes]
-            result.notes = list(dict.fromkeys([*notes, *sidecars(files.checkpoint).note(base), *result.notes]))
+            result.notes = list(dict.fromkeys([*notes, *code_notes(files.checkpoint), *result.notes]))
             result.seconds = time.perf_counter() - begun
             numbers = {
                 "task": files.info.task,

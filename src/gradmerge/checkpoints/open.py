@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -123,15 +122,13 @@ def _hub_folder(reference: str, allow_pickle: bool) -> Path:
         raise _not_on_hub(reference, error) from error
 
 
-def fetch_from_hub(
-    reference: str, *, allow_pickle: bool = False, patterns: Sequence[str] | None = None, cached: bool = False
-) -> Path:
+def fetch_from_hub(reference: str, *, allow_pickle: bool = False, cached: bool = False) -> Path:
     """Return the local folder of a Hub model, downloaded into the Hugging Face cache unless ``cached`` forbids it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     repo, _, revision = reference.partition("@")
-    allowed = list(patterns or HUB_FILES.split() + (["*.bin", "*.bin.index.json"] if allow_pickle else []))
+    allowed = HUB_FILES.split() + (["*.bin", "*.bin.index.json"] if allow_pickle else [])
     try:
         return Path(snapshot_download(repo, revision=revision or None, allow_patterns=allowed, local_files_only=cached))
     except (HfHubHTTPError, OSError, ValueError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..io.small_files import read_json
@@ -24,34 +23,27 @@ COPIED_FROM_MODULES = f"{COPIED} *_config.json"
 NEVER = {".py", ".pkl", ".pickle", ".sh"}
 
 
-@dataclass(frozen=True)
-class Sidecars:
-    """The files of a model's folder that are copied, by relative path, and the code in it, which is not."""
-
-    copied: dict[str, Path]
-    code: list[str]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(path.stat().st_size for path in self.copied.values())
-
-    def note(self, label: str) -> list[str]:
-        names = some(self.code, 8)
-        return [f"{label}: code is not copied: {names}. Copy it yourself if you trust it"] if names else []
-
-
-def sidecars(checkpoint: Checkpoint) -> Sidecars:
-    """Return which files of a model's folder to copy. For an adapter it is the folder of its base."""
+def sidecars(checkpoint: Checkpoint) -> dict[str, Path]:
+    """Return the files of a model's folder that are copied, by relative path. An adapter has those of its base."""
     checkpoint = innermost(checkpoint)
     folder = checkpoint.folder
     if folder is None:
-        return Sidecars({}, [])
+        return {}
     copied: dict[str, Path] = {}
     for module in ("", *checkpoint.modules):
         for path in sorted(files_of(folder / module, COPIED_FROM_MODULES if module else COPIED)):
             if path.stat().st_size <= MAX_BYTES and path.suffix.lower() not in NEVER:
                 copied[path.relative_to(folder).as_posix()] = path
-    return Sidecars(copied, sorted(path.name for path in folder.glob("*.py")))
+    return copied
+
+
+def code_notes(checkpoint: Checkpoint) -> list[str]:
+    """Return a note about code in a model's folder, which is not copied."""
+    folder = innermost(checkpoint).folder
+    code = [] if folder is None else sorted(path.name for path in folder.glob("*.py"))
+    return (
+        [f"{checkpoint.label}: code is not copied: {some(code, 8)}. Copy it yourself if you trust it"] if code else []
+    )
 
 
 def library_of(folder: Path) -> str | None:
@@ -68,7 +60,7 @@ def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     """Copy the small files, and write the changes that views made to the config and ``dtype`` into config.json."""
     for module in checkpoint.modules:
         (folder / module).mkdir(exist_ok=True)
-    for name, path in sidecars(checkpoint).copied.items():
+    for name, path in sidecars(checkpoint).items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
     path = folder / "config.json"

@@ -92,7 +92,7 @@ def changed(before: State, after: State) -> str | None:
 
 def files_read(plan: Plan) -> list[Path]:
     """Return every file that the result depends on: weights, curvature, configs and copied files."""
-    files = [*plan.inputs.files(), *sidecars(plan.inputs.template).copied.values()]
+    files = [*plan.inputs.files(), *sidecars(plan.inputs.template).values()]
     files += plan.inputs.result_files.reads if plan.inputs.result_files else []
     folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in _with_inner(checkpoint) if c.folder}
     configs = [folder / name for folder in folders for name in ("config.json", "adapter_config.json", PENALTY)]

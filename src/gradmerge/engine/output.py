@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..checkpoints.sidecars import code_notes, copy_sidecars, sidecars
 from ..curvature.curvature import MERGED_CURVATURE, write_curvature_card
 from ..curvature.format import STEM, metadata
 from ..errors import InputError, MachineError
@@ -89,7 +89,7 @@ class Output:
             needed -= max(0, model.nbytes - 6 * max(model.sizes.values(), default=0))  # a few files at a time
         if not self.finished:
             self._folder.clear()
-        needed += sidecars(self._plan.inputs.template).nbytes + 1_000_000
+        needed += sum(path.stat().st_size for path in sidecars(self._plan.inputs.template).values()) + 1_000_000
         require_space(self._folder.folder, needed)
         for writer in self.files.writers:
             writer.folder.mkdir(exist_ok=True)
@@ -128,7 +128,7 @@ class Output:
         if len(self.files.writers) > 1:
             write_curvature_card(self.files.writers[1].folder, what=MERGED_CURVATURE)
         template, folder = self._plan.inputs.template, self._folder.folder
-        self._plan.note(sidecars(template).note(template.label))
+        self._plan.note(code_notes(template))
         copy_sidecars(template, folder, config_dtype(self._recipe, self._plan))
         if self._plan.inputs.result_files is not None:
             self._plan.inputs.result_files.write(folder)
