@@ -121,7 +121,7 @@ class Preview(Displayed):
     rows: list[Outcome]
     """All settings, also the recipe's own if its method is compared."""
     reference: Outcome
-    """The row that predictions are relative to: the recipe's own, if its method is compared."""
+    """The row that predictions are relative to: the recipe's own, or else the first one."""
     axis: Axis
     alone: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """Model (`base` or a fine-tuned one) → task → metrics, if data was given."""
@@ -281,19 +281,18 @@ class Preview(Displayed):
 
 def compare(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
     """Evaluate all settings of a grid, and the recipe's own merge, and rank them; see :func:`set_scores`."""
-    asked = list(dict.fromkeys([*grid.settings(), grid.own_setting()]))
+    asked = list(dict.fromkeys([*grid.settings(), *grid.own]))
     progress.begin("previewing", len(asked))
     rows = evaluator.evaluate(asked, progress.advance)
-    return make_preview(
-        grid.recipe, evaluator, rows, grid.own_setting(), grid.axis, set_scores(rows, evaluator.measured)
-    )
+    return make_preview(grid.recipe, evaluator, rows, grid.axis, set_scores(rows, evaluator.measured))
 
 
 def make_preview(
-    recipe: Recipe, evaluator: Evaluator, rows: list[Outcome], own: Setting, axis: Axis, criterion: Criterion
+    recipe: Recipe, evaluator: Evaluator, rows: list[Outcome], axis: Axis, criterion: Criterion
 ) -> Preview:
-    """Rank outcomes that have their scores. The reference is that of the setting ``own``, or else the first one."""
+    """Rank outcomes that have their scores. The reference is the recipe's own merge, or else the first row."""
     tasks, notes, measured = evaluator.tasks, evaluator.notes(), evaluator.measured
+    own = make_setting(recipe, recipe.method)
     reference = next((row for row in rows if row.setting == own), rows[0])
     if not measured and not (reference.score or 0) > 0:
         notes.append(f"{reference.setting.name} is predicted to cost nothing: multiples are of the largest score")

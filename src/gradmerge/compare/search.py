@@ -59,10 +59,10 @@ def search(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
         raise InputError(
             "the recipe has no base; without it, the share of fine-tuning's gain that is lost is not known"
         )
-    searches, own = [_WeightSearch(method, grid) for method in grid.methods], grid.own_setting()
+    searches = [_WeightSearch(method, grid) for method in grid.methods]
     expected = 1 + len(searches) * (SAMPLES + DIAGONAL + len(RADII) * (SAMPLES // 2 + GUESSES))
     progress.begin("searching", expected)
-    asked = dict.fromkeys([own, *(setting for one in searches for setting in one.first())])
+    asked = dict.fromkeys([*grid.own, *(setting for one in searches for setting in one.first())])
     rows = evaluator.evaluate(list(asked), progress.advance)
     for number, radius in enumerate(RADII):
         further = [setting for one in searches for setting in one.further(rows, radius, 2 * radius if number else 1.0)]
@@ -70,7 +70,7 @@ def search(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
             rows += evaluator.evaluate(further, progress.advance)
     progress.advance(max(0, expected - len(rows)))  # points that were evaluated before
     criterion = set_scores_by_costs(rows, evaluator.measured)
-    found = make_preview(grid.recipe, evaluator, rows, own, grid.axis, criterion)
+    found = make_preview(grid.recipe, evaluator, rows, grid.axis, criterion)
     if found.best() is None:
         raise InputError("no setting gives a finite loss; check the models and their curvature")
     return found

@@ -180,12 +180,10 @@ class Grid:
             overrides |= dict.fromkeys(one.keys, value)
         return make_setting(self.recipe, method, overrides)
 
-    def own_setting(self) -> Setting:
-        """The recipe's own merge; if its method is not compared, the first method that is, at the recipe's weights."""
-        if self.recipe.method in self.methods:
-            return make_setting(self.recipe, self.recipe.method)
-        single = [one for one in self.dimensions_of(self.methods[0]) if len(one.values) == 1 and not one.is_weight]
-        return make_setting(self.recipe, self.methods[0], {one.keys[0]: one.values[0] for one in single})
+    @property
+    def own(self) -> list[Setting]:
+        """The recipe's own merge, if its method is compared."""
+        return [make_setting(self.recipe, self.recipe.method)] if self.recipe.method in self.methods else []
 
     @property
     def axis(self) -> Axis:

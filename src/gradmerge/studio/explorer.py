@@ -206,7 +206,7 @@ class Explorer:
             raise InputError("nothing is measured yet")
         if self._compared is None or len(self._compared.rows) < len(rows):
             axis = Axis("weight", tuple(weight_keys(self.recipe)))
-            self._compared = make_preview(self.recipe, self.evaluator, rows, self.own, axis, set_scores(rows, True))
+            self._compared = make_preview(self.recipe, self.evaluator, rows, axis, set_scores(rows, True))
         return self._compared
 
     def best(self) -> Outcome | None:
