@@ -186,11 +186,7 @@ def _in_memory(value: CurvatureLike | None, label: str, recipe: Recipe, method: 
         if isinstance(value, Curvature):
             factor = reduction_factor(recipe.reduction, value.examples)
             return CurvatureInput(
-                label,
-                memory=value,
-                factor=factor,
-                tokens=value.tokens if value.kind == "kronecker" else None,
-                transposed=value.transposed,
+                label, memory=value, factor=factor, tokens=value.tokens, kind=value.kind, transposed=value.transposed
             )
         return CurvatureInput(label, memory=value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.checkpoint import Buffers, Checkpoint, RenamedCheckpoint, unwrap_chain
-from ..checkpoints.embedding_rows import VocabularyRows
+from ..checkpoints.embedding_rows import VocabularyCheckpoint, VocabularyRows
 from ..checkpoints.tokenizer import ResultFiles
 from ..curvature.format import INPUTS, OUTPUTS, CurvatureFile, open_curvature
 from ..errors import InputError
 from ..io.small_files import read_json, require_within
 from ..notes import Kind, Note
-from ..recipe import NONE, Identity, MeanTimes, check_penalty, reduction_factor
+from ..recipe import NONE, CurvatureSource, Identity, MeanTimes, check_penalty, reduction_factor
 from ..rules import Rule
 from ..rules.kronecker_matching import KroneckerFactors
 from ..text import one_line
@@ -49,8 +49,10 @@ class CurvatureInput:
     dataset_size: int = 0
     """The dataset size that the recipe scales it to; by default the examples that it was estimated on."""
     likelihood: str = ""
-    tokens: Mapping[str, int] | None = None
-    """Kronecker curvature: weight → number of tokens behind its factors. None for other kinds."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """Weight with Kronecker factors → number of tokens behind them."""
+    kind: str = "diagonal"
+    """`diagonal`, `gram`, `kronecker` or `constant`."""
     transposed: frozenset[str] = frozenset()
     """Weights that are stored as (in, out)."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -59,33 +61,49 @@ class CurvatureInput:
     """The new order of vocabulary rows, if the model's rows are reordered."""
 
     def __post_init__(self) -> None:
-        self.tokens = self.tokens or None
-        if self.constant is not None and self.constant > LARGEST:
-            raise InputError(f"{self.label}: {self.constant:g} is too large for a curvature; the limit is {LARGEST:g}")
+        if self.constant is not None:
+            self.kind = "constant"
+            if self.constant > LARGEST:
+                raise InputError(
+                    f"{self.label}: {self.constant:g} is too large for a curvature; the limit is {LARGEST:g}"
+                )
 
     @classmethod
-    def of_file(
-        cls, file: CurvatureFile, reduction: str | MeanTimes, dataset_size: int | None = None
-    ) -> CurvatureInput:
-        """Return the sums of a file, reduced, or scaled to a dataset size (``dataset_size``)."""
-        factor = reduction_factor(reduction, file.examples) if dataset_size is None else dataset_size / file.examples
+    def open(cls, source: CurvatureSource, label: str, model: Checkpoint, relative_to: Path) -> CurvatureInput:
+        """Return the sums of a file of a model, with the names and rows that the model has in the merge.
+
+        A constant has a ``label`` instead of a file.
+        """
+        if isinstance(source, Identity):
+            return cls(f"{label} (identity)", constant=source.identity)
+        file = open_curvature(source, relative_to=relative_to)
+        for layer in reversed([*unwrap_chain(model)]):  # unless it has the new names already
+            if isinstance(layer, RenamedCheckpoint) and file.parameters & layer.inner.tensors.keys():
+                file.rename(layer.new_name)
+        rows = model.rows if isinstance(model, VocabularyCheckpoint) else None
+        if rows is not None and (fixed := file.tokens.keys() & rows.names):
+            raise InputError(
+                f"{file.label}: {min(fixed)} has Kronecker factors, which cannot be reordered to another vocabulary. "
+                "Exclude the tensor, or estimate the curvature again with a diagonal for it"
+            )
         return cls(
             file.label,
             file=file,
-            factor=factor,
             examples=file.examples,
-            dataset_size=file.examples if dataset_size is None else dataset_size,
+            dataset_size=file.examples,
             likelihood=file.likelihood,
-            tokens=file.tokens if file.kind == "kronecker" else None,
+            tokens=file.tokens,
+            kind=file.kind,
             transposed=file.transposed,
+            rows=rows,
         )
 
-    @property
-    def kind(self) -> str:
-        """`diagonal`, `gram`, `kronecker` or `constant`."""
-        if self.tokens is not None:
-            return "kronecker"
-        return self.file.kind if self.file is not None else "constant" if self.constant is not None else "diagonal"
+    def reduce(self, reduction: str | MeanTimes, dataset_size: int | None) -> None:
+        """Reduce the sums, or scale them to a dataset size."""
+        if self.file is not None:
+            self.factor = reduction_factor(reduction, self.examples)
+            if dataset_size is not None:
+                self.factor, self.dataset_size = dataset_size / self.examples, dataset_size
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
@@ -118,7 +136,6 @@ class CurvatureInput:
 
     def read_factors(self, name: str) -> KroneckerFactors:
         """Return the Kronecker factors of a weight in float64; the scale holds 1/T and the reduction."""
-        assert self.tokens is not None
         sides = (self.read_matrix(name + part, 1.0) for part in (OUTPUTS, INPUTS))
         outputs, inputs = (side.add(side.T).mul_(0.5) for side in sides)  # exactly symmetric
         return KroneckerFactors(outputs, inputs, self.factor / self.tokens[name])
@@ -164,7 +181,7 @@ class CurvatureInput:
 
     def _stored_parts(self, name: str) -> list[str]:
         """Return the tensors of the file that hold the curvature of a parameter."""
-        parts = [name + INPUTS, name + OUTPUTS] if self.tokens and name in self.tokens else [name]
+        parts = [name + INPUTS, name + OUTPUTS] if name in self.tokens else [name]
         return [part for part in parts if self.shapes is not None and part in self.shapes]
 
     def will_need(self, name: str) -> None:
@@ -258,6 +275,11 @@ class Inputs:
             source.close()
 
 
+def zero_if_none(penalty: CurvatureSource) -> CurvatureSource:
+    """Return the penalty, which is 0 for the word `none`."""
+    return Identity(identity=0.0) if penalty == NONE else penalty
+
+
 def recorded_penalty(model: Checkpoint) -> CurvatureInput | None:
     """Return the penalty that is recorded in a model's folder. Its file holds P, whatever the recipe's reduction is."""
     path = None if model.folder is None else model.folder / PENALTY
@@ -267,26 +289,14 @@ def recorded_penalty(model: Checkpoint) -> CurvatureInput | None:
     record, label = read_json(path), f"{model.label}/{PENALTY}"
     if record.get("format") != PENALTY_FORMAT:
         raise InputError(f"{label}: its format is {str(record.get('format'))[:40]!r}, not {PENALTY_FORMAT!r}")
-    source = check_penalty(record.get("penalty"), label)
+    source = zero_if_none(check_penalty(record.get("penalty"), label))
     if isinstance(source, Identity):
-        return CurvatureInput(label, constant=source.identity)
-    if source == NONE:
-        return CurvatureInput(label, constant=0.0)
+        return CurvatureInput.open(source, label, model, Path())
     inside = model.folder / source
     if Path(source).is_absolute() or ".." in Path(source).parts or not inside.exists():
         raise InputError(f"{label}: the penalty {one_line(source[:80])!r} is not in the model's folder")
     require_within(inside, model.folder)
-    file = open_curvature(str(inside), relative_to=Path())
-    file.label = f"{model.label}/{source}"
-    follow_rename(file, model)
-    return CurvatureInput(file.label, file=file)
-
-
-def follow_rename(file: CurvatureFile, model: Checkpoint) -> None:
-    """Rename the curvature of a model that a recipe renames, unless it has the new names already."""
-    for layer in reversed([*unwrap_chain(model)]):
-        if isinstance(layer, RenamedCheckpoint) and file.parameters & layer.inner.tensors.keys():
-            file.rename(layer.new_name)
+    return CurvatureInput.open(str(inside), label, model, Path())
 
 
 def penalty_notes(inputs: Inputs) -> Iterator[Note]:

@@ -258,7 +258,7 @@ class LayerJob(Job):
         """Read the layer's curvature: Kronecker factors, one number per entry of X, or one number for all."""
         if source.constant is not None:
             return torch.tensor(source.constant, dtype=torch.float64)
-        if source.tokens is not None and self.name in source.tokens:
+        if self.name in source.tokens:
             return source.read_factors(self.name)
         parts = []
         for name, info in self.tensors.items():

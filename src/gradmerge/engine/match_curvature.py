@@ -22,6 +22,10 @@ class Layer(NamedTuple):
     bias: str | None
     """The bias that the curvature includes."""
 
+    def parts(self, name: str) -> list[str]:
+        """Return the tensors of the layer whose weight has this name."""
+        return [name] if self.bias is None else [name, self.bias]
+
 
 Layers = dict[str, Layer]
 """Weight → its layer, for layers that are solved as a whole."""
@@ -42,12 +46,11 @@ def match_curvature(
     """
     if "grams" in rule.inputs and not for_comparison:
         return _gram_layers(inputs, rule, names)
-    _use_tied_curvature(inputs.curvatures, inputs.template, names)
+    _use_tied_curvature(inputs, names)
     layers, problems = _kronecker_layers(inputs, None if for_comparison else rule, names)
     for source in inputs.curvatures:
         recorded = penalty_is_recorded and source in inputs.penalty
-        held = _held_by_factors(source, layers)
-        problems += _diagonal_problems(source, inputs, names, held, "zero" if recorded else missing)
+        problems += _diagonal_problems(source, inputs, names, "zero" if recorded else missing)
     return layers, problems
 
 
@@ -81,12 +84,12 @@ def layer_option_problems(
     return problems
 
 
-def _use_tied_curvature(diagonals: Sequence[CurvatureInput], template: Checkpoint, names: Sequence[str]) -> None:
+def _use_tied_curvature(inputs: Inputs, names: Sequence[str]) -> None:
     """Use the curvature of an embedding for a tied head that a curvature file lacks.
 
     The template stores both tensors, with the same values.
     """
-    stored = [(source, source.shapes) for source in diagonals if source.shapes is not None]
+    template, stored = inputs.template, [(c, c.shapes) for c in inputs.curvatures if c.shapes is not None]
     lacking = {name for _, shapes in stored for name in names if name not in shapes}
     pairs = ((name, tied_to(name, template)) for name in lacking)
     ties = {name: tied for name, tied in pairs if tied is not None and same_values(template, name, tied)}
@@ -95,22 +98,20 @@ def _use_tied_curvature(diagonals: Sequence[CurvatureInput], template: Checkpoin
         source.aliases = {name: tied for name, tied in ties.items() if fits[name] and name not in shapes}
 
 
-def _diagonal_problems(
-    source: CurvatureInput, inputs: Inputs, names: Sequence[str], held: set[str], missing: str
-) -> list[str]:
-    """Return what is wrong with the diagonals of a source; tensors in ``held`` have Kronecker factors instead."""
-    shapes = source.shapes
+def _diagonal_problems(source: CurvatureInput, inputs: Inputs, names: Sequence[str], missing: str) -> list[str]:
+    """Return what is wrong with the diagonals of a source."""
+    shapes, tensors = source.shapes, inputs.template.tensors
     if shapes is None:
         return []
-    tensors = inputs.template.tensors
-    if source.file is not None and source.kind != "diagonal" and source.tokens is None:
-        return [f"{source.label}: holds {source.file.kind} matrices, where a diagonal is needed"]
+    if source.kind == "gram":
+        return [f"{source.label}: holds gram matrices, where a diagonal is needed"]
     problems = []
     misfits = [n for n in names if n in shapes and shapes[n] != tensors[n].shape]
     if misfits:
         wrong = [f"{n}: {list(shapes[n])}, but the weight is {list(tensors[n].shape)}" for n in misfits]
         problems.append(f"{source.label}: curvature of another model, its shapes do not match\n{listed(wrong)}")
-    absent = [n for n in names if n not in held and source.aliases.get(n, n) not in shapes]
+    in_factors = {part for name in source.tokens for part in _layer_of(source, name, inputs.template).parts(name)}
+    absent = [n for n in names if n not in in_factors and source.aliases.get(n, n) not in shapes]
     if absent and len(absent) == len(names):
         problems.append(
             f"{source.label}: curvature of another model: it has none of the tensors to merge\n{listed(absent, 3)}"
@@ -130,7 +131,7 @@ def _gram_layers(inputs: Inputs, rule: Rule, names: Sequence[str]) -> tuple[Laye
     problems = [
         f"{source.label}: {rule.name} needs Gram matrices (XᵀX of the inputs of linear layers), not a diagonal"
         for source in sources
-        if source.shapes is None or (source.file is not None and source.file.kind != "gram")
+        if source.shapes is None or (source.file is not None and source.kind != "gram")
     ]
     if problems:
         return layers, problems
@@ -156,7 +157,7 @@ def _gram_layers(inputs: Inputs, rule: Rule, names: Sequence[str]) -> tuple[Laye
 
 def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -> tuple[Layers, list[str]]:
     """Return the layers with Kronecker factors among the tensors to merge, and what is wrong with the factors."""
-    sources = [source for source in inputs.curvatures if source.tokens is not None]
+    sources = [source for source in inputs.curvatures if source.tokens]
     if not sources:
         return {}, []
     if rule is not None and rule.layers is None:
@@ -169,16 +170,18 @@ def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -
         for source in inputs.curvature
         if source.kind not in ("kronecker", "constant")
     ]
-    merged, layers = set(names), Layers()
+    merged, layers, tensors = set(names), Layers(), inputs.template.tensors
     for source in sources:
         wrong: list[str] = []
-        for name in source.tokens or ():
-            layer, problem = _layer_of(source, name, inputs.template)
-            parts = [name] if layer.bias is None else [name, layer.bias]
+        for name in source.tokens:
+            layer = _layer_of(source, name, inputs.template)
+            parts = layer.parts(name)
             if merged.isdisjoint(parts):
                 continue
-            if problem:
-                wrong.append(problem)
+            if not _fits(source, name, layer, inputs.template):
+                shapes = [list((source.shapes or {})[name + part]) for part in (OUTPUTS, INPUTS)]
+                weight = list(tensors[name].shape) if name in tensors else "missing"
+                wrong.append(f"{name}: factors {shapes[0]} and {shapes[1]}, but the weight is {weight}")
             elif not merged.issuperset(parts):
                 problems.append(
                     f"{source.label}: only one of {name} and {layer.bias} is merged, and Kronecker curvature holds the "
@@ -191,28 +194,33 @@ def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -
     return layers, problems
 
 
-def _layer_of(source: CurvatureInput, name: str, template: Checkpoint) -> tuple[Layer, str]:
-    """Return how the matrix of a weight is stored, and why the factors of a source do not fit it, if so."""
-    assert source.shapes is not None
-    transposed, bias, tensors = name in source.transposed, name.removesuffix("weight") + "bias", template.tensors
-    if name not in tensors:
-        return Layer(transposed, None), ""
-    shape = tensors[name].shape or (0,)
-    # A convolution's kernel counts as inputs.
-    rows, columns = shape[0], tensors[name].numel // max(1, shape[0])
-    rows, columns = (columns, rows) if transposed else (rows, columns)
-    size, outputs = (source.shapes[name + part] for part in (INPUTS, OUTPUTS))
-    layer = Layer(transposed, bias if size == (columns + 1, columns + 1) else None)
-    if outputs != (rows, rows) or not (layer.bias or size == (columns, columns)):
-        factors = f"factors {list(outputs)} and {list(size)}"
-        return layer, f"{name}: {factors}, but the weight is {list(tensors[name].shape)}"
-    if layer.bias and (bias not in tensors or tensors[bias].shape != (rows,)):
-        return layer, f"{name}: factors with a bias, but there is no {bias} of {rows} numbers"
-    return layer, ""
+def _matrix_shape(name: str, transposed: bool, template: Checkpoint) -> tuple[int, int]:
+    """Return (out, in) of a weight. A convolution's kernel counts as inputs."""
+    info = template.tensors[name]
+    first = info.shape[0] if info.shape else 0
+    rest = info.numel // max(1, first)
+    return (rest, first) if transposed else (first, rest)
 
 
-def _held_by_factors(source: CurvatureInput, layers: Layers) -> set[str]:
-    """Return the weights that a source has factors for, and the biases that these factors include."""
-    held = set(source.tokens or ())
-    biases = (layers[name].bias if name in layers else name.removesuffix("weight") + "bias" for name in held)
-    return held | {bias for bias in biases if bias is not None}
+def _layer_of(source: CurvatureInput, name: str, template: Checkpoint) -> Layer:
+    """Return how the matrix of a weight is stored, and its bias if the factors include one."""
+    transposed = name in source.transposed
+    if name not in template.tensors or source.shapes is None:
+        return Layer(transposed, None)
+    _, columns = _matrix_shape(name, transposed, template)
+    with_bias = source.shapes[name + INPUTS][0] == columns + 1
+    return Layer(transposed, name.removesuffix("weight") + "bias" if with_bias else None)
+
+
+def _fits(source: CurvatureInput, name: str, layer: Layer, template: Checkpoint) -> bool:
+    """Return whether the factors of a source have the size of the weight, with its bias if they include one."""
+    if name not in template.tensors or source.shapes is None:
+        return False
+    rows, columns = _matrix_shape(name, layer.transposed, template)
+    columns += layer.bias is not None
+    bias = template.tensors.get(layer.bias or "")
+    return (
+        source.shapes[name + OUTPUTS] == (rows, rows)
+        and source.shapes[name + INPUTS] == (columns, columns)
+        and (layer.bias is None or (bias is not None and bias.shape == (rows,)))
+    )

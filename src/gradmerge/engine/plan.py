@@ -15,21 +15,21 @@ from ..checkpoints.comparison import compare
 from ..checkpoints.layers import compare_parts
 from ..checkpoints.open import apply_adapter, open_checkpoint
 from ..checkpoints.tied_weights import tied_copies
-from ..curvature.format import default_curvature, open_curvature
+from ..curvature.format import default_curvature
 from ..errors import InputError
 from ..io.reader import FLOATS, TensorInfo
 from ..notes import Kind, Note
-from ..recipe import NONE, Base, CurvatureSource, Identity, Model, Recipe
+from ..recipe import Base, CurvatureSource, Model, Recipe
 from ..rules import Rule
 from ..rules.measures import Measure
 from ..rules.spec import RANDOM_INPUTS
 from ..text import natural
-from .inputs import CONSTANT_DAMPING, CurvatureInput, Inputs, follow_rename, penalty_notes, recorded_penalty
+from .inputs import CONSTANT_DAMPING, CurvatureInput, Inputs, penalty_notes, recorded_penalty, zero_if_none
 from .jobs import Block, BlockJob, CopyJob, Job, LayerJob, rule_arguments
 from .match_curvature import Layers, layer_option_problems, match_curvature
 from .settings import LayerRange, LayerSettings, opened_once, settings_of_slices, smallest, stacked_models, varies
 from .statistics import Statistics, measure
-from .vocabularies import follow_rows, with_one_vocabulary
+from .vocabularies import with_one_vocabulary
 
 BLOCK = 1 << 18
 """Entries that go through a rule at once. Smaller blocks stay in a core's cache, but threads then spend their time
@@ -214,7 +214,6 @@ def open_inputs(
         def open_curvature_of(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
             curvature = _open_curvature(source, model, key, recipe, needed_by)
             opened.callback(curvature.close)
-            follow_rows(curvature, model)
             return curvature
 
         base = open_model(recipe.base, None) if recipe.base else None
@@ -231,14 +230,12 @@ def open_inputs(
             if "prior" in needs:
                 inputs.prior = open_curvature_of(recipe.base.curvature, base, "base.curvature")
             if "penalty" in needs and recipe.base.penalty is not None:
-                penalty = open_curvature_of(recipe.base.penalty, base, "base.penalty")
+                penalty = open_curvature_of(zero_if_none(recipe.base.penalty), base, "base.penalty")
                 inputs.penalty = [penalty] * len(inputs.tuned)
             elif "penalty" in needs:
                 recorded = [recorded_penalty(model) for model in inputs.tuned]
-                for model, source in zip(inputs.tuned, recorded, strict=True):
-                    if source is not None:
-                        follow_rows(source, model)
-                        opened.callback(source.close)
+                for source in filter(None, recorded):
+                    opened.callback(source.close)
                 inputs.penalty = recorded if any(recorded) else []
         if needs & {"curvature", "grams"}:
             pairs = enumerate(zip(recipe.models, inputs.tuned, strict=True))
@@ -266,26 +263,22 @@ def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) 
 def _open_curvature(
     source: CurvatureSource | None, model: Checkpoint, key: str, recipe: Recipe, needed_by: str
 ) -> CurvatureInput:
-    if isinstance(source, Identity):
-        return CurvatureInput(label=f"{key} (identity)", constant=source.identity)
-    if source == NONE and key == "base.penalty":
-        return CurvatureInput(label=f"{key} (none)", constant=0.0)
+    default = default_curvature(model.folder)
+    if source is None and default is None:
+        raise InputError(
+            f"{key}: {needed_by} needs the curvature of {model.label}, the recipe names none, and the model folder has "
+            "no curvature/ folder. Estimate it with `gradmerge curvature estimate`, name a curvature folder or file, "
+            "or give {identity: 1.0} in a recipe (identity:1.0 on the command line) for the same number everywhere."
+        )
     if source is not None:
-        file = open_curvature(source, relative_to=recipe.folder)
+        curvature = CurvatureInput.open(source, key, model, recipe.folder)
     else:
-        default = default_curvature(model.folder)
-        if default is None:
-            raise InputError(
-                f"{key}: {needed_by} needs the curvature of {model.label}, the recipe names none, and the model folder "
-                "has no curvature/ folder. Estimate it with `gradmerge curvature estimate`, name a curvature folder or "
-                "file, or give {identity: 1.0} in a recipe (identity:1.0 on the command line) for the same number "
-                "everywhere."
-            )
-        file = open_curvature(str(default), relative_to=Path())
-        file.label = f"{model.label}/{default.name}"
-    follow_rename(file, model)
+        assert default is not None
+        curvature = CurvatureInput.open(str(default), key, model, Path())
+        curvature.label = f"{model.label}/{default.name}"
     dataset_size = recipe.base.examples if recipe.base is not None and key == "base.curvature" else None
-    return CurvatureInput.of_file(file, recipe.reduction, dataset_size)
+    curvature.reduce(recipe.reduction, dataset_size)
+    return curvature
 
 
 def make_plan(

@@ -34,23 +34,9 @@ from ..io.reader import local_path
 from ..io.small_files import MAX_CONFIG, read_bounded, read_json
 from ..recipe import ZERO, ModelToken, Recipe, TokenRule
 from ..text import counted, listed, nearest, some
-from .inputs import CurvatureInput
 from .settings import reads_base
 
 BASE, UNION, AUTO, COMMON = "base", "union", "auto", "common"
-
-
-def follow_rows(curvature: CurvatureInput | None, model: Checkpoint) -> None:
-    """Reorder the curvature of a model as its vocabulary rows are reordered."""
-    if curvature is None or curvature.constant is not None or not isinstance(model, VocabularyCheckpoint):
-        return
-    for name in curvature.tokens or ():
-        if name in model.rows.names:
-            raise InputError(
-                f"{curvature.label}: {name} has Kronecker factors, which cannot be reordered to another vocabulary. "
-                "Exclude the tensor, or estimate the curvature again with a diagonal for it"
-            )
-    curvature.rows = model.rows
 
 
 def with_one_vocabulary(
