@@ -68,16 +68,16 @@ def read_metadata(checkpoint: Checkpoint) -> ModelMetadata:
 
 def read_all_metadata(checkpoints: Iterable[Checkpoint]) -> list[ModelMetadata]:
     """Read the same for all inputs of a merge: models, adapters and their base models, and models of slices."""
-    return list(dict.fromkeys(read_metadata(model) for checkpoint in checkpoints for model in _models(checkpoint)))
+    models = (model for checkpoint in checkpoints for model in with_inner(checkpoint) if not isinstance(model, View))
+    return list(dict.fromkeys(map(read_metadata, models)))
 
 
-def _models(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+def with_inner(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    """Yield a checkpoint, the checkpoints that it is a view of, an adapter's base, and the models of a stack."""
     for inner in unwrap_chain(checkpoint):
-        if isinstance(inner, StackedCheckpoint):
-            for part in inner.parts:
-                yield from _models(part)
-        elif not isinstance(inner, View):
-            yield inner
+        yield inner
+        for part in inner.parts if isinstance(inner, StackedCheckpoint) else ():
+            yield from with_inner(part)
 
 
 def _front_matter(folder: Path | None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..checkpoints.checkpoint import Buffers
 from ..errors import InputError
 from ..notes import Kind, Note
 from ..recipe import NONE, Recipe
-from ..rules.kronecker_matching import KroneckerFactors, applied, diagonal_of
+from ..rules.kronecker_matching import applied, diagonal_of
 from ..text import count
 from .executor import Advance, Executor, chunks, exact_sum, ignore, sample_blocks, whole_tensors
 from .jobs import Block, BlockJob, LayerJob, converted, rule_arguments
@@ -94,32 +94,26 @@ def amplifications(plan: Plan, executor: Executor, advance: Advance = ignore) ->
 
 def block_steps(plan: Plan, block: Block, buffers: Buffers) -> list[tuple[float, float, float, float]]:
     """Return Σ (θ̂ − θ_0)² and Σ (Σ_t |Δ_t|)² over a block, and both weighted with F."""
-    job = block.job
-    if isinstance(job, LayerJob):
-        return [_layer_steps(plan, job)]
-    assert isinstance(job, BlockJob)
-    # In float64, so that a step that overflows in the merge is still a number here.
-    tensors = converted(job.read(plan, block.start, block.stop, buffers), Tensor.double)
-    base, curvature = tensors["base"], sum(tensors["curvature"])
-    tuning = sum((model - base).abs_() for model in tensors["tuned"]).square()
-    step = (plan.rule(**rule_arguments(plan.rule, plan, tensors, plan.inputs.settings.of(job.name))) - base).square_()
-    return [
-        (float(step.sum()), float(tuning.sum()), float((step * curvature).sum()), float((tuning * curvature).sum()))
-    ]
-
-
-def _layer_steps(plan: Plan, job: LayerJob) -> tuple[float, float, float, float]:
-    """Return the same for a layer with Kronecker curvature, where the weighted sums are ⟨X, H X⟩."""
-    tensors = job.read(plan)
-    base, changes = tensors["base"], [model - tensors["base"] for model in tensors["tuned"]]
+    job, tensors = block.job, read_in_float64(plan, block, buffers)
+    assert isinstance(job, BlockJob | LayerJob)
+    changes = [model - tensors["base"] for model in tensors["tuned"]]
+    tuning: Tensor = sum(change.abs() for change in changes)
+    step = job.solve(plan, tensors) - tensors["base"]
 
     def weighted(x: Tensor) -> float:
         return max(0.0, sum(float((applied(hessian, x) * x).sum()) for hessian in tensors["curvature"]))
 
-    step = job.solve(plan, tensors) - base
-    tuning = float(sum(change.abs() for change in changes).square().sum())
-    weighted_tuning = sum(math.sqrt(weighted(change)) for change in changes) ** 2
-    return float(step.square().sum()), tuning, weighted(step), weighted_tuning
+    is_layer = isinstance(job, LayerJob)
+    weighted_tuning = sum(math.sqrt(weighted(change)) for change in changes) ** 2 if is_layer else weighted(tuning)
+    return [(float(step.square().sum()), float(tuning.square().sum()), weighted(step), weighted_tuning)]
+
+
+def read_in_float64(plan: Plan, block: Block, buffers: Buffers) -> dict[str, Any]:
+    """Read a block in float64, so that a step that overflows in the merge is still a number."""
+    if isinstance(block.job, LayerJob):
+        return block.job.read(plan)
+    assert isinstance(block.job, BlockJob)
+    return converted(block.job.read(plan, block.start, block.stop, buffers), Tensor.double)
 
 
 def coefficient_notes(recipe: Recipe, plan: Plan, executor: Executor) -> list[Note]:
@@ -166,12 +160,13 @@ def share_above(plan: Plan, executor: Executor) -> tuple[float, int]:
 
 def block_change(plan: Plan, block: Block, buffers: Buffers, *, scale: float) -> list[tuple[float, float]]:
     """Return Σ |α_t| Δ_t² of a block: in entries above the limit, and in all. A layer is not scaled."""
-    job = block.job
+    job, tensors = block.job, read_in_float64(plan, block, buffers)
     if isinstance(job, LayerJob):
-        tensors, scale = _diagonal_inputs(plan, job), 1.0
-    else:
-        assert isinstance(job, BlockJob)
-        tensors = converted(job.read(plan, block.start, block.stop, buffers), Tensor.double)
+        # The rule for entries takes the diagonals of the curvature, with the damping of the layer.
+        damping, scale = job.damping(plan, plan.rule, tensors), 1.0
+        sources = {name: tensors[name] for name in ("prior", "penalty", "curvature") if name in tensors}
+        tensors |= {name: _diagonals(value) for name, value in sources.items()}
+        tensors |= {} if damping is None else {"damping": damping}
     base, settings = tensors["base"], plan.inputs.settings.of(job.name)
     change = torch.zeros_like(base)
     for model, weight in zip(tensors["tuned"], settings.weights, strict=True):
@@ -182,15 +177,7 @@ def block_change(plan: Plan, block: Block, buffers: Buffers, *, scale: float) ->
     return [(scale * float(change[coefficients > ABOVE].sum()), scale * float(change.sum()))]
 
 
-def _diagonal_inputs(plan: Plan, job: LayerJob) -> dict[str, Any]:
-    """Read a layer with the diagonals of its curvature only, as the rule for entries takes them."""
-
-    def diagonal(value: Any) -> Any:
-        if isinstance(value, list):
-            return [diagonal(item) for item in value]
-        return diagonal_of(value) if isinstance(value, KroneckerFactors) else value
-
-    tensors = job.read(plan)
-    damping = job.damping(plan, plan.rule, tensors)
-    diagonals = {name: diagonal(value) for name, value in tensors.items()}
-    return diagonals if damping is None else diagonals | {"damping": damping}
+def _diagonals(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_diagonals(item) for item in value]
+    return None if value is None else diagonal_of(value)

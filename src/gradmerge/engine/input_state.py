@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import __version__
-from ..cards.metadata import RECORD
-from ..checkpoints.checkpoint import Checkpoint, unwrap_chain
-from ..checkpoints.layers import StackedCheckpoint
+from ..cards.metadata import RECORD, with_inner
+from ..checkpoints.checkpoint import unwrap_chain
 from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..checkpoints.sidecars import sidecars
 from ..errors import InputError
@@ -94,17 +93,9 @@ def files_read(plan: Plan) -> list[Path]:
     """Return every file that the result depends on: weights, curvature, configs and copied files."""
     files = [*plan.inputs.files(), *sidecars(plan.inputs.template).values()]
     files += plan.inputs.result_files.reads if plan.inputs.result_files else []
-    folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in _with_inner(checkpoint) if c.folder}
+    folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in with_inner(checkpoint) if c.folder}
     configs = [folder / name for folder in folders for name in ("config.json", "adapter_config.json", PENALTY)]
     return files + [path for path in configs if path.is_file()]
-
-
-def _with_inner(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """Yield a checkpoint, the checkpoints that it is a view of, an adapter's base, and the models of a stack."""
-    for inner in unwrap_chain(checkpoint):
-        yield inner
-        for part in inner.parts if isinstance(inner, StackedCheckpoint) else ():
-            yield from _with_inner(part)
 
 
 def fingerprint_of(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:

@@ -6,6 +6,7 @@ by block. A :class:`LayerJob` solves for the weight and bias of a linear layer t
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,23 +175,25 @@ class BlockJob(Job):
             shape = ((stop - start) * shape[0] // self.info.numel, *shape[1:])
         return converted(tensors, lambda tensor: tensor.reshape(shape) if tensor.dim() else tensor)
 
+    def solve(self, plan: Plan, tensors: Mapping[str, Any]) -> Tensor:
+        """Return the rule's result for a block."""
+        arguments = rule_arguments(self.rule, plan, tensors, plan.inputs.settings.of(self.name))
+        with errors_of_rule(self):
+            return self.rule(**arguments)
+
     def merge(self, plan: Plan, block: Block, buffers: Buffers, options: MergeOptions) -> MergedBlock:
-        settings, (start, stop) = plan.inputs.settings.of(self.name), (block.start, block.stop)
-        tensors = self.read(plan, start, stop, buffers) | plan.statistics.inputs_of(self.name)
-        tensors = self.shaped(start, stop, tensors)
+        tensors = self.read(plan, block.start, block.stop, buffers) | plan.statistics.inputs_of(self.name)
+        tensors = self.shaped(block.start, block.stop, tensors)
         if options.device != CPU:
             tensors = converted(tensors, lambda tensor: tensor.to(options.device))
-        arguments = rule_arguments(self.rule, plan, tensors, settings)
-        try:
-            merged = self.rule(**arguments)
-        except ValueError as error:
-            raise InputError(f"{self.name}: {self.rule.name}: {error}") from error
+        merged = self.solve(plan, tensors)
         merged = (merged if merged.dim() == 1 else merged.reshape(-1)).to(CPU)
         stored = rounded(merged, torch_type(self.info))
         if not options.allow_nonfinite:
             check_finite(plan, self, tensors, merged, stored)
         if not plan.write_precision or self.rule.precision is None:
             return MergedBlock(block, {self.name: stored})
+        arguments = rule_arguments(self.rule, plan, tensors, plan.inputs.settings.of(self.name))
         precision = (self.rule.precision(**arguments).to(CPU) * options.precision_factor).clamp_(min=0)
         if not all_finite(precision.float()):
             raise InputError(
@@ -278,16 +281,14 @@ class LayerJob(Job):
 
     def solve(self, plan: Plan, tensors: Mapping[str, Any]) -> Tensor:
         """Return the rule's result for the whole layer."""
-        settings, rule = plan.inputs.settings.of(self.name), self.rule
+        rule = self.rule
         damping = None if rule.layers is None else self.damping(plan, rule, tensors)
         tensors = tensors if damping is None else {**tensors, "damping": damping}
-        arguments = rule_arguments(rule, plan, tensors, settings)
-        try:
+        arguments = rule_arguments(rule, plan, tensors, plan.inputs.settings.of(self.name))
+        with errors_of_rule(self):
             if rule.layers is None:
                 return rule(**arguments)
             return rule.layers(**{name: arguments[name] for name in rule.inputs})
-        except ValueError as error:
-            raise InputError(f"{self.name}: {rule.name}: {error}") from error
 
     def merge(self, plan: Plan, block: Block, buffers: Buffers, options: MergeOptions) -> MergedBlock:
         device = CPU if self.rule.layers is None else options.device
@@ -298,6 +299,15 @@ class LayerJob(Job):
         if not options.allow_nonfinite:
             check_finite(plan, self, tensors, merged, torch.cat([values.double() for values in stored.values()]))
         return MergedBlock(block, stored)
+
+
+@contextlib.contextmanager
+def errors_of_rule(job: BlockJob | LayerJob) -> Iterator[None]:
+    """Name the tensor in an error of a rule."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"{job.name}: {job.rule.name}: {error}") from error
 
 
 def read_models(

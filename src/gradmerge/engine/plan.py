@@ -27,7 +27,7 @@ from ..text import natural
 from .inputs import CONSTANT_DAMPING, CurvatureInput, Inputs, penalty_notes, recorded_penalty, zero_if_none
 from .jobs import Block, BlockJob, CopyJob, Job, LayerJob, rule_arguments
 from .match_curvature import Layers, layer_option_problems, match_curvature
-from .settings import LayerRange, LayerSettings, opened_once, settings_of_slices, smallest, stacked_models, varies
+from .settings import LayerRange, LayerSettings, settings_of_slices, smallest, stacked_models, varies
 from .statistics import Statistics, measure
 from .vocabularies import with_one_vocabulary
 
@@ -201,7 +201,12 @@ def open_inputs(
     with ExitStack() as opened:
         allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "dequantize": dequantize}
 
+        known: dict[str, Checkpoint] = {}
+
         def open_model(part: Base | Model, base: Checkpoint | None) -> Checkpoint:
+            key = repr((part.model, part.adapter, part.rename))
+            if recipe.slices and key in known:  # a model in several slices is opened once
+                return known[key]
             reference = recipe.merged_folders.get(part.model, part.model)
             model = open_checkpoint(reference, relative_to=recipe.folder, adapter_base=base, **allowed)
             opened.enter_context(model)
@@ -209,7 +214,10 @@ def open_inputs(
             if part.adapter is not None:
                 model = apply_adapter(part.adapter, model, relative_to=recipe.folder, allow_pickle=allow_pickle)
                 opened.enter_context(model)
-            return RenamedCheckpoint(model, part.rename, f"{part.model}: rename") if part.rename else model
+            if part.rename:
+                model = RenamedCheckpoint(model, part.rename, f"{part.model}: rename")
+            known[key] = model
+            return model
 
         def open_curvature_of(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
             curvature = _open_curvature(source, model, key, recipe, needed_by)
@@ -217,13 +225,11 @@ def open_inputs(
             return curvature
 
         base = open_model(recipe.base, None) if recipe.base else None
-        tuned = [open_model(model, base) for model in recipe.models]
-        parts = opened_once(recipe, base, lambda model: open_model(model, base)) if recipe.slices else []
-        names = [model.model for model in recipe.sources]
-        views, files = with_one_vocabulary(recipe, base, list(zip(names, [*tuned, *parts], strict=True)))
-        base, tuned = None if base is None else views[base], [views[model] for model in tuned]
+        models = [(model.model, open_model(model, base)) for model in recipe.sources]
+        views, files = with_one_vocabulary(recipe, base, models)
+        base, tuned = None if base is None else views[base], [views[model] for _, model in models]
         if recipe.slices:
-            base, tuned = stacked_models(recipe, base, [views[part] for part in parts], needs)
+            base, tuned = stacked_models(recipe, base, tuned, needs)
         inputs = inputs_of(recipe, base, tuned)
         inputs.result_files = files
         if base is not None and recipe.base is not None:

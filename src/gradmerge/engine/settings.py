@@ -17,7 +17,7 @@ from ..checkpoints.layers import (
     layer_stacks,
 )
 from ..errors import InputError
-from ..recipe import Base, Case, Model, Recipe, Varying, leaves, value_at
+from ..recipe import Case, Recipe, Varying, leaves, value_at
 
 CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
 
@@ -141,21 +141,8 @@ def smallest(values: Iterable[Any]) -> float:
 # Slices
 
 
-def opened_once(recipe: Recipe, base: Checkpoint | None, open_model: Callable[[Model], Checkpoint]) -> list[Checkpoint]:
-    """Return a checkpoint for each source of the slices; a model in several slices is opened once."""
-
-    def key(part: Base | Model) -> str:
-        return repr((part.model, part.adapter, part.rename))
-
-    known = {} if recipe.base is None or base is None else {key(recipe.base): base}
-    for model in recipe.sources:
-        if key(model) not in known:
-            known[key(model)] = open_model(model)
-    return [known[key(model)] for model in recipe.sources]
-
-
 def stacked_models(
-    recipe: Recipe, base: Checkpoint | None, opened: Sequence[Checkpoint], needs: frozenset[str]
+    recipe: Recipe, base: Checkpoint | None, sources: Sequence[Checkpoint], needs: frozenset[str]
 ) -> tuple[Checkpoint | None, list[Checkpoint]]:
     """Return the base and the models of a recipe with slices, each a stack of layers.
 
@@ -165,12 +152,12 @@ def stacked_models(
     Args:
         recipe: The recipe.
         base: The opened base.
-        opened: The checkpoint of each source, in the order of the recipe.
+        sources: The models of all slices, in the order of the recipe.
         needs: Inputs that the method reads.
     """
     if needs & CURVATURE:
         raise InputError(f"slices: {recipe.method} needs curvature, which cannot be cut into slices; use `models`")
-    remaining = iter(opened)
+    remaining = iter(sources)
     slices = [
         [
             _layers(next(remaining), model.layers, f"slices[{i}].models[{j}].layers")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..checkpoints.checkpoint import Checkpoint, is_same
 from ..checkpoints.embedding_rows import (
@@ -22,7 +23,6 @@ from ..checkpoints.tied_weights import tied_to
 from ..checkpoints.tokenizer import (
     CONFIGS,
     ResultFiles,
-    Vocabulary,
     chat_template_of,
     make_tokenizer,
     read_chat_template,
@@ -32,7 +32,7 @@ from ..checkpoints.tokenizer import (
 from ..errors import InputError
 from ..io.reader import local_path
 from ..io.small_files import MAX_CONFIG, read_bounded, read_json
-from ..recipe import ZERO, ModelToken, Recipe, TokenRule
+from ..recipe import ZERO, ModelToken, Recipe, TokenizerChoice, TokenRule
 from ..text import counted, listed, nearest, some
 from .settings import reads_base
 
@@ -54,12 +54,12 @@ def with_one_vocabulary(
     """
     models = _Models(recipe, base, tuned)
     views = {model: model for model in models.all}
-    if recipe.tokenizer is None and recipe.chat_template == AUTO and models.donor is models.template:
+    if recipe.tokenizer is None and recipe.chat_template == AUTO and models.template_donor is models.template:
         return views, None
     files = ResultFiles()
-    template, label = chat_template_of(models.template), models.template.label
+    current, label = chat_template_of(models.template), models.template.label
     if recipe.tokenizer is not None:
-        alignment = _Alignment(recipe, models)
+        alignment = _Alignment(recipe.tokenizer, models)
         views |= alignment.views()
         if recipe.output.format == "adapter" and views[models.template] is not models.template:
             raise InputError(
@@ -67,8 +67,13 @@ def with_one_vocabulary(
                 "(`output.format: model`)"
             )
         files = alignment.files()
-        template, label = read_chat_template(alignment.source.folder), alignment.source.label
-    _choose_template(recipe, models, files, template, label)
+        current, label = read_chat_template(alignment.source.folder), alignment.source.label
+    chosen, label = _choose_template(recipe, models, files, current, label)
+    if chosen is not None and (current is None or chosen.strip() != current.strip()):
+        files.chat_template = chosen
+    files.reads += [path for model in models.all for path in template_files(model) if path not in files.reads]
+    if label != models.template.label:
+        files.notes.append(f"chat_template: the result has that of {label}" + ("" if chosen else ", which has none"))
     return views, files
 
 
@@ -86,11 +91,12 @@ class _Models:
         """Whether missing rows come from the base. A base that is not merged only gives tokens that no model has."""
         if recipe.slices and all(model is not base for _, model in tuned):
             self.base_first = self.base_first and reads_base(recipe, recipe.rule.needs(recipe.resolved_options))
-        self.donor = self.template
+        self.template_donor = self.template
         """The model whose chat template the result gets: the base, or else the first named merge that has a base."""
         if base is None:
-            merged = (model for text, model in tuned if text in recipe.merges and recipe.merges[text].base is not None)
-            self.donor = next((model for model in merged if chat_template_of(model) is not None), self.template)
+            with_base = [text for text, merge in recipe.merges.items() if merge.base is not None]
+            donors = (model for text, model in tuned if text in with_base and chat_template_of(model) is not None)
+            self.template_donor = next(donors, self.template)
 
     @property
     def distinct(self) -> list[Checkpoint]:
@@ -132,25 +138,19 @@ class _Models:
 class _Alignment:
     """The vocabulary of the result, and the row of each model for each of its rows."""
 
-    def __init__(self, recipe: Recipe, models: _Models) -> None:
-        assert recipe.tokenizer is not None
-        self.choice, self.models = recipe.tokenizer, models
+    def __init__(self, choice: TokenizerChoice, models: _Models) -> None:
+        self.choice, self.models = choice, models
         self.vocabularies = {model: vocabulary_of(model) for model in models.all}
         self.tensors = {model: vocabulary_tensors(model) for model in models.all}
-        self.source = self._find_source(self.choice.source)
-        others = [vocabulary for vocabulary in self.vocabularies.values() if vocabulary is not self.source]
-        union = self.choice.source == UNION
-        self.tokenizer = make_tokenizer(self.source, others, union=union, named=list(self.choice.tokens))
-        multiple = self.choice.pad_to_multiple_of or 1
+        union = choice.source == UNION
+        source = models.template if union else models.require(choice.source, "tokenizer")
+        self.source = self.vocabularies[source]
+        others = [vocabulary for model, vocabulary in self.vocabularies.items() if model is not source]
+        self.tokenizer = make_tokenizer(self.source, others, union=union, named=list(choice.tokens))
+        multiple = choice.pad_to_multiple_of or 1
         self.rows = -(-self.tokenizer.size // multiple) * multiple
         self.rows_of = {model: self._rows_of(model) for model in models.all}
         self.donors = self._donors()
-
-    def _find_source(self, name: str) -> Vocabulary:
-        """Return the vocabulary of the base, or of a model of the recipe."""
-        if name in (BASE, UNION):
-            return self.vocabularies[self.models.template]
-        return self.vocabularies[self.models.require(name, "tokenizer")]
 
     def _rows_of(self, model: Checkpoint) -> Index:
         """Return the model's row for each row of the result."""
@@ -177,14 +177,12 @@ class _Alignment:
             taken = np.any([rows >= 0 for rows in first], axis=0)
             for rows in later:
                 rows[taken] = MISSING
-        zeros = {self.tokenizer.ids[token] for token, rule in self.choice.tokens.items() if rule.source == ZERO}
         for token, rule in self.choice.tokens.items():
             self._apply(token, rule, donors)
         has_row = np.any([rows >= 0 for rows in donors.values()], axis=0)
-        has_token = self.rows_of[self.models.template] != PADDING
-        lost = [row for row in np.flatnonzero(has_token & ~has_row).tolist() if row not in zeros]
-        if lost:
-            tokens = self._tokens(lost)
+        zeros = [self.tokenizer.ids[token] for token, rule in self.choice.tokens.items() if rule.source == ZERO]
+        has_row[zeros] = True
+        if tokens := self._tokens((self.rows_of[self.models.template] != PADDING) & ~has_row):
             raise InputError(
                 f"tokenizer: no model has a row for {counted(tokens, 'token')} of the result: {some(tokens)}. Name "
                 f"sources for their rows, for example `tokenizer: {{source: {self.choice.source}, tokens: "
@@ -194,34 +192,29 @@ class _Alignment:
 
     def _apply(self, token: str, rule: TokenRule, donors: dict[Checkpoint, Index]) -> None:
         """Apply the rule for the row of one token."""
-        where, row = f"tokenizer.tokens[{token!r}]", self.tokenizer.ids[token]
-        if rule.source is None:
+        where, row, source = f"tokenizer.tokens[{token!r}]", self.tokenizer.ids[token], rule.source
+        if source is None:
             if rule.force:
                 raise InputError(f"{where}: force: true needs a source")
             return
         for rows in [*donors.values(), *(self.rows_of.values() if rule.force else ())]:
             rows[row] = MISSING
-        if rule.source != ZERO:
-            source = rule.source
-            if not isinstance(source, ModelToken):
-                source = ModelToken(model=source, token=token)
-            donor = self.models.require(source.model, f"{where}.source")
-            donors[donor][row] = self._row_in(donor, source, where)
-
-    def _row_in(self, donor: Checkpoint, source: ModelToken, where: str) -> int:
-        """Return the donor's row of a token."""
+        if source == ZERO:
+            return
+        if not isinstance(source, ModelToken):
+            source = ModelToken(model=source, token=token)
+        donor = self.models.require(source.model, f"{where}.source")
         ids, count = self.vocabularies[donor].ids, self.tensors[donor][0]
-        row = source.token_id if source.token is None else ids.get(source.token)
-        if row is None:
-            token = str(source.token)
-            raise InputError(f"{where}: {donor.label} has no token {token!r}{nearest(token, ids)}")
-        if row >= count:
-            raise InputError(f"{where}: {donor.label} has {count} rows, and so no row {row}")
-        return row
+        donor_row = source.token_id if source.token is None else ids.get(source.token)
+        if donor_row is None:
+            raise InputError(f"{where}: {donor.label} has no token {source.token!r}{nearest(str(source.token), ids)}")
+        if donor_row >= count:
+            raise InputError(f"{where}: {donor.label} has {count} rows, and so no row {donor_row}")
+        donors[donor][row] = donor_row
 
-    def _tokens(self, rows: Sequence[int]) -> list[str]:
-        by_row = {row: token for token, row in self.tokenizer.ids.items()}
-        return [repr(by_row[row]) for row in rows]
+    def _tokens(self, chosen: NDArray[np.bool_]) -> list[str]:
+        """Return the tokens of some rows."""
+        return [repr(token) for token, row in self.tokenizer.ids.items() if chosen[row]]
 
     def views(self) -> dict[Checkpoint, Checkpoint]:
         """Return the models whose rows change, with their rows in the order of the result."""
@@ -239,23 +232,21 @@ class _Alignment:
     def files(self) -> ResultFiles:
         """Return the tokenizer files and token ids of the result."""
         from_template = self.source is self.vocabularies[self.models.template]
-        configs = {name: self.source.folder / name for name in (() if from_template else CONFIGS)}
+        configs = [] if from_template else [self.source.folder / name for name in CONFIGS]
         reads = [path for vocabulary in self.vocabularies.values() for path in vocabulary.files]
-        reads += [*self.source.files, *configs.values()]
         return ResultFiles(
             self.tokenizer,
             self.rows,
             from_template,
-            {name: read_json(path) for name, path in configs.items() if path.is_file()},
-            reads=[path for path in dict.fromkeys(reads) if path.is_file()],
+            {path.name: read_json(path) for path in configs if path.is_file()},
+            reads=[path for path in dict.fromkeys([*reads, *configs]) if path.is_file()],
             notes=[*self.tokenizer.notes, *self._notes()],
         )
 
     def _notes(self) -> Iterator[str]:
         base = self.models.base
         for model, rows in self.rows_of.items():
-            missing = self._tokens(np.flatnonzero(rows == MISSING).tolist())
-            if missing:
+            if missing := self._tokens(rows == MISSING):
                 by_base = base is not None and base is not model and self.models.base_first
                 donor = f"{base.label}, else " if base is not None and by_base else ""
                 rules = " or `tokens`" if self.choice.tokens else ""
@@ -265,44 +256,35 @@ class _Alignment:
                 )
 
 
-def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, current: str | None, label: str) -> None:
-    """Set the chat template of the result, and note the models whose templates differ.
+def _choose_template(
+    recipe: Recipe, models: _Models, files: ResultFiles, current: str | None, label: str
+) -> tuple[str | None, str]:
+    """Return the chat template that the recipe chooses, and where it comes from.
 
-    Args:
-        recipe: The recipe, whose `chat_template` is applied.
-        models: Its models.
-        files: Gets the template, if it replaces that of the tokenizer, and the notes.
-        current: The template of the result's tokenizer.
-        label: The model of that tokenizer.
+    ``current`` is that of the result's tokenizer, which comes from the model ``label``. ``files`` gets what is read.
     """
-    value, chosen = recipe.chat_template, current
+    value = recipe.chat_template
     if value == AUTO:
         from_template = recipe.tokenizer is None or recipe.tokenizer.source in (BASE, UNION)
-        if models.donor is not models.template and from_template:
-            label, chosen = models.donor.label, chat_template_of(models.donor)
-    elif value == COMMON:
-        texts: dict[Checkpoint, str] = {}
-        for model in dict.fromkeys((models.donor, *models.distinct)):
-            if text := (chat_template_of(model) or "").strip():
-                texts[model] = text
-        if texts:  # the donor's is first, so it wins a tie
-            text = Counter(texts.values()).most_common(1)[0][0]
-            label = next(model.label for model in texts if texts[model] == text)
-            chosen = text
-    elif "{" in value or "\n" in value:
-        label, chosen = "the recipe", value
-    elif (model_named := models.find(value)) is not None:
-        label, chosen = model_named.label, chat_template_of(model_named) or ""
-        if not chosen and value != BASE:
-            raise InputError(f"chat_template: {label} has none")
-    elif (path := models.path(value)) is not None and path.is_file():
-        label, chosen = value, read_bounded(path, MAX_CONFIG).decode(errors="replace")
+        if models.template_donor is models.template or not from_template:
+            return current, label
+        return chat_template_of(models.template_donor), models.template_donor.label
+    if value == COMMON:
+        every = dict.fromkeys((models.template_donor, *models.distinct))
+        texts = {model: text for model in every if (text := (chat_template_of(model) or "").strip())}
+        if not texts:
+            return current, label
+        chosen = Counter(texts.values()).most_common(1)[0][0]  # the donor's is first, so it wins a tie
+        return chosen, next(model.label for model, text in texts.items() if text == chosen)
+    if "{" in value or "\n" in value:
+        return value, "the recipe"
+    if (model := models.find(value)) is not None:
+        template = chat_template_of(model) or ""
+        if not template and value != BASE:
+            raise InputError(f"chat_template: {model.label} has none")
+        return template, model.label
+    if (path := models.path(value)) is not None and path.is_file():
         files.reads.append(path)
-    else:
-        known = [AUTO, BASE, COMMON, *(text for text, _ in models.named)]
-        raise InputError(f"chat_template: {value!r} is not a model of the recipe or a file{nearest(value, known)}")
-    if chosen is not None and (current is None or chosen.strip() != current.strip()):
-        files.chat_template = chosen
-    files.reads += [path for model in models.all for path in template_files(model) if path not in files.reads]
-    if label != models.template.label:
-        files.notes.append(f"chat_template: the result has that of {label}" + ("" if chosen else ", which has none"))
+        return read_bounded(path, MAX_CONFIG).decode(errors="replace"), value
+    known = [AUTO, BASE, COMMON, *(text for text, _ in models.named)]
+    raise InputError(f"chat_template: {value!r} is not a model of the recipe or a file{nearest(value, known)}")
