@@ -29,7 +29,7 @@ from ..io.atomic_dir import AtomicDir
 from ..recipe import Recipe, make_recipe
 from ..text import one_line
 from .executor import Advance, BlockFunction, BlockOutput, LocalExecutor, allow_many_files, available_cores, ignore
-from .input_state import State, files_read, fingerprint_of, state_of
+from .input_state import State, changed, files_read, fingerprint_of, state_of
 from .jobs import Block, MergeOptions
 from .output import Output, WeightFiles, boot_id, read_header
 from .plan import Plan, open_plan
@@ -87,10 +87,9 @@ class MergeWorker:
         except InputError as error:
             raise _unlike(str(error)) from error
         self.plan.block = task.block
-        states = {entry[0]: entry[1:3] for entry in state_of(files_read(self.plan))}
-        for path, *state in task.state:  # inodes may differ
-            if states.get(path) != state[:2]:
-                raise _unlike(f"{path}: is missing, or differs from the driver's file in size or modification time")
+        ours, theirs = ([entry[:3] for entry in state] for state in (state_of(files_read(self.plan)), task.state))
+        if path := changed(ours, theirs):  # inodes may differ
+            raise _unlike(f"{path}: is missing, or differs from the driver's file in size or modification time")
         if fingerprint_of(self.recipe, self.plan, task.state, task.options.allow_nonfinite) != task.fingerprint:
             raise _unlike("the recipe and its models are read differently. Install the same packages everywhere.")
 

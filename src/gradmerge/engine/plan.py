@@ -186,68 +186,80 @@ def open_plan(
         dequantize: Dequantize fp8 and bitsandbytes weights on load.
     """
     needs = recipe.rule.needs(recipe.resolved_options) if reads is None else reads
-    inputs = open_inputs(recipe, needs, needed_by or recipe.method, allow_pickle=allow_pickle, dequantize=dequantize)
-    try:
-        return make_plan(recipe, inputs, reads=reads, allow_config=allow_config)
-    except BaseException:
-        inputs.close()
-        raise
+    with ExitStack() as opened:
+        inputs = open_inputs(recipe, needs, needed_by or recipe.method, opened, allow_pickle, dequantize)
+        plan = make_plan(recipe, inputs, reads=reads, allow_config=allow_config)
+        opened.pop_all()
+        return plan
 
 
 def open_inputs(
-    recipe: Recipe, needs: frozenset[str], needed_by: str, *, allow_pickle: bool = False, dequantize: bool = False
+    recipe: Recipe, needs: frozenset[str], needed_by: str, opened: ExitStack, allow_pickle: bool, dequantize: bool
 ) -> Inputs:
-    """Open the models of a recipe, and the curvature that ``needs`` asks for."""
-    with ExitStack() as opened:
-        allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "dequantize": dequantize}
+    """Open the models of a recipe, and the curvature that ``needs`` asks for. ``opened`` closes them."""
+    known: dict[str, Checkpoint] = {}
 
-        known: dict[str, Checkpoint] = {}
-
-        def open_model(part: Base | Model, base: Checkpoint | None) -> Checkpoint:
-            key = repr((part.model, part.adapter, part.rename))
-            if recipe.slices and key in known:  # a model in several slices is opened once
-                return known[key]
-            reference = recipe.merged_folders.get(part.model, part.model)
-            model = open_checkpoint(reference, relative_to=recipe.folder, adapter_base=base, **allowed)
+    def open_model(part: Base | Model, base: Checkpoint | None) -> Checkpoint:
+        key = repr((part.model, part.adapter, part.rename))
+        if recipe.slices and key in known:  # a model in several slices is opened once
+            return known[key]
+        reference, folder = recipe.merged_folders.get(part.model, part.model), recipe.folder
+        model = open_checkpoint(
+            reference, relative_to=folder, adapter_base=base, allow_pickle=allow_pickle, dequantize=dequantize
+        )
+        opened.enter_context(model)
+        model.label = part.model
+        if part.adapter is not None:
+            model = apply_adapter(part.adapter, model, relative_to=folder, allow_pickle=allow_pickle)
             opened.enter_context(model)
-            model.label = part.model
-            if part.adapter is not None:
-                model = apply_adapter(part.adapter, model, relative_to=recipe.folder, allow_pickle=allow_pickle)
-                opened.enter_context(model)
-            if part.rename:
-                model = RenamedCheckpoint(model, part.rename, f"{part.model}: rename")
-            known[key] = model
-            return model
+        if part.rename:
+            model = RenamedCheckpoint(model, part.rename, f"{part.model}: rename")
+        known[key] = model
+        return model
 
-        def open_curvature_of(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
-            curvature = _open_curvature(source, model, key, recipe, needed_by)
-            opened.callback(curvature.close)
-            return curvature
+    def open_curvature(
+        source: CurvatureSource | None, model: Checkpoint, key: str, dataset_size: int | None = None
+    ) -> CurvatureInput:
+        default = default_curvature(model.folder)
+        if source is not None:
+            curvature = CurvatureInput.open(source, key, model, recipe.folder)
+        elif default is not None:
+            curvature = CurvatureInput.open(str(default), key, model, Path())
+            curvature.label = f"{model.label}/{default.name}"
+        else:
+            raise InputError(
+                f"{key}: {needed_by} needs the curvature of {model.label}, the recipe names none, and the model folder "
+                "has no curvature/ folder. Estimate it with `gradmerge curvature estimate`, name a curvature folder or "
+                "file, or give {identity: 1.0} in a recipe (identity:1.0 on the command line) for the same number "
+                "everywhere."
+            )
+        opened.callback(curvature.close)
+        curvature.reduce(recipe.reduction, dataset_size)
+        return curvature
 
-        base = open_model(recipe.base, None) if recipe.base else None
-        models = [(model.model, open_model(model, base)) for model in recipe.sources]
-        views, files = with_one_vocabulary(recipe, base, models)
-        base, tuned = None if base is None else views[base], [views[model] for _, model in models]
-        if recipe.slices:
-            base, tuned = stacked_models(recipe, base, tuned, needs)
-        inputs = inputs_of(recipe, base, tuned)
-        inputs.result_files = files
-        if base is not None and recipe.base is not None:
-            if "prior" in needs:
-                inputs.prior = open_curvature_of(recipe.base.curvature, base, "base.curvature")
-            if "penalty" in needs and recipe.base.penalty is not None:
-                penalty = open_curvature_of(zero_if_none(recipe.base.penalty), base, "base.penalty")
-                inputs.penalty = [penalty] * len(inputs.tuned)
-            elif "penalty" in needs:
-                recorded = [recorded_penalty(model) for model in inputs.tuned]
-                for source in filter(None, recorded):
-                    opened.callback(source.close)
-                inputs.penalty = recorded if any(recorded) else []
-        if needs & {"curvature", "grams"}:
-            pairs = enumerate(zip(recipe.models, inputs.tuned, strict=True))
-            inputs.curvature = [open_curvature_of(m.curvature, c, f"models[{i}].curvature") for i, (m, c) in pairs]
-        opened.pop_all()
-        return inputs
+    base = open_model(recipe.base, None) if recipe.base else None
+    models = [(model.model, open_model(model, base)) for model in recipe.sources]
+    views, files = with_one_vocabulary(recipe, base, models)
+    base, tuned = None if base is None else views[base], [views[model] for _, model in models]
+    if recipe.slices:
+        base, tuned = stacked_models(recipe, base, tuned, needs)
+    inputs = inputs_of(recipe, base, tuned)
+    inputs.result_files = files
+    if base is not None and recipe.base is not None:
+        if "prior" in needs:
+            inputs.prior = open_curvature(recipe.base.curvature, base, "base.curvature", recipe.base.examples)
+        if "penalty" in needs and recipe.base.penalty is not None:
+            penalty = open_curvature(zero_if_none(recipe.base.penalty), base, "base.penalty")
+            inputs.penalty = [penalty] * len(inputs.tuned)
+        elif "penalty" in needs:
+            recorded = [recorded_penalty(model) for model in inputs.tuned]
+            for source in filter(None, recorded):
+                opened.callback(source.close)
+            inputs.penalty = recorded if any(recorded) else []
+    if needs & {"curvature", "grams"}:
+        pairs = enumerate(zip(recipe.models, inputs.tuned, strict=True))
+        inputs.curvature = [open_curvature(m.curvature, c, f"models[{i}].curvature") for i, (m, c) in pairs]
+    return inputs
 
 
 def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) -> Inputs:
@@ -264,27 +276,6 @@ def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) 
         damping_is_auto=recipe.damping == "auto",
         options=options,
     )
-
-
-def _open_curvature(
-    source: CurvatureSource | None, model: Checkpoint, key: str, recipe: Recipe, needed_by: str
-) -> CurvatureInput:
-    default = default_curvature(model.folder)
-    if source is None and default is None:
-        raise InputError(
-            f"{key}: {needed_by} needs the curvature of {model.label}, the recipe names none, and the model folder has "
-            "no curvature/ folder. Estimate it with `gradmerge curvature estimate`, name a curvature folder or file, "
-            "or give {identity: 1.0} in a recipe (identity:1.0 on the command line) for the same number everywhere."
-        )
-    if source is not None:
-        curvature = CurvatureInput.open(source, key, model, recipe.folder)
-    else:
-        assert default is not None
-        curvature = CurvatureInput.open(str(default), key, model, Path())
-        curvature.label = f"{model.label}/{default.name}"
-    dataset_size = recipe.base.examples if recipe.base is not None and key == "base.curvature" else None
-    curvature.reduce(recipe.reduction, dataset_size)
-    return curvature
 
 
 def make_plan(
@@ -348,7 +339,9 @@ def _jobs(recipe: Recipe, inputs: Inputs, merged: set[str], layers: Layers) -> l
         return {model.tensors[name].dtype for model in models}
 
     def result_info(name: str) -> TensorInfo:
-        dtype = _widest_type(read_types(name)) if recipe.output.dtype == "widest" else tensors[name].dtype
+        dtype, types = tensors[name].dtype, read_types(name)
+        if recipe.output.dtype == "widest" and len(types) > 1:
+            dtype = "F64" if "F64" in types else "F32"  # the narrowest type that holds the numbers of all types
         return TensorInfo(_STORED_TYPES.get(recipe.output.dtype, dtype), tensors[name].shape)
 
     jobs: list[Job] = []
@@ -382,13 +375,6 @@ def scope_problems(inputs: Inputs) -> list[str]:
     if inputs.options.get("scope") != "model" or not varying:
         return []
     return [f"options.{varying[0]}: differs between tensors; set `scope: tensor`, as `scope: model` has one threshold"]
-
-
-def _widest_type(types: set[str]) -> str:
-    """Return the narrowest type that holds all numbers of some types."""
-    if len(types) == 1:
-        return next(iter(types))
-    return "F64" if "F64" in types else "F32"
 
 
 def _method_notes(recipe: Recipe, for_comparison: bool) -> Iterator[Note]:
