@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from ..cards.card import as_text, markdown_table
 from ..display import Displayed, View
 from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir
@@ -200,6 +199,7 @@ def refine_folder(
         force: Replace ``out`` if gradmerge wrote it.
         command: What repeats the run, for the report.
     """
+    from ..cards.card import as_text, markdown_table
     from ..cards.metadata import name_of
     from ..cards.provenance import input_entry
     from ..checkpoints.lora import AdapterCheckpoint

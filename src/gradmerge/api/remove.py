@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from ..arguments import checked
-from ..cards.card import evaluation
 from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir
 from ..progress import Progress, shown
@@ -187,6 +186,7 @@ def _remove_on_disk(
     command: str | None,
     force: bool,
 ) -> RemovalResult:
+    from ..cards.card import evaluation
     from ..cards.provenance import input_entry
     from ..checkpoints.sidecars import code_notes
     from ..engine.input_state import changed, model_paths, state_of
