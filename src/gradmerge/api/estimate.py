@@ -130,10 +130,6 @@ def estimate_curvature(
     """
     from torch import nn
 
-    from ..curvature.batches import with_progress
-    from ..curvature.estimate import estimate_curvature as estimate_in_memory, expert_notes
-    from ..tasks import LoadOptions, complete
-
     on_disk: Any = {"out": out, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
     on_disk |= {"resume": resume, "force": force, "save_every": save_every, "processes": processes}
     both: Any = {"kind": kind, "seed": seed, "max_kronecker_dim": max_kronecker_dim}
@@ -141,21 +137,14 @@ def estimate_curvature(
         expected = "batches in memory, for a module" if isinstance(model, nn.Module) else "a path or name, like model"
         raise InputError(f"batches is {type(batches).__name__}, but must be {expected}")
     if isinstance(model, nn.Module):
-        _check_kind(kind, max_kronecker_dim)
-        device = loading.pop("device", None)
-        complete(cast(LoadOptions, loading), estimate_curvature)
-        _refuse(on_disk | loading, "a model on disk, not for a module")
-        with shown(progress, "batches") as bar:
-            counted = with_progress(cast(Iterable[Any], batches), bar, "estimating")
-            both |= {"accumulate_on": accumulate_on or "device"}
-            result = estimate_in_memory(model, counted, likelihood, output=output, device=device, **both)
-        result.notes += expert_notes(model, result)
-        return result
+        _refuse(on_disk | {n: v for n, v in loading.items() if n != "device"}, "a model on disk, not for a module")
+        both |= {"accumulate_on": accumulate_on or "device", "output": output, "device": loading.get("device")}
+        return _estimate_module(model, cast(Iterable[Any], batches), likelihood, progress, **both)
     _refuse({"output": output}, "a module, not for a model on disk")
     if out is None:
         raise InputError("out is None, but must be the folder to write, for a model on disk: out=…")
     on_disk |= {"accumulate_on": accumulate_on, "likelihood": likelihood, "progress": progress}
-    return estimate_to_disk(model, str(batches), **on_disk, **both, **loading)
+    return estimate_to_disk(str(model), str(batches), **on_disk, **both, **loading)
 
 
 def _refuse(options: Mapping[str, Any], whose: str) -> None:
@@ -166,9 +155,23 @@ def _refuse(options: Mapping[str, Any], whose: str) -> None:
             raise InputError(f"{name} is an option for {whose}")
 
 
+def _estimate_module(
+    model: nn.Module, batches: Iterable[Any], likelihood: str, progress: bool | Progress, **options: Any
+) -> Curvature:
+    """``estimate_curvature`` of a module."""
+    from ..curvature.batches import with_progress
+    from ..curvature.estimate import estimate_curvature as estimate_in_memory, expert_notes
+
+    _check_kind(options["kind"], options["max_kronecker_dim"])
+    with shown(progress, "batches") as bar:
+        result = estimate_in_memory(model, with_progress(batches, bar, "estimating"), likelihood, **options)
+    result.notes += expert_notes(model, result)
+    return result
+
+
 def estimate_to_disk(
-    model: str | Path,
-    source: str | Path,
+    model: str,
+    source: str,
     out: str | Path,
     *,
     likelihood: str,
@@ -201,8 +204,8 @@ def estimate_to_disk(
     args = ModelArgs.parse(options["model_args"])
     check_estimate_options(likelihood, kind, precision, at_delta, max_kronecker_dim, accumulate_on, args)
     begun = time.perf_counter()
-    model, source, at_delta = str(model), str(source), None if at_delta is None else str(at_delta)
-    models = [path for reference in (model, at_delta, args.tokenizer) for path in model_paths(reference)]
+    base = None if at_delta is None else str(at_delta)
+    models = [path for reference in (model, base, args.tokenizer) for path in model_paths(reference)]
     data = data_paths(source)
     group = join() if processes else SINGLE
     output: AbstractContextManager[AtomicDir | None] = nullcontext()
@@ -215,39 +218,30 @@ def estimate_to_disk(
     with output as staging, shown(progress if group.is_first else False, "examples") as bar:
         folder = Path(group.all_gather(None if staging is None else str(staging.folder))[0])
         files = state_of(models) + state_of(data, deep=True)
-        loaded = load_task(
-            model,
-            source,
-            gradients=kind != "gram",
-            bytes_per_parameter=4 if accumulate_on in (None, "device") else 0,
-            **options,
-        )
+        nbytes = 4 if accumulate_on in (None, "device") else 0
+        loaded = load_task(model, source, gradients=kind != "gram", bytes_per_parameter=nbytes, **options)
         _check_task(loaded, kind, likelihood)
         group.check_equal(loaded.shared_facts())
-        notes = _subtract_base(loaded, at_delta, options) if at_delta is not None else []
+        notes = _subtract_base(loaded, base, options) if base is not None else []
+        estimating: dict[str, Any] = {"kind": kind, "seed": seed, "max_kronecker_dim": max_kronecker_dim}
         request = {
+            **estimating,
+            **{name: options[name] for name in ("limit", "max_length", "dtype")},
             "model": model,
             "source": source,
             "files": digest_of_state(files),
             "task": loaded.task,
-            "kind": kind,
             "likelihood": likelihood,
-            "at_delta": at_delta,
+            "at_delta": base,
             "columns": dict(options["columns"] or {}),
-            "seed": seed,
-            "limit": options["limit"],
-            "max_length": options["max_length"],
-            "dtype": options["dtype"],
             "tokenizer": args.tokenizer,
             "bits": args.bits,
-            "max_kronecker_dim": max_kronecker_dim,
         }
+        estimating["accumulate_on"] = accumulate_on or ("cpu" if offloaded_modules(loaded.model) else "device")
         saved = SavedSums(folder, request, group)
-        keywords: dict[str, Any] = {"kind": kind, "seed": seed, "max_kronecker_dim": max_kronecker_dim}
-        keywords["accumulate_on"] = accumulate_on or ("cpu" if offloaded_modules(loaded.model) else "device")
         try:
             rows = saved.rows_left(loaded.examples)
-            result = estimate_with_saves(loaded, likelihood, rows, saved, save_every, bar, group, **keywords)
+            result = estimate_with_saves(loaded, likelihood, rows, saved, save_every, bar, group, **estimating)
             notes += [*result.notes, *expert_notes(loaded.model, result)]
             if path := changed(files, state_of(models) + state_of(data, deep=True)):
                 saved.remove()
@@ -256,7 +250,7 @@ def estimate_to_disk(
             result.model = Path(model).resolve().name if Path(model).exists() else model
             if staging is not None:
                 result.write(staging.folder, precision, shard_size)
-                write_curvature_card(staging.folder, _card_facts(source, loaded, options, at_delta))
+                write_curvature_card(staging.folder, _card_facts(source, loaded, options, base))
                 saved.remove()
         except BaseException:
             if staging is not None:

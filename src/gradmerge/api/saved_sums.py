@@ -54,41 +54,28 @@ class SavedSums:
 
     def rows_left(self, total: int) -> np.ndarray:
         """Return the rows that no earlier run has estimated, of ``total`` rows. Remove all other files."""
-        rows: np.ndarray | None = None
+        done = np.zeros(total, bool)
         if self._processes.is_first:
-            done = np.zeros(total, bool)
             for path in self._earlier:
-                of_file = self._read_rows(path, total)
-                if done[of_file].any():
-                    raise InputError(
-                        f"{path}: holds rows that another file holds too. Run without resume to start over."
-                    )
-                done[of_file] = True
-            rows = np.flatnonzero(~done)
+                done[self._read_rows(path)] = True
             for child in self._folder.iterdir():
                 if child.name != MARK and child not in self._earlier:
                     shutil.rmtree(child) if child.is_dir() else child.unlink()
-        result: np.ndarray = self._processes.all_gather(rows)[0]
+        result: np.ndarray = self._processes.all_gather(np.flatnonzero(~done))[0]
         return result
 
-    def _read_rows(self, path: Path, total: int) -> np.ndarray:
+    def _read_rows(self, path: Path) -> np.ndarray:
         try:
             with open_curvature(str(path)) as file:
-                header, examples = file.metadata, file.examples
-            if header["request"] != self._request:
-                raise InputError(
-                    f"{self._folder}: holds the unfinished estimate of another model, other data or other options. "
-                    "Run with the same ones, or without resume to start over."
-                )
-            rows = np.concatenate([np.arange(first, end) for first, end in json.loads(header["rows"])])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+                header = file.metadata
+            if header["request"] == self._request:
+                return np.concatenate([np.arange(first, end) for first, end in json.loads(header["rows"])])
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise InputError(f"{path}: cannot be read ({error}). Run without resume to start over.") from error
-        if not len(np.unique(rows)) == len(rows) == examples or rows.min() < 0 or rows.max() >= total:
-            raise InputError(
-                f"{path}: holds sums over {examples} examples, but lists other rows: {header['rows'][:80]}. Run "
-                "without resume to start over."
-            )
-        return rows
+        raise InputError(
+            f"{self._folder}: holds the unfinished estimate of another model, other data or other options. Run with "
+            "the same ones, or without resume to start over."
+        )
 
     def write(self, sums: Curvature, rows: np.ndarray) -> None:
         """Replace this process's file by sums over these rows."""
