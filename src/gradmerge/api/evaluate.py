@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..progress import Progress, shown
 
 if TYPE_CHECKING:
-    from ..tasks import Generation, LoadedTask, LoadOptions
+    from ..tasks import Generation, LoadOptions
 
 
 @checked()
@@ -50,33 +50,15 @@ def evaluate(
 
     Returns:
         On data, the task and its metrics by name: accuracy and F1, errors of a regression, or loss and perplexity.
-        ``gradmerge.tasks.MEANINGS`` describes each. `standard_errors` has their standard errors, and `lm_eval` the
-        metrics of every task of the harness.
+        ``gradmerge.tasks.MEANINGS`` describes each. `standard_errors` has their standard errors, `columns` and
+        `device` what was read and where, and `lm_eval` the metrics of every task of the harness. `notes` has what a
+        user should know.
 
     >>> evaluate("./yelp", "reviews.jsonl", columns={"text": "review", "label": "stars"})  # doctest: +SKIP
     {'task': 'classify', 'accuracy': 0.971, …}
     >>> evaluate("./chat", "dialogues.jsonl", generation=Generation(["rouge"]))["rougeL"]  # doctest: +SKIP
     0.412
     """
-    metrics, _ = evaluate_task(
-        model, source, head, generation, lm_eval, lm_eval_tasks, card, progress, processes, **loading
-    )
-    return metrics
-
-
-def evaluate_task(
-    model: str | Path,
-    source: str | Path | None,
-    head: str | Path | None,
-    generation: Generation | None,
-    lm_eval: Sequence[str] | str | None,
-    lm_eval_tasks: str | Path | None,
-    card: bool,
-    progress: bool | Progress,
-    processes: bool,
-    **loading: Unpack[LoadOptions],
-) -> tuple[dict[str, Any], LoadedTask | None]:
-    """Return the metrics of :func:`evaluate`, and the loaded task if there is data."""
     from .. import tasks
     from ..distributed import SINGLE, join
     from ..tasks.lm_eval import LMEval, language_model
@@ -93,10 +75,9 @@ def evaluate_task(
                 raise InputError(f"{name}: needs data")
     if lm_eval_tasks is not None and lm_eval is None:
         raise InputError("lm_eval_tasks: needs lm_eval, which names tasks of the folder")
-    harness = None
-    if lm_eval is not None and group.is_first:
-        harness = LMEval(lm_eval, lm_eval_tasks)
+    harness = LMEval(lm_eval, lm_eval_tasks) if lm_eval is not None and group.is_first else None
     metrics: dict[str, Any] = {}
+    facts: dict[str, Any] = {"notes": []}
     loaded = None
     if source is not None:
         loaded = tasks.load_task(model, source, head=None if head is None else str(head), **options)
@@ -104,11 +85,15 @@ def evaluate_task(
         with shown(progress if group.is_first else False, "examples") as bar:
             bar.begin("evaluating", len(group.share(loaded.examples)) * (1 if generation is None else 2))
             metrics = tasks.evaluate(loaded, advance=bar.advance, generation=generation, processes=group)
+        columns = {role: list(names) for role, names in loaded.columns.items()}
+        facts = {"columns": columns, "device": str(loaded.device), "notes": loaded.notes}
     if harness is not None:
         module, tokenizer = language_model(str(model), options, loaded)
         metrics["lm_eval"] = harness.evaluate(module, tokenizer, options["limit"], options["batch_size"])
     if lm_eval is not None:
         metrics = group.all_gather(metrics)[0]
+        if group.world_size > 1:
+            facts["notes"].append("lm_eval ran in the first process only")
     if measured_card is not None:
         measured_card.add(None if source is None else str(source), metrics)
-    return metrics, loaded
+    return metrics | facts

@@ -8,7 +8,6 @@ from typing import Annotated, Any, get_args
 import typer
 
 from ..api.evaluate import evaluate as evaluate_model
-from ..distributed import launched
 from ..errors import InputError
 from ..text import Measured, one_line
 from .options import Data, Model, Printing, command
@@ -48,7 +47,6 @@ def evaluate(
     On data: accuracy and F1, errors of a regression, or loss and perplexity; with --metrics also scores of answers.
     """
     with heavy_imports():
-        from ..api.evaluate import evaluate_task
         from ..tasks import MEANINGS, TASK_MEANINGS, Generation
 
     if max_new_tokens is not None and metrics is None:
@@ -56,37 +54,25 @@ def evaluate(
     generation = None if metrics is None else Generation([metrics], max_new_tokens)
     start = time.perf_counter()
     with progress(printing.silent, "examples") as bar:
-        found, loaded = evaluate_task(
-            model,
-            data,
-            generation=generation,
-            progress=bar,
-            processes=True,
-            **options,
-        )
-    notes = [] if loaded is None else list(loaded.notes)
-    if options["lm_eval"] is not None and launched() is not None:
-        notes.append("--lm-eval ran in the first process only")
+        found = evaluate_model(model, data, generation=generation, progress=bar, processes=True, **options)
     if printing.json:
-        columns = None if loaded is None else {role: list(names) for role, names in loaded.columns.items()}
-        facts = {"data": data, "columns": columns, "device": None if loaded is None else str(loaded.device)}
-        facts = {key: value for key, value in facts.items() if value is not None}
-        print_json({"model": model, **found, **facts, "seconds": time.perf_counter() - start, "notes": notes})
+        facts = {"model": model} | ({} if data is None else {"data": data})
+        print_json({**facts, **found, "seconds": time.perf_counter() - start})
         return
-    print_notes(notes, printing.quiet)
-    if loaded is not None:
+    print_notes(found["notes"], printing.quiet)
+    if data is not None:
         if not printing.quiet:
-            columns_text = ", ".join(f"{role} from {' + '.join(names)}" for role, names in loaded.columns.items())
-            echo(one_line(f"{model} on {data}: {loaded.task}, {columns_text}"))
-        errors, meanings = found["standard_errors"], {**MEANINGS, **TASK_MEANINGS.get(loaded.task, {})}
+            columns = ", ".join(f"{role} from {' + '.join(names)}" for role, names in found["columns"].items())
+            echo(one_line(f"{model} on {data}: {found['task']}, {columns}"))
+        errors, meanings = found["standard_errors"], {**MEANINGS, **TASK_MEANINGS.get(found["task"], {})}
         rows = [
             [
                 name,
                 "undefined" if value is None else Measured(value, errors[name]) if name in errors else value,
-                meaning,
+                meanings[name],
             ]
             for name, value in found.items()
-            if (meaning := meanings.get(name)) is not None
+            if name in meanings
         ]
         print_table(["metric", "value ± standard error", "meaning"], rows, right=(1,), digits=5)
     if "lm_eval" in found:

@@ -30,9 +30,9 @@ class ModelArgs:
     """Folder or Hub id of the tokenizer. Default: the model's own."""
     device_map: str | Mapping[str, Any] | None = None
     """`auto`, or a mapping from layers to devices."""
-    load_in_4bit: bool | None = None
-    """Quantize the model with bitsandbytes. False: dequantize a model that is stored quantized."""
-    load_in_8bit: bool | None = None
+    load_in_4bit: bool = False
+    """Quantize the model with bitsandbytes."""
+    load_in_8bit: bool = False
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them."""
 
@@ -59,11 +59,9 @@ class ModelArgs:
         return args
 
     @property
-    def bits(self) -> int | None:
-        """4 or 8 to quantize, 0 to dequantize, None to leave weights as they are stored."""
-        if self.load_in_4bit or self.load_in_8bit:
-            return 4 if self.load_in_4bit else 8
-        return 0 if False in (self.load_in_4bit, self.load_in_8bit) else None
+    def bits(self) -> int:
+        """4 or 8 to quantize, 0 to leave weights as they are stored."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else 0
 
     def check_device(self, device: str) -> None:
         """Raise if ``device_map`` contradicts ``device`` or several processes."""

@@ -271,11 +271,11 @@ def _has_quantization(config: Any) -> bool:
 
 def _computes_quantized(info: LoadingInfo, args: ModelArgs, gradients: bool) -> bool:
     """Whether the model computes with bitsandbytes weights: ``args`` asks for them, or an adapter's base has them."""
-    quantized = bool(args.bits)
-    if args.bits is None and gradients and info.adapter is not None and _has_quantization(info.config):
+    quantized = args.bits > 0
+    if gradients and info.adapter is not None and _has_quantization(info.config):
         stored = info.config.quantization_config
         method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-        quantized = str(getattr(method, "value", method)) == "bitsandbytes"
+        quantized |= str(getattr(method, "value", method)) == "bitsandbytes"
     if quantized and gradients and info.adapter is None:
         raise InputError(
             f"{info.reference}: model_args: load_in_{args.bits}bit: quantized weights have no gradients. Give the "
