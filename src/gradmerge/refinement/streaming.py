@@ -98,10 +98,7 @@ def open_model_files(reference: str, task: str = "auto", attn_implementation: st
     No remote code is run, and only safetensors are read.
     """
     info = locate(reference, task)
-    prefix = ""
-    if info.sentence_config is not None:
-        path = info.base_folder.relative_to(info.folder).as_posix()
-        prefix = "" if path == "." else f"{path}/"
+    prefix = "" if info.sentence_config is None else info.sentence_config.prefix
     checkpoint = open_checkpoint(info.folder, dequantize=True)
     try:
         if info.adapter is None and (quantization := detect_quantization(checkpoint)):

@@ -20,19 +20,11 @@ PAIRS = (
     ("sentence1", "sentence2"),
     ("question1", "question2"),
     ("text1", "text2"),
-    ("text", "text_pair"),
     ("question", "sentence"),
-    ("question", "passage"),
     ("query", "passage"),
 )
 #: Anchor and positive. PAIRS are tried next.
-ANCHORS = (
-    ("anchor", "positive"),
-    ("query", "positive"),
-    ("query", "document"),
-    ("query", "answer"),
-    ("question", "answer"),
-)
+ANCHORS = (("anchor", "positive"), ("query", "positive"), ("query", "answer"), ("question", "answer"))
 LABEL = ("label", "labels", "fine_label", "target", "class", "stars", "score", "rating", "sentiment", "category", "y")
 NEGATIVE = ("negative", "negative_1", "negative_2", "negative_3", "negative_4", "negative_5")
 SCORE = ("score", "similarity", "similarity_score", "label", "labels")

@@ -30,9 +30,10 @@ POOLINGS = ("mean", "cls", "max", "lasttoken")
 class SentenceConfig:
     """The modules of a sentence-transformers folder."""
 
-    folder: Path
     transformer: Path
     """The folder of the first module."""
+    prefix: str
+    """The beginning of the transformer's names in the files of the model."""
     pooling: tuple[str, ...]
     """The poolings, whose results are concatenated."""
     layers: tuple[str, ...]
@@ -49,25 +50,26 @@ class SentenceConfig:
 
 def read_sentence_config(reference: str, folder: Path) -> SentenceConfig:
     """Read the modules of a sentence-transformers folder."""
-    modules = [(folder / path, class_name.rpartition(".")[2]) for path, class_name in modules_of(folder)]
-    kinds = [kind for _, kind in modules]
+    modules = modules_of(folder)
+    kinds = [class_name.rpartition(".")[2] for _, class_name in modules]
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise InputError(
             f"{reference}: task embedding needs a sentence-transformers folder: modules.json with a Transformer and "
             f"then Pooling, not {', '.join(kinds[:2]) or 'nothing'}"
         )
-    (transformer, _), (pooling, _) = modules[:2]
-    pooling_config = _read_optional(folder, pooling / "config.json")
+    (path, _), (pooling, _) = modules[:2]
+    transformer = folder / path
+    pooling_config = _read_optional(folder, folder / pooling / "config.json")
     general = _read_optional(folder, folder / "config_sentence_transformers.json")
     prompts, name = general.get("prompts"), general.get("default_prompt_name")
     prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
     if prompt and pooling_config.get("include_prompt") is False:
-        raise InputError(f"{reference}: task embedding does not support include_prompt false in {pooling.name}")
-    settings = _read_optional(folder, *sorted(transformer.glob("sentence_*_config.json"))[:1])
+        raise InputError(f"{reference}: task embedding does not support include_prompt false in {pooling}")
+    settings = _read_optional(folder, next(transformer.glob("sentence_*_config.json"), transformer / "none"))
     length = settings.get("max_seq_length")
     return SentenceConfig(
-        folder=folder,
         transformer=transformer,
+        prefix=f"{path}/" if path else "",
         pooling=poolings(pooling_config) or ("mean",),
         layers=tuple(kinds[2:]),
         max_length=length if isinstance(length, int) and length > 1 else None,
@@ -76,12 +78,12 @@ def read_sentence_config(reference: str, folder: Path) -> SentenceConfig:
     )
 
 
-def _read_optional(folder: Path, *paths: Path) -> dict[str, Any]:
+def _read_optional(folder: Path, path: Path) -> dict[str, Any]:
     """Return the content of a file of the folder; an empty dictionary if there is none."""
-    if not paths or not paths[0].exists():
+    if not path.exists():
         return {}
-    require_within(paths[0], folder)
-    return read_json(paths[0])
+    require_within(path, folder)
+    return read_json(path)
 
 
 class EmbeddingModel(nn.Module):
@@ -97,12 +99,11 @@ class EmbeddingModel(nn.Module):
         for name in (*sentence_config.pooling, *sentence_config.layers):
             if name not in known:
                 raise InputError(
-                    f"{sentence_config.folder}: task embedding does not support {name[:40]}, but {', '.join(known)}"
+                    f"{sentence_config.transformer}: task embedding supports {', '.join(known)}, not {name[:40]}"
                 )
         self.sentence_config = sentence_config
         self.transformer = transformer
-        path = sentence_config.transformer.relative_to(sentence_config.folder).as_posix()
-        self.stored_parts = {"transformer": "" if path == "." else f"{path}/"}
+        self.stored_parts = {"transformer": sentence_config.prefix}
         """Child → the prefix of its names in the files of the model."""
 
     @property

@@ -138,20 +138,15 @@ class DisplayRow:
 
 def display_rows(loaded: LoadedTask, rows: Sequence[int]) -> list[DisplayRow]:
     """Return rows of the data: their text or image, and the label, target or completion."""
-    return [_display_row(loaded, row) for row in rows]
-
-
-def _display_row(loaded: LoadedTask, row: int) -> DisplayRow:
-    data: Any = loaded.data
+    data, columns = loaded.data, loaded.columns
     if loaded.task in MODEL_TASKS:
-        prompt = data.prompt(row)
-        return DisplayRow(prompt.text, None, prompt.reference or "")
-    label = _text_of(loaded, data.batch([row])["labels"][0])
+        return [DisplayRow(prompt.text, None, prompt.reference or "") for prompt in prompts(loaded, rows)]
+    labels = [_text_of(loaded, data.batch([row])["labels"][0]) for row in rows]
     if loaded.task == "image":
-        return DisplayRow(None, data.image(row), label)
-    roles = [role for role in ("text", "text2", "anchor", "positive", "negative") if role in loaded.columns]
-    texts = [data.rows.text(row, [name]) for role in roles for name in loaded.columns[role]]
-    return DisplayRow("\n— ".join(texts), None, label)
+        return [DisplayRow(None, data.image(row), label) for row, label in zip(rows, labels, strict=True)]
+    names = [n for role in ("text", "text2", "anchor", "positive", "negative") for n in columns.get(role, ())]
+    texts = ["\n— ".join(data.rows.text(row, [name]) for name in names) for row in rows]
+    return [DisplayRow(text, None, label) for text, label in zip(texts, labels, strict=True)]
 
 
 def _text_of(loaded: LoadedTask, label: Tensor) -> str:
@@ -167,8 +162,7 @@ def _text_of(loaded: LoadedTask, label: Tensor) -> str:
 
 def class_label(model: Any, number: int) -> str:
     """Return the name of a class in the config, or the number of a class called LABEL_3."""
-    names = getattr(model.config, "id2label", None) or {}
-    return str(names.get(number, names.get(str(number), number))).removeprefix("LABEL_")
+    return str(model.config.id2label.get(number, number)).removeprefix("LABEL_")
 
 
 def has_right_and_wrong(loaded: LoadedTask) -> bool:

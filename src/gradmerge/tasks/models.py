@@ -84,7 +84,7 @@ def load_model(
         info.notes.append(FLOAT16_NOTE)
     options = args.from_pretrained(info.config, dtype, target, quantized, bytes_per_parameter)
     with quiet_transformers(), offline():
-        model = _from_pretrained(info, dtype, options, dequantize=not quantized)
+        model = _from_pretrained(info, dtype, options, dequantize="device_map" not in options)
         if info.adapter is not None:
             merge = merge_adapter and not quantized and not _has_quantization(info.config)
             model = _add_adapter(info, model, merge=merge)
@@ -188,10 +188,6 @@ def _from_pretrained(info: LoadingInfo, dtype: str, options: dict[str, Any], *, 
     model_class: Any = getattr(transformers, class_name(info))
     folder: Path | None = info.base_folder
     if dequantize and (state := _dequantized_state(info)) is not None:
-        if "device_map" in options:
-            raise InputError(
-                f"{info.reference}: the model is stored quantized and dequantized in memory, without device_map"
-            )
         # Only classes of models load weights from memory, not AutoModel.
         model_class, folder, options = type(empty), None, options | {"state_dict": state}
     offload_folder = tempfile.TemporaryDirectory(prefix="gradmerge-offload-") if "device_map" in options else None
@@ -361,7 +357,7 @@ def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None)
         name: The task, for errors.
     """
     if isinstance(model, EmbeddingModel):
-        prefix = model.stored_parts["transformer"]
+        prefix = model.sentence_config.prefix
         part = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         return EmbeddingModel(model_with(model.transformer, part, name), model.sentence_config).eval()
     with quiet_transformers():
