@@ -48,8 +48,6 @@ class Method:
     """With "a model", a `base_model` is merged like every other model."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options that make the rule equivalent."""
-    models: tuple[int, int] = (1, 1000)
-    """Smallest and largest number of models; a base does not count."""
     ignored: Collection[str] = IGNORED
     """Parameters that change no result beyond rounding."""
 
@@ -80,7 +78,7 @@ MERGEKIT_METHODS: dict[str, Method] = {
         (Parameter("weight", "weight", float, scope="input"), Parameter("normalize", "normalize", bool, True)),
         base="a model",
     ),
-    "slerp": Method("slerp", (Parameter("t", "t", float),), options={"zeros": "arc"}, models=(1, 1)),
+    "slerp": Method("slerp", (Parameter("t", "t", float),), options={"zeros": "arc"}),
     "task_arithmetic": _arithmetic("task-arithmetic", False),
     "ties": _arithmetic("ties", True, _rescale(False), scope="tensor", vote="mergekit"),
     "dare_linear": _arithmetic("dare", False, _rescale(True), **_SUM),
@@ -89,8 +87,8 @@ MERGEKIT_METHODS: dict[str, Method] = {
     "della_linear": _arithmetic("della", False, _rescale(True), _EPSILON, **_SUM),
     "breadcrumbs": _arithmetic("breadcrumbs", False, _rescale(False), _GAMMA, **_SUM),
     "breadcrumbs_ties": _arithmetic("breadcrumbs", False, _rescale(False), _GAMMA, **_TIES),
-    "model_stock": Method("model-stock", (Parameter("filter_wise", "filter_wise", bool, False),), models=(2, 1000)),
-    "nuslerp": Method("nuslerp", (_WEIGHT, *_AXIS), base="possible", models=(2, 2)),
+    "model_stock": Method("model-stock", (Parameter("filter_wise", "filter_wise", bool, False),)),
+    "nuslerp": Method("nuslerp", (_WEIGHT, *_AXIS), base="possible"),
     "multislerp": Method(
         "multislerp",
         (_WEIGHT, Parameter("normalize_weights", "normalize", bool, True)),
@@ -102,14 +100,12 @@ MERGEKIT_METHODS: dict[str, Method] = {
         (Parameter("max_iter", "steps", int, 10), Parameter("tol", "tolerance", float, 1e-5)),
         base="a model",
     ),
-    "nearswap": Method("nearswap", (Parameter("t", "t", float),), models=(1, 1)),
-    "arcee_fusion": Method("arcee-fusion", models=(1, 1)),
+    "nearswap": Method("nearswap", (Parameter("t", "t", float),)),
+    "arcee_fusion": Method("arcee-fusion"),
     "sce": Method("sce", (Parameter("select_topk", "select_topk", float, 1.0),)),
     "ram": Method("ram", (_RAM,)),
     "ramplus_tl": Method("ram", (_RAM, Parameter("r", "r", float, 0.1), Parameter("alpha", "alpha", float, 0.2))),
-    "passthrough": Method(
-        "passthrough", (Parameter("scale", "scale", float, 1.0, "input"),), base="a model", models=(1, 1)
-    ),
+    "passthrough": Method("passthrough", (Parameter("scale", "scale", float, 1.0, "input"),), base="a model"),
 }
 ALL_PARAMETERS = {parameter.name for method in MERGEKIT_METHODS.values() for parameter in method.parameters}
 
@@ -271,10 +267,10 @@ class _Translation:
             recipe["base"] = self._model_keys(self.base)
         if module.slices is not None:
             slices = [self._slice(f"{where}slices[{i}]", part, levels) for i, part in enumerate(module.slices)]
-            recipe |= self._with_shared_options(slices) | {"slices": slices}
+            recipe |= {"options": self._with_shared_options(slices), "slices": slices}
         else:
             merge = self._merge(f"{where}models", module.models or [], levels)
-            recipe |= self._with_shared_options([merge]) | {"models": merge["models"]}
+            recipe |= {"options": self._with_shared_options([merge]), "models": merge["models"]}
         if document.dtype not in (None, "float32"):
             self.notes.append("dtype is the type of the result; gradmerge computes in float32")
         recipe["output"] = {"dtype": document.out_dtype or document.dtype or "widest"}
@@ -330,14 +326,6 @@ class _Translation:
     def _slice(self, where: str, part: Slice, levels: Sequence[Level]) -> dict[str, Any]:
         if part.base_model is not None and part.base_model != self.base:
             raise InputError(f"{where}.base_model: another base than that of the recipe is not supported")
-        for number, source in enumerate(part.sources):
-            first, stop = source.layer_range
-            if not 0 <= first < stop:
-                key = f"{where}.sources[{number}].layer_range"
-                raise InputError(f"{key}: [{first}, {stop}] is not [first, one past the last], counted from 0")
-        lengths = [source.layer_range[1] - source.layer_range[0] for source in part.sources]
-        if len(set(lengths)) > 1:
-            raise InputError(f"{where}: the sources have different numbers of layers: {lengths}")
         own = Level(f"{where}.parameters", part.parameters)
         self._check_parameters(own, of_model=False)
         return self._merge(f"{where}.sources", part.sources, [own, *levels])
@@ -363,11 +351,6 @@ class _Translation:
                 merge["models"].append(self._model(f"{where}[{number}]", source, levels))
             elif isinstance(source, SliceSource):
                 merge["base"] = list(source.layer_range)
-        count, (least, most) = len(merge["models"]), self.method.models
-        if not least <= count <= most:
-            expected = str(least) if least == most else f"at least {least}"
-            besides = " besides the base" if base is not None else ""
-            raise InputError(f"{where}: {self.name} takes {expected} model(s){besides}, not {count}")
         options = {p.option: self._value(p, levels, where) for p in self.method.parameters if p.scope == "shared"}
         return merge | {"options": _join_switches(options)}
 
@@ -385,18 +368,16 @@ class _Translation:
 
     def _with_shared_options(self, merges: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Move options that are equal everywhere to the recipe, and remove defaults."""
-        shared: dict[str, Any] = dict(self.method.options)
+        shared = dict(self.method.options)
         models = [model for merge in merges for model in merge["models"]]
-        for holders in (merges, models):
+        for holders in filter(None, (merges, models)):
             for name, value in holders[0]["options"].items():
                 if all(holder["options"][name] == value for holder in holders):
                     shared[name] = value
         for holder in (*merges, *models):
-            options = {name: value for name, value in holder.pop("options").items() if name not in shared}
-            holder |= {"options": options} if options else {}
+            holder["options"] = {name: value for name, value in holder["options"].items() if name not in shared}
         defaults = {option.name: option.default for option in METHODS[self.method.rule].options}
-        options = {name: value for name, value in shared.items() if value != defaults.get(name, REQUIRED)}
-        return {"options": options} if options else {}
+        return {name: value for name, value in shared.items() if value != defaults.get(name, REQUIRED)}
 
     def _model_keys(self, reference: ModelReference) -> dict[str, Any]:
         adapter = {} if reference.adapter is None else {"adapter": self.find(reference.adapter)}
