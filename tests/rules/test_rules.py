@@ -116,12 +116,6 @@ def test_sparse_finetuning_equals_its_slow_twin(signs: str, density: float, dtyp
         check(got, slow.sparse_finetuning(base, tuned, weights, density, normalize), tolerance)
 
 
-def test_weighted_average_refuses_weights_that_sum_to_zero() -> None:
-    case = Case(models=2)
-    with pytest.raises(ValueError, match="weights"):
-        METHODS["weighted-average"](case.base, case.tuned, [1.0, -1.0], None)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("limit", [0.0, 1e-45, 1e-30, 0.25])
 def test_trimming_keeps_entries_that_equal_the_threshold(dtype: torch.dtype, limit: float) -> None:
@@ -130,18 +124,6 @@ def test_trimming_keeps_entries_that_equal_the_threshold(dtype: torch.dtype, lim
     values = torch.tensor([limit, -limit, below, -below, 2.0], dtype=dtype)
     want = [v if abs(v) >= limit else 0.0 for v in values.tolist()]
     assert trim(values, limit).tolist() == want
-
-
-@pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
-def test_slerp_interpolates_on_the_arc_or_the_line(t: float) -> None:
-    case = Case()
-    for model in (case.tuned[0], case.prior, case.base * 1.5, -case.base, torch.zeros_like(case.base)):
-        products = [float(case.base @ case.base), float(case.base @ model), float(model @ model)]
-        check(
-            METHODS["slerp"](case.base, [model], products, t=t),
-            slow.slerp(as_lists(case.base), as_lists(model), t),
-            1e-11,
-        )
 
 
 @pytest.mark.parametrize(
