@@ -17,7 +17,6 @@ from gradmerge.tasks import LoadedTask, load_task
 from gradmerge.tasks.generation import Generation, generate, normalize, prompts, score_texts
 from gradmerge.tasks.metrics import standard_error
 
-from ..compare.conftest import tuned_from
 from .making import (
     sentences,
     tiny_bert_checkpoint,
@@ -133,19 +132,6 @@ def test_the_prompt_of_a_conversation_ends_before_the_last_answer(tmp_path: Path
     assert words.decode(first.ids, skip_special_tokens=True) == "who is it ? the"
     with pytest.raises(gm.InputError, match="row 2"):
         gm.evaluate(model, rows, generation=gm.Generation(), device="cpu")
-
-
-def test_a_preview_compares_generated_text(tmp_path: Path) -> None:
-    base = tiny_llama_checkpoint(tmp_path / "base")
-    tuned_from(base, tmp_path / "one", 1)
-    recipe = {"method": "task-arithmetic", "base": str(base), "models": [str(tmp_path / "one")]}
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": t, "completion": "the cat"} for t in sentences(5, 8)])
-    generation = gm.Generation(max_new_tokens=5)
-    options: dict[str, Any] = {"data": {"one": str(rows)}, "device": "cpu", "progress": False}
-    found = gm.preview(recipe, weights="0,1", generation=generation, **options)
-    assert found.metric("one") == "exact_match" and len(found.rows[0].rows["one"]["exact_match"]) == 5
-    alone = gm.evaluate(base, rows, generation=generation, device="cpu", progress=False)
-    assert found.rows[0].metrics["one"]["exact_match"] == alone["exact_match"]
 
 
 # Scores of texts against counts by hand, and their standard errors.

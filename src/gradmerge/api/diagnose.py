@@ -104,7 +104,12 @@ def diagnose(
 
 
 def report_folder(
-    recipe: Recipe, out: str | Path | None, data: Mapping[str, str], force: bool, *models: str | None
+    recipe: Recipe,
+    out: str | Path | None,
+    data: Mapping[str, str],
+    force: bool,
+    *models: str | None,
+    kind: str = "report",
 ) -> AbstractContextManager[AtomicDir | None]:
     """A folder for a report, if one is wanted, which appears if all goes well; ``models`` are others that are read."""
     from ..engine.input_state import model_paths, recipe_paths
@@ -115,7 +120,7 @@ def report_folder(
     reads = recipe_paths(recipe)
     reads += [path for model in models for path in model_paths(model)]
     reads += [path for source in data.values() for path in data_paths(source)]
-    return AtomicDir(Path(out), "report", force=force, reads=reads)
+    return AtomicDir(Path(out), kind, force=force, reads=reads)
 
 
 def recipe_text(recipe: Recipe) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..compare.settings import Overrides, Weights
     from ..engine.run import MergeResult
     from ..recipe import Recipe
-    from ..tasks import Generation, LoadOptions
+    from ..tasks import LoadOptions
 
 
 @checked()
@@ -43,7 +43,6 @@ def preview(
     suggest: bool = False,
     changes: Overrides | None = None,
     data: Mapping[str, str] | None = None,
-    generation: Generation | None = None,
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
@@ -74,7 +73,6 @@ def preview(
         changes: Keys of the recipe to set first, as `--set` does: `{"damping": 1e-3}`, or `["damping=1e-3"]`. An
             option is set for every method that knows it.
         data: Task (the name of its model's folder, or `base`) → data.
-        generation: With data, every merge also writes answers, and their scores rank the settings.
         threads, allow_pickle, allow_config, dequantize, allow_code, force: As of :func:`gradmerge.merge`.
         progress: Show a bar, or report progress to this object, in merges.
         command: The command that the report says to repeat.
@@ -108,8 +106,8 @@ def preview(
     recipe = recipe_of_models(recipe, "preview", allow_code)
     recipe, fixed = with_changes(recipe, changes, method_names(methods))
     chosen = check_methods(methods, recipe)
-    if suggest and (sweep or generation is not None):
-        raise InputError("suggest: searches weights by losses on data; use it without sweep and generation")
+    if suggest and sweep:
+        raise InputError("suggest: searches only weights; use it without sweep")
     if suggest:
         grid = search_grid(weights, recipe, chosen, fixed)
     else:
@@ -117,16 +115,17 @@ def preview(
         ranges = parse_weights(weights, recipe, chosen, default)
         grid = Grid(recipe, chosen, [*fixed, *parse_sweeps(sweep, chosen), *ranges])
         grid.settings()
-    if generation is not None and not data:
-        raise InputError("generation: answers are compared with data of the tasks; give data NAME=SRC")
     threads = number_of_threads(threads)
+    if save_best is not None and out is not None and Path(save_best).absolute() == Path(out).absolute():
+        raise InputError(f"save_best {save_best}: is the folder of the report; name another one")
+    with report_folder(recipe, save_best, data or {}, force, kind="merge") as unused:
+        if unused is not None:
+            unused.temporary = True  # the folder was checked before any work
     with report_folder(recipe, out, data or {}, force, tokenizer_of(options)) as folder:
         with shown(progress, "merges") as bar, merged_first(recipe, out, threads, allowed) as ready:
             evaluator: Evaluator
             if data:
-                evaluator = DataEvaluator(
-                    ready, chosen, data, options, generation=generation, threads=threads, **allowed
-                )
+                evaluator = DataEvaluator(ready, chosen, data, options, threads=threads, **allowed)
             else:
                 evaluator = Predictor(ready, chosen, threads=threads, **allowed)
             grid = replace(grid, recipe=ready)

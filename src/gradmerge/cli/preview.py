@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from ..api.preview import as_json, merge_best, preview as preview_recipe
-from ..errors import InputError
 from .completion import method_names
 from .options import (
     READING,
@@ -84,9 +83,7 @@ def preview(
         from ..report.comparison import best_table
         from .recipe_args import read_recipe
 
-    sources, force = named(data or []), options["force"]
-    if save_best is not None:
-        _check_free(save_best, out, force, recipe, sources)
+    sources = named(data or [])
     settings: dict[str, Any] = {"weights": weights, "methods": methods, "changes": set_, "sweep": sweep}
     settings |= {"save_best": save_best, **options}
     given = read_recipe(recipe, options["allow_code"])
@@ -95,7 +92,7 @@ def preview(
     if save_best is not None:
         with progress(printing.silent) as shown:
             reading = {name: options[name] for name in READING if name in options}
-            merge_best(found, save_best, force=force, progress=shown, **reading)
+            merge_best(found, save_best, force=options["force"], progress=shown, **reading)
     if printing.json:
         more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if save_best is not None else {})
         print_json({**as_json(found), **more})
@@ -109,19 +106,3 @@ def preview(
     echo(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
     if save_best is not None:
         echo(f"{save_best} contains the best setting; {out / 'recipe.yml'} is its recipe.")
-
-
-def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:
-    """Raise InputError before any work if the best setting cannot be written."""
-    from ..io.atomic_dir import check_output_path
-    from ..tasks.data import data_paths
-
-    check_output_path(save_best, [recipe, *(path for source in data.values() for path in data_paths(source))])
-    if save_best.absolute() == out.absolute():
-        raise InputError(f"--save-best {save_best}: is the folder of the report; name another one")
-    if save_best.suffix == ".safetensors":
-        raise InputError(f"--save-best {save_best}: the result is a folder; give a name without .safetensors")
-    if save_best.exists() and not force:
-        raise InputError(
-            f"--save-best {save_best}: exists already. Choose another place, or pass --force to replace it."
-        )

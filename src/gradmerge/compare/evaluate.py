@@ -27,9 +27,7 @@ from ..engine.plan import Plan
 from ..errors import InputError
 from ..io.reader import local_path
 from ..recipe import Base, Model, Recipe
-from ..tasks import Generation, LoadedTask, LoadOptions, load_task, measure
-from ..tasks.evaluate import with_generation_metrics
-from ..tasks.generation import generation_rows
+from ..tasks import LoadedTask, LoadOptions, load_task, measure
 from ..tasks.models import model_with
 from ..text import nearest, size
 from .candidates import Block, Candidate, KnownStatistics, notes_on, open_for_methods, plan_of, visit_blocks
@@ -157,7 +155,6 @@ class DataEvaluator(Evaluator):
         data: Mapping[str, str],
         loading: LoadOptions,
         *,
-        generation: Generation | None = None,
         threads: int = 1,
         plan: Plan | None = None,
         **allowed: Any,
@@ -174,8 +171,6 @@ class DataEvaluator(Evaluator):
         except BaseException:
             self.close()
             raise
-        for one in self.data.values():
-            one.generation = generation
         self.tasks = [*self.data]
         self.model = next(iter(self.data.values())).loaded.model
         """The base's model, whose config and dtype all merges have."""
@@ -448,8 +443,6 @@ class TaskData:
 
     name: str
     loaded: LoadedTask
-    generation: Generation | None = None
-    """Answers are generated and scored too."""
     before_batch: Callable[[], None] = lambda: None
     """Called before every batch; an exception ends the evaluation."""
     _kept: list[dict[str, Tensor]] | None = field(default=None, init=False, repr=False)
@@ -478,9 +471,6 @@ class TaskData:
         """The task's metrics, and for every row its first metric and the loss."""
         found = measure(model, self.batches(), self.loaded.loss)
         metrics, rows = found.summary(), found.rows()
-        if self.generation is not None:
-            written = generation_rows(self.loaded, model, self.generation, lambda done: self.before_batch())
-            metrics, rows = with_generation_metrics(metrics, written), rows | written
         return metrics, {name: rows[name] for name in (headline(metrics), loss_name(metrics)) if name in rows}
 
     def gradient(self, model: nn.Module) -> State:

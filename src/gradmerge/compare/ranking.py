@@ -31,7 +31,7 @@ Rows = dict[str, Tensor]
 #: The first metric of a task is the first of these that its metrics have. The mean of a perplexity over tasks would
 #: mean little, so the loss comes before it.
 HEADLINES = (
-    *("accuracy", "micro_f1", "spearman_r", "r2", "exact_match", "rougeL", "bleu", "chrf"),
+    *("accuracy", "micro_f1", "spearman_r", "r2"),
     *("loss_per_token", "mse", "loss_per_example"),
 )
 _LOWER_IS_BETTER = ("loss_per_token", "mse", "loss_per_example", "perplexity")
