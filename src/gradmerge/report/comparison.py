@@ -182,8 +182,7 @@ def best_table(found: Preview) -> Table:
             rows.append([method, "no best setting", *[None] * (len(columns) - 2)])
             continue
         close = [row for row in found.as_good(None if found.measured else method) if row.setting.method == method]
-        many = "yes" if len(close) == 1 else f"{len(close)} settings"
-        rows.append([*_cells(found, best).values(), ranges_text(found, close) or many if close else None])
+        rows.append([*_cells(found, best).values(), ranges_text(found, close) if close else None])
     if found.best() is not None and not any(found.best(method) is found.reference for method in found.methods):
         rows.append([*_cells(found, found.reference).values(), reference_text(found).partition(" (")[0]])
     more = f", or tied with it. {ERRORS}" if found.measured else f". The reference is {reference_text(found)}."

@@ -56,10 +56,8 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   }
 
-  // A spreadsheet must not compute what begins like a formula; a number stays one.
   function cellText(value) {
-    let text = value === null || value === undefined ? "" : String(value);
-    if (/^[=+\-@＝＋－＠]/.test(text) && !(text.trim() && isFinite(text))) text = `'${text}`;
+    const text = value === null || value === undefined ? "" : String(value);
     return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   }
   const csvOf = (rows) => new Blob([rows.map((row) => `${row.map(cellText).join(",")}\n`).join("")], { type: "text/csv" });

@@ -42,8 +42,6 @@ def number(value: float | None, digits: int = 4) -> str:
         return MISSING
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     shown = f"{value:,}" if isinstance(value, int) else f"{float(value) + 0.0:,.{digits}g}"
     return shown.replace("-", "−")
 
@@ -63,11 +61,6 @@ class Table:
     rows: Sequence[Sequence[Value]]
     note: str = ""
 
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.columns):
-                raise ValueError(f"{self.title}: a row has {len(row)} values for {len(self.columns)} columns")
-
     def csv(self) -> str:
         """Numbers in full, errors in columns of their own; a missing number is empty."""
         out = io.StringIO()
@@ -82,20 +75,9 @@ class Table:
 
 def _csv_cell(value: object) -> object:
     if isinstance(value, str):
-        return _not_a_formula(one_line(value))
+        return one_line(value)
     # repr of a NumPy float would include its type.
     return repr(float(value)) if isinstance(value, float) else value
-
-
-def _not_a_formula(text: str) -> str:
-    """Text that a spreadsheet does not run as a formula; a number stays a number."""
-    if not text.startswith(("=", "+", "-", "@", "＝", "＋", "－", "＠")):
-        return text
-    try:
-        float(text)
-    except ValueError:
-        return f"'{text}"
-    return text
 
 
 class Cell(NamedTuple):
