@@ -18,6 +18,7 @@ from ..progress import Progress, shown
 from ..urls import output_path
 
 if TYPE_CHECKING:
+    from ..engine.executor import Executor
     from ..engine.on_ray import RayCluster
     from ..engine.plan import Plan
     from ..engine.run import MergeResult
@@ -90,29 +91,38 @@ def merge(
     out = output_path(out)
     if out.suffix == ".safetensors":
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
-    reading: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
-    cluster = _cluster(recipe, engine, workers, ray_address, threads, device, reading)
     check_device(device)
     allow_many_files()
-    with contextlib.ExitStack() as stack:
-        settings: dict[str, Any] = {
-            "device": device,
-            "resume": resume,
-            "allow_nonfinite": allow_nonfinite,
-            "accept_untrusted": accept_untrusted,
-            "progress": stack.enter_context(shown(progress)),
-        }
-        settings["executor"] = (
-            LocalExecutor(number_of_threads(threads)) if cluster is None else stack.enter_context(cluster)
-        )
+    reading: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
+    executor: Executor
+    if engine == "ray":
+        executor = _ray_cluster(recipe, device, workers, threads, ray_address, reading)
+    else:
+        check_known(f"engine {engine!r}", engine, ("local", "ray"))
+        for name, value in (("workers", workers), ("ray_address", ray_address)):
+            if value is not None:
+                raise InputError(f"{name}: applies only with engine='ray'")
+        executor = LocalExecutor(number_of_threads(threads))
+    with executor, shown(progress) as bar:
 
         def run(recipe: Recipe, out: Path, force: bool = False) -> MergeResult:
             with planned(recipe, **reading) as plan:
                 plan.block = block or plan.block
-                return merge_to_folder(recipe, plan, out, force=force, **settings)
+                return merge_to_folder(
+                    recipe,
+                    plan,
+                    out,
+                    executor=executor,
+                    device=device,
+                    force=force,
+                    resume=resume,
+                    allow_nonfinite=allow_nonfinite,
+                    accept_untrusted=accept_untrusted,
+                    progress=bar,
+                )
 
-        ready = stack.enter_context(_with_named_merges(recipe, out, run, resume=resume))
-        return run(ready, out, force)
+        with _with_named_merges(recipe, out, run, resume=resume) as ready:
+            return run(ready, out, force)
 
 
 def as_recipe(recipe: RecipeLike, allow_code: bool = False) -> Recipe:
@@ -191,37 +201,29 @@ def _with_named_merges(
         yield recipe.with_merged_folders(merged_folders, notes)
 
 
-def _cluster(
+def _ray_cluster(
     recipe: Recipe,
-    engine: str,
-    workers: int | None,
-    address: str | None,
-    threads: int | None,
     device: str,
+    workers: int | None,
+    threads: int | None,
+    address: str | None,
     reading: dict[str, Any],
-) -> RayCluster | None:
-    """The cluster of a merge, not started yet; None for the local engine."""
-    check_known(f"engine {engine!r}", engine, ("local", "ray"))
+) -> RayCluster:
+    """Return the cluster of a merge, which is not started yet."""
+    from ..engine.on_ray import RayCluster
+
     for name, number in (("workers", workers), ("threads", threads)):
-        if number is not None:
-            check_count(name, number)
-    if engine == "local":
-        for name, value in (("workers", workers), ("ray_address", address)):
-            if value is not None:
-                raise InputError(f"{name}: applies only with engine='ray'")
-        return None
+        check_count(name, number)
     if device != "cpu":
         raise InputError(f"device {device!r}: Ray workers compute on the cpu; use engine='local' for a GPU")
     if "adapter" in {each.output.format for each in (recipe, *recipe.merges.values())}:
         raise InputError("output.format: only engine='local' writes adapters")
-    from ..engine.on_ray import RayCluster
-
     return RayCluster(workers, threads, address, reading)
 
 
-def check_count(name: str, number: int) -> None:
-    """Raise InputError unless a number of threads or workers is from 1 to 256."""
-    if not 1 <= number <= 256:
+def check_count(name: str, number: int | None) -> None:
+    """Raise InputError unless a number of threads or workers is from 1 to 256; None stands for the default."""
+    if number is not None and not 1 <= number <= 256:
         raise InputError(f"{name} {number}: must be from 1 to 256")
 
 
@@ -239,9 +241,7 @@ def check_device(device: str) -> None:
 
 def number_of_threads(threads: int | None) -> int:
     """Check a number of threads. The default is one per core, at most 4: more would wait for the interpreter's lock."""
-    if threads is not None:
-        check_count("threads", threads)
-        return threads
     from ..engine.executor import available_cores
 
-    return min(available_cores(), 4)
+    check_count("threads", threads)
+    return threads or min(available_cores(), 4)

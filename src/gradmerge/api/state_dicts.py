@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from ..engine.plan import inputs_of, make_plan
 from ..engine.statistics import compute_mean_curvature, compute_statistics
 from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
-from ..recipe.method import is_rule_file, load_rule
 from ..rules import METHODS, Rule
 from .merge import check_device, number_of_threads
 
@@ -83,7 +81,7 @@ def merge_state_dicts(
     >>> merge_state_dicts(base, [a, b], "task-arithmetic", weights=[0.5, 1.0])
     {'w': tensor([2.5000])}
     """
-    method = _method_name(method, allow_code)
+    method = _method_name(method) if isinstance(method, Rule) else method
     _check_state_dicts(base, tuned)
     check_device(device)
     if isinstance(damping, str) and damping != "auto":
@@ -108,7 +106,7 @@ def merge_state_dicts(
         description["base"] = {"model": "base", "weight": base_weight, "penalty": source}
     elif base_weight is not None:
         raise InputError("base_weight: applies only with a base")
-    recipe = make_recipe(description, where="merge_state_dicts")
+    recipe = make_recipe(description, where="merge_state_dicts", allow_code=allow_code)
     opened = [Checkpoint(f"tuned[{i}]", memory=_contiguous(state)) for i, state in enumerate(tuned)]
     inputs = inputs_of(recipe, Checkpoint("base", memory=_contiguous(base)) if base is not None else None, opened)
     needs = recipe.rule.needs(inputs.options)
@@ -143,33 +141,26 @@ class StateDictOutput:
             self.tensors[name].view(-1)[merged.start : merged.start + len(values)] = values
 
 
-def _method_name(method: str | Rule, allow_code: bool) -> str:
-    """The name of a method, which may be a function with @rule or a Python file."""
-    if isinstance(method, Rule):
-        try:
-            return method.name if METHODS.get(method.name) is method else METHODS.add(method).name
-        except (TypeError, ValueError) as error:
-            raise InputError(f"method: {error}") from error
-    if is_rule_file(method):
-        return load_rule(method, Path(), allow_code=allow_code).name
-    if method not in METHODS:
-        raise InputError(f"method: there is no method {method!r}; known are {', '.join(METHODS)}")
-    return method
+def _method_name(rule: Rule) -> str:
+    """Return the name of a function with @rule, which is added to the methods if it is new."""
+    try:
+        return rule.name if METHODS.get(rule.name) is rule else METHODS.add(rule).name
+    except (TypeError, ValueError) as error:
+        raise InputError(f"method: {error}") from error
 
 
 def _check_state_dicts(base: Any, tuned: Any) -> None:
     if isinstance(tuned, Mapping) or not isinstance(tuned, Sequence) or not tuned:
         raise InputError("tuned: give a list of state dicts, one per fine-tuned model")
-    for label, state in [("base", base), *((f"tuned[{i}]", state) for i, state in enumerate(tuned))]:
-        if state is None and label == "base":
-            continue
+    states = {"base": {} if base is None else base} | {f"tuned[{i}]": state for i, state in enumerate(tuned)}
+    for label, state in states.items():
         if not isinstance(state, Mapping):
             raise InputError(
                 f"{label}: {type(state).__name__} is not a state dict; give a mapping from names to tensors"
             )
         for name, value in state.items():
-            if not isinstance(value, Tensor) or value.dtype not in STORED_TYPES:
-                kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            if kind not in STORED_TYPES:
                 raise InputError(f"{label}: {name!r} is {kind}, not a tensor that can be merged or copied")
 
 
@@ -183,12 +174,12 @@ def _in_memory(value: CurvatureLike | None, label: str, recipe: Recipe, method: 
             f"{label}: {method} needs it: a Curvature, a mapping from names to tensors, or a number c for c · I"
         )
     if isinstance(value, Mapping):
-        if isinstance(value, Curvature):
-            factor = reduction_factor(recipe.reduction, value.examples)
-            return CurvatureInput(
-                label, memory=value, factor=factor, tokens=value.tokens, kind=value.kind, transposed=value.transposed
-            )
-        return CurvatureInput(label, memory=value)
+        if not isinstance(value, Curvature):
+            return CurvatureInput(label, memory=value)
+        factor = reduction_factor(recipe.reduction, value.examples)
+        return CurvatureInput(
+            label, memory=value, factor=factor, tokens=value.tokens, kind=value.kind, transposed=value.transposed
+        )
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise InputError(f"{label}: {value} is not a curvature; give a finite number that is not negative")
     return CurvatureInput(label, constant=float(value))

@@ -57,6 +57,12 @@ class LocalExecutor:
 
     threads: int = 1
 
+    def __enter__(self) -> LocalExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing. A cluster ends here."""
+
     def begin(self, *merge: object) -> None:
         """Do nothing. A cluster starts its workers here."""
 

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,11 @@ from .plan import Plan, open_plan
 from .statistics import Statistics
 
 #: Entries of a share: at most, and so few that each worker has this many shares.
-MAX_ENTRIES, SHARES_PER_WORKER = 1 << 27, 16
+MAX_ENTRIES, SHARES = 1 << 27, 16
 #: How often a share is repeated after its process died.
 RETRIES = 3
-#: Seconds until the first task must have started, and until it must see the folder of the driver.
-START_SECONDS, FOLDER_DELAY = 120.0, 10.0
+#: Seconds until a worker must see the folder of the driver.
+FOLDER_DELAY = 10.0
 #: Bytes of the object store of a cluster of our own. Statistics pass through it, tensors do not.
 OBJECT_STORE = 200_000_000
 
@@ -119,8 +118,6 @@ _opened: list[MergeWorker] = []
 def run_share(task: MergeTask, work: Work, ranges: Sequence[Range]) -> tuple[Any, int]:
     """Reduce a function over ranges of tensors, or without a function, merge them and write them to the output.
 
-    The task is opened if this process has another one open. Without any range, that is all.
-
     Returns:
         The sum of the function's results (None for a merge), and the number of bytes read.
     """
@@ -134,8 +131,7 @@ def run_share(task: MergeTask, work: Work, ranges: Sequence[Range]) -> tuple[Any
     blocks = [Block(jobs[name], start, stop) for name, start, stop in ranges]
     if function is not None:
         return worker.executor.reduce(plan, function, blocks, read.append), sum(read)
-    if blocks:
-        worker.merge(blocks, read.append)
+    worker.merge(blocks, read.append)
     return None, sum(read)
 
 
@@ -165,7 +161,7 @@ class RayCluster:
     def begin(
         self, recipe: Recipe, plan: Plan, folder: AtomicDir, fingerprint: str, state: State, options: MergeOptions
     ) -> None:
-        """Start the cluster, and wait until a first process has opened the merge."""
+        """Start the cluster, and describe the merge to it."""
         if not self._ray.is_initialized():
             self._connect()
         self._in_parallel, threads = self._size()
@@ -185,20 +181,11 @@ class RayCluster:
         self._task = self._ray.put(task)
         remote = self._ray.remote(num_cpus=threads, max_retries=RETRIES, scheduling_strategy="SPREAD")
         self._run = remote(run_share)
-        first = self._run.remote(self._task, (None, Statistics(), None), [])
-        if not self._ray.wait([first], timeout=START_SECONDS)[0]:
-            self._cancel([first])
-            free = int(self._ray.available_resources().get("CPU", 0))
-            raise MachineError(
-                f"no worker has started within {START_SECONDS:.0f} s: a worker takes {threads} cores, and {free} "
-                "are free. Use fewer threads, or wait for other jobs."
-            )
-        self._result(first)
 
     def reduce(self, plan: Plan, function: BlockFunction, blocks: Iterable[Block], advance: Advance = ignore) -> Any:
         """Return the sum of ``function(plan, block, buffers)`` over blocks."""
-        parts, every = [], list(blocks)
-        with closing(self._map(plan, self._cut(every, every), function)) as results:
+        parts = []
+        with closing(self._map(plan, blocks, function)) as results:
             for _, part, read in results:
                 advance(read)
                 parts.append(part)
@@ -210,24 +197,18 @@ class RayCluster:
         """Merge blocks. The workers write them to the files of the output."""
         assert isinstance(output, Output)
         output.files.close()  # so that every machine sees them
-        every = list(blocks)
-        files = {block.job.name: output.files.model.locate(block.job.name) for block in every}
-        in_file_order = sorted(every, key=lambda block: (*files[block.job.name], block.start))
-        shares: list[list[Block]] = []
-        for _, group in groupby(in_file_order, lambda block: files[block.job.name][0]):
-            shares += self._cut(list(group), every)
-        with closing(self._map(plan, shares, None)) as results:
+        with closing(self._map(plan, blocks, None)) as results:
             for share, _, read in results:
                 output.record_blocks(share)
                 advance(read)
 
-    def _cut(self, blocks: Sequence[Block], every: Sequence[Block]) -> list[list[Block]]:
-        """Cut some blocks of ``every``, in their order, into shares. There are some for each worker until the end."""
-        total = sum(block.stop - block.start for block in every)
-        limit = min(MAX_ENTRIES, total // (SHARES_PER_WORKER * self._in_parallel))
+    def _cut(self, blocks: Iterable[Block]) -> list[list[Block]]:
+        """Cut blocks, in their order, into shares. There are some for each worker until the end."""
+        every = list(blocks)
+        limit = min(MAX_ENTRIES, sum(block.stop - block.start for block in every) // (SHARES * self._in_parallel))
         shares: list[list[Block]] = []
         entries = limit
-        for block in blocks:
+        for block in every:
             if entries >= limit:
                 shares.append([])
                 entries = 0
@@ -236,14 +217,14 @@ class RayCluster:
         return shares
 
     def _map(
-        self, plan: Plan, shares: Iterable[list[Block]], function: BlockFunction | None
+        self, plan: Plan, blocks: Iterable[Block], function: BlockFunction | None
     ) -> Generator[tuple[list[Block], Any, int], None, None]:
-        """Run a task for each share, and yield it with its result and the bytes read, as the tasks end.
+        """Run a task for each share of the blocks, and yield it with its result and the bytes read, as the tasks end.
 
         An error ends the other tasks, so that none writes any more.
         """
         work = self._ray.put((function, plan.statistics, plan.inputs.mean_curvature))
-        waiting, running = deque(shares), dict[Any, list[Block]]()
+        waiting, running = deque(self._cut(blocks)), dict[Any, list[Block]]()
         try:
             while waiting or running:
                 while waiting and len(running) < self._in_parallel:
@@ -252,24 +233,15 @@ class RayCluster:
                     running[self._run.remote(self._task, work, ranges)] = share
                 for answer in self._ray.wait(list(running), timeout=1.0)[0]:
                     share = running.pop(answer)
-                    yield (share, *self._result(answer))
-        except BaseException:
-            self._cancel(list(running))
+                    yield (share, *self._ray.get(answer))
+        except BaseException as error:
+            with suppress(Exception):
+                for answer in running:
+                    self._ray.cancel(answer, force=True)
+                self._ray.wait(list(running), num_returns=len(running), timeout=5.0)
+            if isinstance(error, self._ray.exceptions.RayError):
+                raise _translate(error) from error
             raise
-
-    def _result(self, answer: Any) -> Any:
-        try:
-            return self._ray.get(answer)
-        except self._ray.exceptions.RayError as error:
-            raise _translate(error) from error
-
-    def _cancel(self, answers: list[Any]) -> None:
-        """End tasks, and wait until they write no more."""
-        with suppress(Exception):
-            for answer in answers:
-                self._ray.cancel(answer, force=True)
-            if answers:
-                self._ray.wait(answers, num_returns=len(answers), timeout=5.0)
 
     def _connect(self) -> None:
         """Connect to a cluster, or start one on this machine."""
