@@ -254,13 +254,6 @@ FAMILIES: Mapping[str, Family] = {
     "roberta": Family(
         _of(t.RobertaForSequenceClassification, t.RobertaConfig, **_BERT), "text", "classes", zero=("key.bias",)
     ),
-    "distilbert": Family(
-        _of(
-            t.DistilBertForSequenceClassification, t.DistilBertConfig, vocab_size=VOCABULARY, dim=8, n_layers=2,
-            n_heads=2, hidden_dim=12, max_position_embeddings=16, num_labels=3, pad_token_id=PAD,
-        ),
-        "text", "classes", zero=("k_lin.bias",),
-    ),
     "albert": Family(
         _of(t.AlbertForSequenceClassification, t.AlbertConfig, **_BERT, embedding_size=4),
         "text", "classes", zero=("key.bias",),
@@ -283,9 +276,6 @@ FAMILIES: Mapping[str, Family] = {
     "llama, tied": Family(
         _of(t.LlamaForCausalLM, t.LlamaConfig, **_LLAMA | {"tie_word_embeddings": True}),
         "language", "next-token", ROUNDED,
-    ),
-    "llama, grouped": Family(
-        _of(t.LlamaForCausalLM, t.LlamaConfig, **_LLAMA | {"num_key_value_heads": 1}), "language", "next-token", ROUNDED
     ),
     "qwen2": Family(_of(t.Qwen2ForCausalLM, t.Qwen2Config, **_LLAMA), "language", "next-token", ROUNDED),
     "qwen3": Family(_of(t.Qwen3ForCausalLM, t.Qwen3Config, **_LLAMA, head_dim=6), "language", "next-token", ROUNDED),
@@ -336,12 +326,6 @@ FAMILIES: Mapping[str, Family] = {
         "language", "next-token", ROUNDED,
     ),
     "t5": Family(_of(t.T5ForConditionalGeneration, t.T5Config, **_T5), "pairs", "tokens", ROUNDED),
-    "t5, untied and gated": Family(
-        _of(
-            t.T5ForConditionalGeneration, t.T5Config, **_T5, tie_word_embeddings=False, feed_forward_proj="gated-gelu"
-        ),
-        "pairs", "tokens", ROUNDED,
-    ),
     "bart": Family(
         _of(
             t.BartForConditionalGeneration, t.BartConfig, vocab_size=VOCABULARY, d_model=8, encoder_layers=2,

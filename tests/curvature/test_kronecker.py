@@ -19,6 +19,7 @@ from . import slow
 from .families import EXACT, FAMILIES, batch_of, batches_of
 from .slow import Example
 from .test_estimate import CLASSIFIERS, made, wanted
+from .test_verify import TwiceWhenLong, batches_of_lengths
 
 #: Weights of linear layers that have a diagonal: tied to an embedding, or used more than once per example.
 WITHOUT = {
@@ -29,7 +30,6 @@ WITHOUT = {
     "gemma2": {"lm_head"},
     "opt": {"lm_head"},
     "t5": {"lm_head"},
-    "t5, untied and gated": {"lm_head"},
     "bart": {"lm_head"},
 }
 
@@ -178,16 +178,12 @@ def test_inputs_that_are_the_same_only_now_and_then_are_told_apart() -> None:
 
 def test_wide_layers_have_a_diagonal_and_are_named() -> None:
     model, examples = made("bert")
-    got, all_of_them = (
-        estimated(model, [batch_of(examples)], max_kronecker_dim=8),
-        estimated(model, [batch_of(examples)]),
-    )
+    got = estimated(model, [batch_of(examples)], max_kronecker_dim=8)
+    every = estimated(model, [batch_of(examples)])
     wide = {n for n, p in model.named_parameters() if p.dim() == 2 and max(p.shape) > 8 and "embeddings" not in n}
-    assert len(wide) == 4
-    assert wide <= got.diagonal.keys() and all(name in got.notes[0] for name in wide)
-    assert got.layers.keys() == all_of_them.layers.keys() - wide
-    assert not all_of_them.notes
-    assert {name.replace("weight", "bias") for name in wide} <= got.diagonal.keys()
+    assert len(wide) == 4 and got.layers.keys() == every.layers.keys() - wide
+    assert wide | {name.replace("weight", "bias") for name in wide} <= got.diagonal.keys()
+    assert all(name in got.notes[0] for name in wide) and not every.notes
 
 
 class Halting(nn.Module):
@@ -208,21 +204,7 @@ def test_layers_that_no_gradient_reaches_have_a_diagonal_and_are_named() -> None
     assert "detached.weight" in got.notes[0] and "unused.weight" in got.notes[0]
 
 
-class Twice(nn.Module):
-    """Long examples go through the layer twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.layer(x)
-        x = self.layer(x) if x.shape[1] > 2 else x
-        return self.head(x.tanh().mean(1))
-
-
 def test_a_layer_that_a_later_batch_uses_twice_has_no_factors() -> None:
-    torch.manual_seed(0)
-    batches = [(torch.randn(3, n, 4), torch.tensor([0, 1, 2])) for n in (2, 5)]
+    _, batches = batches_of_lengths((3, 5))
     with pytest.raises(gm.InputError, match=r"layer\.weight"):
-        estimated(Twice(), batches)
+        estimated(TwiceWhenLong(), batches)

@@ -10,19 +10,12 @@ import torch
 import transformers as t
 from torch import Tensor, nn
 
-import gradmerge as gm
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.curvature.losses import LOSSES, MASKED, loss_of
 
 from . import slow
 
 INPUTS, OUTS = 4, 3
-
-
-def regression(seed: int = 0, outputs: int = OUTS) -> tuple[nn.Linear, Tensor]:
-    """A linear model and its inputs."""
-    torch.manual_seed(seed)
-    return nn.Linear(INPUTS, outputs).double(), torch.randn(6, INPUTS, dtype=torch.float64)
 
 
 LABELS: dict[str, Tensor] = {
@@ -139,19 +132,3 @@ def test_what_a_model_answers_is_read_off_it(kind: Any, config: Any, labels: Ten
     with torch.device("meta"):
         model = kind(config)
     assert loss_of(model, labels).name == want
-
-
-@pytest.mark.parametrize(
-    ("output", "labels"),
-    [
-        ("labels", torch.tensor([[0, 1, 2]] * 6)),
-        ("squared", torch.full((6, 3), math.nan)),
-        ("classes", torch.zeros(6, 3).long()),
-        ("tokens", torch.zeros(6).long()),
-        ("classes", torch.tensor([0, 1, 2, 3, 0, 0])),
-    ],
-)
-def test_labels_that_do_not_fit_are_refused(output: str, labels: Tensor) -> None:
-    model, x = regression()
-    with pytest.raises(gm.InputError, match="label"):
-        estimate_curvature(model, [(x, labels)], output=output)

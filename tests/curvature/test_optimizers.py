@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import ivon
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Adafactor
 
@@ -63,16 +61,10 @@ def running_mean(gradients: list[dict[str, Tensor]], beta: float) -> dict[str, T
     }
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "parameters": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3),
-    "named parameters, backwards": lambda m: torch.optim.AdamW(list(m.named_parameters())[::-1], lr=1e-3),
-}
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_adam_in_a_plain_loop_is_read_too(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_adam_in_a_plain_loop_is_read_too(named: bool, tmp_path: Path) -> None:
     model = fresh("bert")
-    optimizer = OPTIMIZERS[kind](model)
+    optimizer = torch.optim.AdamW(list(model.named_parameters())[::-1] if named else model.parameters(), lr=1e-3)
     gradients = steps(model, optimizer)
     got = gm.import_curvature(saved(tmp_path / "c", model, optimizer), dataset_size=50, batch_size=2)
     assert_same(got, {n: 50 * 2 * v for n, v in running_mean(gradients, 0.999).items()})
@@ -144,14 +136,6 @@ def test_frozen_parameters_are_missing(tmp_path: Path) -> None:
     assert gm.import_curvature(saved(tmp_path / "d", model, optimizer), 10, 1).keys() == got.keys()
 
 
-def test_weights_of_other_shapes_are_refused(bert: Run, tmp_path: Path) -> None:
-    shutil.copytree(bert.checkpoint, tmp_path / "c")
-    wrong = {name: torch.zeros(1) for name in bert.weights}
-    save_file(wrong, tmp_path / "c" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(gm.InputError):
-        gm.import_curvature(tmp_path / "c", 10, 4)
-
-
 def test_no_model_is_built_if_its_config_names_code_from_the_hub(
     bert: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,12 +156,6 @@ def test_other_optimizers_are_refused(make: Any, tmp_path: Path) -> None:
     steps(model, optimizer)
     with pytest.raises(gm.InputError):
         gm.import_curvature(saved(tmp_path / "c", model, optimizer), 10, 1)
-
-
-@pytest.mark.parametrize(("name", "value"), [("dataset_size", 0), ("batch_size", 2.5), ("batch_size", 10**16)])
-def test_invalid_numbers(name: str, value: Any, bert: Run) -> None:
-    with pytest.raises(gm.InputError, match=name):
-        gm.import_curvature(**{"checkpoint": bert.checkpoint, "dataset_size": 10, "batch_size": 4} | {name: value})
 
 
 class _Trap:

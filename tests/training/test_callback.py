@@ -55,13 +55,6 @@ def test_other_optimizers_are_refused_before_the_first_step(tmp_path: Path) -> N
     assert not watch.weights
 
 
-@pytest.mark.parametrize(("limit", "warnings"), [(1.0, 1), (0.0, 0)])
-def test_adam_warns_of_clipping(tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: float, warnings: int) -> None:
-    with caplog.at_level(logging.WARNING, logger="gradmerge"):
-        trainer_for(tmp_path / "out", bert(), sentences(4), gm.CurvatureCallback(), max_grad_norm=limit).train()
-    assert len(caplog.records) == warnings
-
-
 # pass
 
 
@@ -130,20 +123,6 @@ def test_the_callback_does_not_change_training(tmp_path: Path, source: str, bf16
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert torch.equal(after, after_two)
     assert read(tmp_path / "out").examples == 20
-
-
-def test_a_merge_finds_the_curvature_of_a_saved_model(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path / "out", bert(), sentences(8), gm.CurvatureCallback("pass"), save_total_limit=1)
-    trainer.train()
-    trainer.save_model()
-    bert().save_pretrained(tmp_path / "base")
-    recipe = {
-        "method": "fisher-averaging",
-        "base": str(tmp_path / "base"),
-        "models": [str(tmp_path / "out"), str(next((tmp_path / "out").glob("checkpoint-*")))],
-    }
-    gm.merge(gm.Recipe(**recipe), tmp_path / "merged")
-    assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
 def test_frozen_parameters_get_no_curvature_and_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -180,9 +180,8 @@ def test_parameters_without_a_gradient_are_not_touched() -> None:
     optimizer = gm.PriorAdamW(list(params.items()), lr=0.1, prior=CURVATURE, anchor=BASE)
     params["weight"].grad = GRADIENTS[0]["weight"]
     optimizer.step()
-    assert torch.equal(params["bias"], START["bias"])
+    assert torch.equal(params["bias"], START["bias"]) and params["bias"] not in optimizer.state
     assert not torch.equal(params["weight"], START["weight"])
-    assert params["bias"] not in optimizer.state
 
 
 @pytest.mark.parametrize(("coupling", "prior"), [("decoupled", CURVATURE), ("adam", CURVATURE), ("adam", "identity")])
@@ -217,22 +216,6 @@ def test_parameters_larger_than_a_chunk_in_any_memory_layout(coupling: str, monk
         p.grad = gradient.clone()
         optimizer.step()
         torch.testing.assert_close(p.detach(), want, rtol=1e-10, atol=1e-10)
-
-
-def test_a_learning_rate_may_be_a_tensor() -> None:
-    rate = torch.tensor(0.1, dtype=torch.float64)
-    assert_equal(run(prior=CURVATURE, lr=rate), run(prior=CURVATURE, lr=0.1))
-
-
-def test_adams_metric_counts_steps_without_a_penalty() -> None:
-    params, others = parameters(), parameters()
-    optimizer, other = (
-        gm.PriorAdamW(list(p.items()), anchor=BASE, prior=CURVATURE, lr=0.1, coupling="adam") for p in (params, others)
-    )
-    for strength, gradient in zip((1.0, 1.0, 0.0, 1.0), GRADIENTS, strict=False):
-        optimizer.param_groups[0]["strength"] = other.param_groups[0]["strength"] = strength
-        other.load_state_dict(copy.deepcopy(other.state_dict()))  # reads the count from Adam's state
-        assert_equal(take_steps(optimizer, params, [gradient]), take_steps(other, others, [gradient]))
 
 
 # State.
