@@ -237,11 +237,6 @@ class LayerFormula(ABC):
         """Report that the formula does not fit the shapes of this batch."""
         self.recorder.unfit.add(self)
 
-    def note_uses(self, kind: type[Term]) -> None:
-        """Note that the weight and the bias are used. The weight gets a term of this kind."""
-        for name, entry in self.sums.items():
-            self.recorder.note_use(entry, kind if name == "weight" else DirectGradient)
-
     def expect_product(self, output: Tensor, x: Tensor) -> None:
         """Note a product with a matrix: the output has as many rows as the input."""
         self.note_rows(x)
@@ -326,9 +321,14 @@ class LayerFormula(ABC):
 class OutputFormula(LayerFormula):
     """A formula of the module's input x and the gradient y of its output."""
 
-    @abstractmethod
-    def expect(self, output: Tensor, x: Tensor) -> None:
-        """Note the shapes that the formula needs in this call, and the kind of term that each parameter gets."""
+    kind: type[Term] = OuterGradient
+    """What the weight's term is."""
+    axes = 1
+    """How many last axes of :meth:`channels_last` are those of one token."""
+
+    def channels_last(self, value: Tensor) -> Tensor:
+        """Return an input or output with the axes of one token at the end."""
+        return value
 
     @abstractmethod
     def use(self, y: Tensor, x: Tensor) -> None:
@@ -342,7 +342,11 @@ class OutputFormula(LayerFormula):
             self.unfit()  # the module does not map a tensor to a tensor
             return output
         x = inputs[0].to(output.device)
-        self.expect(output, x)
+        for value in map(self.channels_last, (output, x)):
+            self.note_rows(value)
+            self.recorder.expect_shape(self, value.shape, self.axes)
+        for name, entry in self.sums.items():
+            self.recorder.note_use(entry, self.kind if name == "weight" else DirectGradient)
         return self.tap(output, self.use, x)
 
 

@@ -28,10 +28,6 @@ _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.f
 class LinearFormula(OutputFormula):
     """x Wᵀ + b: g_i = Σ_t y_it x_itᵀ. GPT-2's Conv1D holds Wᵀ."""
 
-    def expect(self, output: Tensor, x: Tensor) -> None:
-        self.expect_product(output, x)
-        self.note_uses(OuterGradient)
-
     def use(self, y: Tensor, x: Tensor) -> None:
         weight, bias = self.sums.get("weight"), self.sums.get("bias")
         if weight is not None and is_conv1d(self.module):
@@ -43,44 +39,39 @@ class LinearFormula(OutputFormula):
 class NormFormula(OutputFormula):
     """x̂ ∘ w + b with normalized input x̂: g_i = Σ_t y_it ∘ x̂_it, over everything but channels."""
 
-    def expect(self, output: Tensor, x: Tensor) -> None:
-        for value in (output, x):
-            value = self._channels_last(value)
-            self.note_rows(value)
-            self.recorder.expect_shape(self, value.shape, self._axes)
-        self.note_uses(DirectGradient)
+    kind = DirectGradient
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.axes = module.weight.dim() if isinstance(module.weight, Tensor) else 1
+
+    def channels_last(self, value: Tensor) -> Tensor:
+        return value if isinstance(self.module, nn.LayerNorm | nn.RMSNorm) else value.movedim(1, -1)
 
     def use(self, y: Tensor, x: Tensor) -> None:
-        normal = self._channels_last(_normalized(self.module, x))
-        y, normal = self.per_example(self._channels_last(y), self._axes), self.per_example(normal, self._axes)
+        normal = self.per_example(self.channels_last(_normalized(self.module, x)), self.axes)
+        y = self.per_example(self.channels_last(y), self.axes)
         if weight := self.sums.get("weight"):
             product = y * normal
             self.recorder.add_term(weight, DirectGradient(product.sum(1, dtype=sum_type(product))))
         self.add_bias(self.sums.get("bias"), y)
 
-    @property
-    def _axes(self) -> int:
-        """The number of axes of the weight."""
-        return self.module.weight.dim() if isinstance(self.module.weight, Tensor) else 1
-
-    def _channels_last(self, value: Tensor) -> Tensor:
-        return value if isinstance(self.module, nn.LayerNorm | nn.RMSNorm) else value.movedim(1, -1)
-
 
 class ConvFormula(OutputFormula):
     """A convolution is a linear layer of patches."""
 
-    def expect(self, output: Tensor, x: Tensor) -> None:
-        self.note_rows(x.movedim(1, -1))
-        if len(output) != self.recorder.examples:
-            self.unfit()
-        self.note_uses(OuterGradient if self.module.groups == 1 else DirectGradient)
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.kind = OuterGradient if module.groups == 1 else DirectGradient
+
+    def channels_last(self, value: Tensor) -> Tensor:
+        return value.movedim(1, -1)
 
     def use(self, y: Tensor, x: Tensor) -> None:
-        y = y.flatten(2).transpose(1, 2)
+        y, patches = self.per_example(self.channels_last(y)), self.per_example(_patches(self.module, x), 2)
         self.add_bias(self.sums.get("bias"), y)
         if weight := self.sums.get("weight"):
-            patches, groups = _patches(self.module, x), self.module.groups
+            groups = self.module.groups
             if groups == 1:
                 self.recorder.add_term(weight, OuterGradient(y, patches.flatten(2)))
                 return
@@ -115,7 +106,7 @@ class RelativeBiasFormula(InsideFormula):
         if not self.recorder.listening or self._ids is None:
             return bias
         repeated = bias.detach().expand(self.recorder.examples, *bias.shape[1:])
-        self.note_uses(DirectGradient)
+        self.recorder.note_use(self.sums["weight"], DirectGradient)
         return self.tap(repeated, self._use_table, self._ids)
 
     def _use_table(self, y: Tensor, ids: Tensor) -> None:
