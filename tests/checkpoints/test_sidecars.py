@@ -84,15 +84,3 @@ def test_links_are_followed_only_inside_of_the_model(models: list[Path], tmp_pat
     out, _ = merged(models)
     assert names(out) == MADE | {"special_tokens_map.json"}
     assert (out / "special_tokens_map.json").read_text() == "kept"
-
-
-def test_the_blobs_of_a_hub_cache_are_followed(models: list[Path], tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "models--org--a" / "snapshots" / "abc", tmp_path / "models--org--a" / "blobs"
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    (models[0] / "tokenizer.json").write_text("{}")
-    for number, path in enumerate(sorted(models[0].iterdir())):
-        path.rename(blobs / str(number))
-        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", str(number)))
-    out, _ = merged([snapshot, models[1]])
-    assert "tokenizer.json" in names(out) and not (out / "tokenizer.json").is_symlink()
