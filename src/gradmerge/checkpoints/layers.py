@@ -2,14 +2,14 @@
 
 A *stack* is a sequence of layers with a common prefix: `model.layers.` in Llama, `transformer.h.` in GPT-2, and both
 `encoder.block.` and `decoder.block.` in T5. Other numbers are not layers: experts and parts of a T5 block (deeper in
-the name), `0.auto_model.` of sentence-transformers (further up), and the parts of an `nn.Sequential`.
+the name), `0.auto_model.` of sentence-transformers, and the parts of an `nn.Sequential`.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from .comparison import Comparison, compare
 from .config_diff import completed, parts
 from .tied_weights import same_values, tied_to
 
-_NUMBER = re.compile(r"(?:^|(?<=\.))(\d+)\.")
+#: The prefix of a stack: modules with layers are called `layers`, `h`, `transformer_blocks` and the like.
+_PREFIX = re.compile(r"(.*?[./])?(\w*(layers?|blocks?)|h)\.(?=\d{1,5}\.)")
+_NUMBER = re.compile(r"(\d{1,5})\.")
 #: Tensors before the first layer: embeddings and what is applied to them. All others outside the layers come after.
 _BEFORE = re.compile(
     r"emb(?!ed_out)|\bwte\b|\bwpe\b|^shared\.|relative_pe|patch_conv|\bln_pre|layernorm_pre|\bpre_layr|\bpre_layernorm"
@@ -40,37 +42,12 @@ def layer_stacks(names: Iterable[str]) -> dict[str, int]:
     >>> layer_stacks(["model.embed.weight", "model.layers.0.mlp.fc.weight", "model.layers.1.mlp.fc.weight"])
     {'model.layers.': 2}
     """
-    return dict(_stacks([(name, 0) for name in names]))
-
-
-def _stacks(names: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """Yield the stacks among pairs of a name and the position where the search for a number starts."""
-    groups: dict[str, list[tuple[str, int, int]]] = {}
-    for name, start in names:
-        if match := _NUMBER.search(name, start):
-            groups.setdefault(name[: match.start()], []).append((name, int(match[1]), match.end()))
-    for prefix, group in groups.items():
-        layers: dict[int, set[str]] = {}
-        for name, number, end in group:
-            layers.setdefault(number, set()).add(name[end:])
-        if _are_layers(prefix, layers):
-            yield prefix, max(layers) + 1
-        else:
-            yield from _stacks((name, end) for name, _, end in group)
-
-
-def _are_layers(prefix: str, layers: Mapping[int, set[str]]) -> bool:
-    """Return whether numbered modules are layers: each of them shares a tensor with the first.
-
-    The parts of an `nn.Sequential` share no tensor, or skip the numbers of parts without weights. A single layer must
-    contain modules and have a prefix.
-    """
-    first = layers[min(layers)]
-    if not all(first & names for names in layers.values()):
-        return False
-    if any("." in name for names in layers.values() for name in names):
-        return len(layers) > 1 or (prefix != "" and 0 in layers)
-    return len(layers) > 1 and len(layers) == max(layers) + 1
+    stacks: dict[str, int] = {}
+    for name in names:
+        if prefix := _PREFIX.match(name):
+            number = int(name[prefix.end() :].partition(".")[0])
+            stacks[prefix[0]] = max(stacks.get(prefix[0], 0), number + 1)
+    return stacks
 
 
 def find_layer(name: str, stacks: Iterable[str]) -> tuple[str, int] | None:
