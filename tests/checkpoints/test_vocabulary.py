@@ -81,23 +81,16 @@ def test_broken_tokenizers_are_refused(tokenizer: Any, tmp_path: Path) -> None:
         read_vocabulary(tmp_path, "model")
 
 
-def test_vocabulary_tensors_are_known_by_name_or_by_their_number_of_rows() -> None:
+def test_vocabulary_tensors_are_known_by_name_and_their_number_of_rows() -> None:
     shapes = {
         NAME: (99, 8),
         "model.layers.0.embed_tokens.weight": (99, 8),
-        "odd_name": (99, 8),
         "final_logits_bias": (1, 99),
         "model.embed_positions.weight": (99, 8),
         "decoder.weight": (3, 8),
     }
-    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    model = Checkpoint("m", memory=tensors, config={"vocab_size": 99})
-    assert vocabulary_tensors(model) == (
-        99,
-        frozenset([NAME, "final_logits_bias"]),
-    )  # 99 is a width, so odd_name does not count
-    del tensors["final_logits_bias"]
-    assert vocabulary_tensors(Checkpoint("m", memory=tensors)) == (99, frozenset([NAME, "odd_name"]))
+    model = Checkpoint("m", memory={name: torch.zeros(shape) for name, shape in shapes.items()})
+    assert vocabulary_tensors(model) == (99, frozenset([NAME, "final_logits_bias"]))
     with pytest.raises(InputError):
         vocabulary_tensors(Checkpoint("m", memory={"weight": torch.zeros(3, 3)}))
 

@@ -146,12 +146,18 @@ class View(Checkpoint):
         self.inner_names = {name: name for name in inner.tensors} if inner_names is None else dict(inner_names)
         self.tensors = {name: inner.tensors[inner_name] for name, inner_name in self.inner_names.items()}
 
+    def source(self, name: str) -> tuple[Checkpoint, str]:
+        """Return the checkpoint that a tensor is read from, and its name there."""
+        return self.inner, self.inner_names[name]
+
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
-        return self.inner.read(self.inner_names[name], start, stop, buffers, slot)
+        inner, inner_name = self.source(name)
+        return inner.read(inner_name, start, stop, buffers, slot)
 
     def will_need(self, name: str) -> None:
-        if name in self.inner_names:
-            self.inner.will_need(self.inner_names[name])
+        if name in self.tensors:
+            inner, inner_name = self.source(name)
+            inner.will_need(inner_name)
 
     def files(self) -> list[Path]:
         return self.inner.files()

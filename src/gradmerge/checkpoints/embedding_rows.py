@@ -19,12 +19,10 @@ from .tied_weights import in_layer, tied_to
 
 #: Tensors with one row per token: input embeddings, output heads and their biases.
 VOCABULARY = re.compile(
-    r"(.*[./])?((embed_tokens|wte|word_embeddings?|tok_embeddings|token_embedding|shared|embed_in|lm_head|embed_out|"
-    r"decoder|vocab_projector|lm_loss|pred_layer\.proj)\.weight|(decoder|lm_head|vocab_projector|lm_loss|embed_out|"
-    r"pred_layer\.proj|predictions)\.bias|final_logits_bias|(transformer|backbone)\.embeddings\.weight)"
+    r"(.*[./])?(embed_tokens|wte|word_embeddings?|tok_embeddings|token_embedding|tokens_embed|shared|embed_in|"
+    r"(transformer|backbone)\.embeddings|lm_head|embed_out|output|decoder|proj_out|output_projection|vocab_projector|"
+    r"generator_lm_head|lm_loss|pred_layer\.proj|predictions)\.(weight|bias)|(.*[./])?final_logits_bias"
 )
-#: Tables whose rows are not tokens but may have the same number of rows.
-OTHER_ROWS = re.compile(r"pos|wpe|type|norm|class|score|patch", re.IGNORECASE)
 MISSING, PADDING = -1, -2
 """Instead of a row number: the model lacks the token; the row of the result has no token."""
 STEP = 1 << 20
@@ -33,11 +31,7 @@ Index = NDArray[np.int64]
 
 
 def vocabulary_tensors(checkpoint: Checkpoint) -> tuple[int, frozenset[str]]:
-    """Return the number of vocabulary rows of a model, and the tensors that have one row per token.
-
-    Names identify these tensors. A tensor outside the layers with another name counts as well if it has as many rows.
-    The exceptions are tables of positions or classes, and a number of rows that is also a width of the model.
-    """
+    """Return the number of vocabulary rows of a model, and the tensors that have one row per token."""
     named = [name for name in checkpoint.tensors if VOCABULARY.fullmatch(name) and not in_layer(name)]
     counts = [_row_count(checkpoint.tensors[name]) for name in named]
     if not counts:
@@ -45,13 +39,7 @@ def vocabulary_tensors(checkpoint: Checkpoint) -> tuple[int, frozenset[str]]:
     text = checkpoint.config.get("text_config")
     size = checkpoint.config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     rows = size if size in counts else counts[0]
-    widths = {width for info in checkpoint.tensors.values() if len(info.shape) > 1 for width in info.shape[1:]}
-    return rows, frozenset(
-        name
-        for name, info in checkpoint.tensors.items()
-        if not in_layer(name) and info.is_float and _row_count(info) == rows
-        if name in named or (rows not in widths and not OTHER_ROWS.search(name))
-    )
+    return rows, frozenset(name for name, count in zip(named, counts, strict=True) if count == rows)
 
 
 def _row_count(info: TensorInfo) -> int:

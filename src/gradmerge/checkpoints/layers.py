@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..errors import InputError
 from ..notes import Kind, Note
 from ..text import some
-from .checkpoint import Buffers, Checkpoint, View
+from .checkpoint import Checkpoint, View
 from .comparison import Comparison, compare
 from .config_diff import completed, parts
 from .tied_weights import same_values, tied_to
@@ -209,14 +207,8 @@ class StackedCheckpoint(View):
             if embedding is None or not same_values(last, name, embedding):
                 yield len(self.layers) - 1, name, last, name
 
-    def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
-        model, stored = self.sources[name]
-        return model.read(stored, start, stop, buffers, slot)
-
-    def will_need(self, name: str) -> None:
-        if name in self.sources:
-            model, stored = self.sources[name]
-            model.will_need(stored)
+    def source(self, name: str) -> tuple[Checkpoint, str]:
+        return self.sources[name]
 
     def files(self) -> list[Path]:
         return list(dict.fromkeys(path for part in self.parts for path in part.files()))
