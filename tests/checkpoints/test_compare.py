@@ -61,6 +61,7 @@ def test_every_difference_of_every_model_is_in_one_message(tmp_path: Path) -> No
 OLD_BUFFERS = {
     "embeddings.position_ids": torch.arange(4),
     "h.0.attn.bias": torch.ones(1, 1, 4, 4),
+    "h.1.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8),
     "h.0.attn.masked_bias": torch.tensor(-1e4),
     "layers.0.self_attn.rotary_emb.inv_freq": torch.tensor([1.0, 0.1]),
     "bn.num_batches_tracked": torch.tensor(5),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -117,7 +117,7 @@ def compare(
         aliases: dict[str, str] = {}
         if not quantized.keys() & {id(first), id(other)}:
             aliases = _compare_tensors(first, other, result, chosen)
-            _note_unrelated(first, other, result, aliases, first_is_base)
+            _note_unrelated(first, other, result, first_is_base)
         result.aliases.append(aliases)
         _compare_configs(first, other, result, chosen, allow_config)
         if not one_tokenizer:
@@ -179,16 +179,13 @@ def _copies_tied(name: str, first: Checkpoint, other: Checkpoint) -> bool:
     return source is not None and source in other.tensors and same_values(other, name, source)
 
 
-def _note_unrelated(
-    first: Checkpoint, other: Checkpoint, result: Comparison, aliases: Mapping[str, str], first_is_base: bool
-) -> None:
+def _note_unrelated(first: Checkpoint, other: Checkpoint, result: Comparison, first_is_base: bool) -> None:
     """Add a warning if the weight matrices of two models are too far apart for a common base."""
     ours, theirs = (list(unwrap_chain(unwrap(checkpoint))) for checkpoint in (first, other))
     if any(is_same(part.base, inner) for part in theirs if hasattr(part, "base") for inner in ours):
         return  # an adapter on the first model, or on the base of the first model
-    shared = [name for name in result.merged if name in other.tensors and name not in aliases]
-    same_shape = [name for name in shared if other.tensors[name].shape == first.tensors[name].shape]
-    distance, cosine = distance_of(first, other, same_shape)
+    shared = [name for name in result.merged if name in other.tensors]
+    distance, cosine = distance_of(first, other, shared)
     if distance >= UNRELATED_DISTANCE:
         base = first.label if first_is_base else f"the same base as {first.label}"
         text = (
@@ -207,6 +204,7 @@ def distance_of(first: Checkpoint, other: Checkpoint, names: Sequence[str]) -> t
     products = torch.zeros(3, dtype=torch.float64)
     buffers, infos = Buffers(), first.tensors
     matrices = [n for n in names if len(infos[n].shape) >= 2 and infos[n].numel and other.tensors[n].is_float]
+    matrices = [name for name in matrices if other.tensors[name].shape == infos[name].shape]
     for name in matrices[:: -(-len(matrices) // 64) or 1]:
         length = min(SAMPLE, infos[name].numel)
         start = (infos[name].numel - length) // 2
