@@ -27,7 +27,7 @@ from .config_diff import DEPTH, parts
 #: Config keys that describe how the weights are quantized, also in nested configs.
 KEYS = ("quantization_config", "compression_config")
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
-#: Types of codes. Matrices of these types are codes, because models store positions as 64-bit integers.
+#: Types of codes. Matrices of these types are codes, except for a few constants that some models store.
 CODE_TYPES = {*FLOAT8, "I8", "U8", "I16", "I32"}
 #: Part of the name of the description of a tensor of 4-bit bitsandbytes codes.
 STATE = ".quant_state.bitsandbytes__"
@@ -95,8 +95,8 @@ def _settings(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _is_code(name: str, info: TensorInfo) -> bool:
-    is_mask = name.endswith(("bias", "mask"))  # GPT-2 stored its causal mask as bytes
-    return (info.dtype in CODE_TYPES and len(info.shape) > 1 and not is_mask) or STATE in name
+    is_constant = name.endswith(("bias", "mask", "_ids", "_index"))  # GPT-2 stored its causal mask as `bias`
+    return (info.dtype in CODE_TYPES and len(info.shape) > 1 and not is_constant) or STATE in name
 
 
 def _scales_of(name: str, tensors: Mapping[str, TensorInfo]) -> str | None:
