@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from .errors import InputError
 from .text import nearest
@@ -100,7 +100,7 @@ def check(name: str, value: Any, hint: Any) -> None:
     fitting = [option for option in options if _fits(value, option)]
     if not fitting:
         names = ["None" if option is NoneType else inspect.formatannotation(option) for option in options]
-        expected = " or ".join(names).replace("collections.abc.", "")
+        expected = " or ".join(names).replace("collections.abc.", "").replace("Literal", "one of ")
         text = repr(value).replace("\n", " ")
         raise InputError(f"{name} must be {expected}, not {text[:60]} ({type(value).__name__})")
     if get_args(fitting[0])[-1:] == (str,):
@@ -118,6 +118,8 @@ def _fits(value: Any, option: Any) -> bool:
     kind = get_origin(option) or option
     if kind is Any:
         return True
+    if kind is Literal:
+        return value in get_args(option)
     if isinstance(value, bool):
         return kind is bool
     if kind in (Sequence, Iterable) and isinstance(value, str | bytes | Mapping):

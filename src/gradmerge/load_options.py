@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from .errors import InputError
 
@@ -11,9 +11,8 @@ from .errors import InputError
 class LoadOptions(TypedDict, total=False):
     """How a model and its data are loaded: keywords of every function that does so, options of every such command."""
 
-    task: str
-    """``classify``, ``causal-lm``, ``seq2seq``, ``image``, ``embedding``, or ``auto`` for the task of the model's
-    architecture."""
+    task: Literal["auto", "classify", "causal-lm", "seq2seq", "image", "embedding"]
+    """``auto`` is the task of the model's architecture."""
     columns: Mapping[str, str] | None
     """The columns of the data if their names are not common ones, such as `text=review,label=stars`. Keys: text,
     text2, label, prompt, completion, messages, source, target, image, anchor, positive, negative, score.
@@ -21,13 +20,13 @@ class LoadOptions(TypedDict, total=False):
     limit: int | None
     """The maximum number of rows of each data source."""
     batch_size: int
-    """Rows per batch. Results do not depend on it, beyond rounding, except in `distill`."""
+    """Rows per batch. It changes rounding only, except in `distill`."""
     max_length: int | None
     """Tokens after which a text is cut; by default what the model allows, at most 1024."""
     device: str
     """``cpu``, ``cuda``, ``cuda:1``, …; ``auto`` is a GPU if there is one."""
-    dtype: str
-    """``float32``, ``bfloat16``, ``float16``, ``float64``, or ``auto``: as stored, but float32 for float16 on a CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"]
+    """Data type of the weights. ``auto``: as stored, but float32 for float16 on a CPU."""
     model_args: Mapping[str, Any] | None
     """How transformers loads the model: `attn_implementation=sdpa` (or eager, flash_attention_2, …) and
     `tokenizer=PATH`, a folder or Hub id, if it is not the model's. Estimates of curvature and `evaluate` also take:

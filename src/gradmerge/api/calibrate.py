@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
-from ..arguments import check_known, checked
+from ..arguments import checked
 from ..errors import InputError
 from ..progress import Progress, shown
 from ..report.page import Page
@@ -121,7 +121,7 @@ def calibrate(
     *,
     teachers: Mapping[str, nn.Module | str | Path] | None = None,
     out: str | Path | None = None,
-    curvature: str = "auto",
+    curvature: Literal["auto", "none", "merge"] = "auto",
     alpha: float = 0.25,
     ridge: float = 0.3,
     max_kronecker_dim: int = 16384,
@@ -168,10 +168,9 @@ def calibrate(
     """
     from torch import nn
 
-    from ..refinement.calibrate import CANDIDATES, Settings
+    from ..refinement.calibrate import Settings
     from ..tasks import complete
 
-    check_known(f"curvature {curvature!r}", curvature, CANDIDATES)
     if not 0 <= alpha <= 1:
         raise InputError(f"alpha {alpha}: must be from 0 to 1")
     if not 0 <= ridge < float("inf"):

@@ -54,7 +54,7 @@ def diagnose(
         recipe: A recipe file, a mapping with its keys, or a :class:`Recipe`, with curvature of every model.
         out: A new folder for `report.html`, its figures and tables, and `diagnosis.json`; by default none is written.
         merged: A merged model to diagnose instead of the recipe's merge.
-        target: A model that was trained on all tasks, for the true mismatch; it requires ``data``.
+        target: A model that was trained on all tasks, which the merges are compared with. It requires ``data``.
         changes: Keys of the recipe to set first: `{"damping": 1e-3}`.
         data: Task (the name of its model's folder, or `base`) → data to evaluate the merges on.
         threads, allow_pickle, allow_config, dequantize, allow_code, force, progress: As of :func:`gradmerge.merge`.

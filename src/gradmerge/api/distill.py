@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
-from ..arguments import check_known, checked
+from ..arguments import checked
 from ..errors import InputError
 from ..progress import Progress, shown
 from ..report.page import Page
@@ -96,7 +96,7 @@ def distill(
     *,
     teachers: Mapping[str, nn.Module | str | Path] | None = None,
     out: str | Path | None = None,
-    match: str = "auto",
+    match: Literal["auto", "representations", "answers", "both"] = "auto",
     steps: int | None = None,
     lr: float | None = None,
     seed: int = 0,
@@ -139,13 +139,10 @@ def distill(
     """
     from torch import nn
 
-    from ..refinement.distill import MATCHES
     from ..refinement.streaming import load_model_whole, load_trainable
     from ..tasks import complete
     from ..tasks.models import encoder_prefix
 
-    if match != "auto":
-        check_known(f"match {match!r}", match, MATCHES)
     if steps is not None and steps < 1:
         raise InputError(f"steps {steps}: must be at least 1")
     if lr is not None and not 0 < lr < float("inf"):

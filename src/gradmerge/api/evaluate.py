@@ -41,7 +41,8 @@ def evaluate(
         generation: Also generate an answer to every row of the data, and score it.
         lm_eval: Tasks of the lm-evaluation-harness, such as `arc_easy,hellaswag`, with or without data; ``limit``,
             ``batch_size`` and ``device`` hold too.
-        lm_eval_tasks: A folder of task files for it. Functions that they name are run.
+        lm_eval_tasks: A folder with task files for ``lm_eval``. It runs Python functions that they
+            name: use only files that you trust.
         card: Also write the metrics into the model card and the record of a folder that gradmerge wrote.
         progress: Show a progress bar; False for none; or an object that gets the progress in examples.
         processes: Divide the rows over the processes that torchrun or `accelerate launch` has started. All of them

@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..arguments import check_known, checked
+from ..arguments import checked
 from ..errors import InputError
 from ..progress import Progress, shown
 from ..urls import output_path
@@ -43,7 +43,7 @@ def merge(
     allow_code: bool = False,
     allow_nonfinite: bool = False,
     accept_untrusted: bool = False,
-    engine: str = "local",
+    engine: Literal["local", "ray"] = "local",
     workers: int | None = None,
     ray_address: str | None = None,
     progress: bool | Progress = True,
@@ -98,7 +98,6 @@ def merge(
     if engine == "ray":
         executor = _ray_cluster(recipe, device, workers, threads, ray_address, reading)
     else:
-        check_known(f"engine {engine!r}", engine, ("local", "ray"))
         for name, value in (("workers", workers), ("ray_address", ray_address)):
             if value is not None:
                 raise InputError(f"{name}: applies only with engine='ray'")

@@ -69,8 +69,8 @@ def remove(
         retain: The retain set, or a sample of it, in the same form. A tenth is held out to measure the budget. The
             curvature uses at most 1,000 of the other rows.
         retain_size: Total number of retained examples; by default, the number of rows of ``retain``.
-        budget: Allowed relative increase of the mean loss on the held-out rows: 2% (the default), or 0.02.
-        steps: Most steps; 1 by default. More than one requires ``unseen`` or ``until``.
+        budget: Allowed relative increase of the mean loss on the held-out rows, such as 2% or 0.02.
+        steps: The maximum number of influence steps. More than one requires ``unseen`` or ``until``.
         unseen: Rows of the same kind as ``forget`` that the model has not seen. No step raises the mean loss on
             ``forget`` above the loss of ``base`` on these rows.
         until: The same limit as a number instead of ``unseen``: the mean loss of an example in nats.

@@ -8,8 +8,9 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -38,7 +39,7 @@ from . import (
     studio,
     verify,
 )
-from .output import OUT_OF_MEMORY
+from .output import explain
 from .stdio import discard, echo, prepare_streams, silence
 
 # If rich is installed, typer prints a backslash before the brackets of its help. The names depend on its version.
@@ -46,24 +47,28 @@ for _name, _value in (("HAS_RICH", False), ("rich", None)):
     setattr(typer.core, _name, _value)
 #: Depending on its version, typer brings its own click or uses the installed one.
 UsageError: Any = typer.BadParameter.__base__
-
-
 #: The steps of the work, and the commands of each.
-STEPS = {
-    "Merge": "demo inspect methods curvature merge remove extract-lora",
-    "Improve": "preview studio calibrate distill",
-    "Check": "verify evaluate diagnose",
-    "Publish": "push",
+STEPS: dict[str, list[ModuleType]] = {
+    "Merge": [demo, inspect, methods, curvature, merge, remove, extract_lora],
+    "Improve": [preview, studio, calibrate, distill],
+    "Check": [verify, evaluate, diagnose],
+    "Publish": [push],
 }
+
+
+def name_of(module: ModuleType) -> str:
+    """The command of a module, which has the same name as its function."""
+    return module.__name__.rpartition(".")[2].replace("_", "-")
 
 
 class Gradmerge(TyperGroup):
     """All commands. Every error becomes a message and an exit status."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for step, names in STEPS.items():
+        for step, modules in STEPS.items():
             with formatter.section(step):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(90)) for name in names.split()])
+                names = map(name_of, modules)
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(100)) for name in names])
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> NoReturn:
         words = list(sys.argv[1:] if args is None else args)
@@ -81,17 +86,11 @@ class Gradmerge(TyperGroup):
             status = error.exit_code
             if "--json" in words:
                 echo(to_json({"error": error.format_message(), "status": status}, indent=None))
-        except typer.Abort:
-            status = 1
-            echo("error: interrupted", err=True)
-        except MemoryError:  # too little is left even to make the message
-            status = 1
-            echo(f"error: {OUT_OF_MEMORY}", err=True)
-        except OSError as error:
-            status = 1
+        except (typer.Abort, MemoryError, OSError) as error:
+            message, status = explain(KeyboardInterrupt() if isinstance(error, typer.Abort) else error)
             discard(sys.stdout)
             if not isinstance(error, BrokenPipeError):  # the reader, such as `head`, has ended
-                echo(f"error: standard output cannot be written: {error.strerror}", err=True)
+                echo(f"error: {message}", err=True)
         sys.exit(status)
 
 
@@ -141,31 +140,24 @@ def examples(text: str) -> str:
     return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in commands.split("   ·   "))])
 
 
-for _name, _run, _help, _examples in (
-    ("merge", merge.merge, "Merge models.", merge.EXAMPLE),
-    ("calibrate", calibrate.calibrate, "Improve a merge on unlabeled rows, layer by layer.", calibrate.EXAMPLE),
-    ("distill", distill.distill, "Train a merge with the fine-tuned models as teachers.", distill.EXAMPLE),
-    ("remove", remove.remove, "Remove what a model has learned from data.", remove.EXAMPLE),
-    ("extract-lora", extract_lora.extract_lora, "Write a fine-tuned model as a LoRA adapter.", extract_lora.EXAMPLE),
-    ("inspect", inspect.inspect, "Show models, and whether they can be merged.", inspect.EXAMPLE),
-    ("evaluate", evaluate.evaluate, "Evaluate a model on labeled data.", evaluate.EXAMPLE),
-    ("verify", verify.verify, "Check a merged model: tensors, answers, generation.", verify.EXAMPLE),
-    ("methods", methods.methods, "List the merge methods, or explain one.", methods.EXAMPLE),
-    ("diagnose", diagnose.diagnose, "Report what a merge costs each task.", diagnose.EXAMPLE),
-    ("preview", preview.preview, "Compare weights and methods before merging.", preview.EXAMPLE),
-    ("studio", studio.studio, "Try weights and methods on a local web page.", studio.EXAMPLE),
-    ("push", push.push, "Upload a result to the Hub, with its card.", push.EXAMPLE),
-    ("demo", demo.demo, "Run the whole workflow on small models.", demo.EXAMPLE),
-):
-    app.command(_name, short_help=_help, epilog=examples(_examples))(_run)
-_curvature = typer.Typer(help="Estimate curvature, import it from an optimizer's state, and show curvature files.")
-for _name, _run, _help, _examples in (
-    ("estimate", estimate.estimate, "Estimate it on data.", estimate.EXAMPLE),
-    ("import", curvature_import.import_, "Import it from a training checkpoint.", curvature_import.EXAMPLE),
-    ("show", curvature.show, "Show what a curvature file contains.", curvature.EXAMPLE),
-):
-    _curvature.command(_name, short_help=_help, epilog=examples(_examples))(_run)
-app.add_typer(_curvature, name="curvature", short_help="Estimate, import and show curvature.", no_args_is_help=True)
+def add_commands(group: typer.Typer, commands: Mapping[str, tuple[Callable[..., None], str]]) -> None:
+    """Add functions with their examples. The first sentence of a docstring is the command's line in the list."""
+    for name, (function, text) in commands.items():
+        group.command(name, epilog=examples(text))(function)
+
+
+modules = [module for step in STEPS.values() for module in step if module is not curvature]
+add_commands(app, {name_of(one): (getattr(one, one.__name__.rpartition(".")[2]), one.EXAMPLE) for one in modules})
+_curvature = typer.Typer(help="Estimate curvature, import it, or show it.")
+add_commands(
+    _curvature,
+    {
+        "estimate": (estimate.estimate, estimate.EXAMPLE),
+        "import": (curvature_import.import_, curvature_import.EXAMPLE),
+        "show": (curvature.show, curvature.EXAMPLE),
+    },
+)
+app.add_typer(_curvature, name="curvature", no_args_is_help=True)
 
 
 def script() -> NoReturn:

@@ -52,9 +52,10 @@ def calibrate(
     dry_run: DryRun = False,
     printing: Printing,
 ) -> None:
-    """Bring a merge closer to its fine-tuned models, with a closed-form solve per layer on a few unlabeled rows.
+    """Improve a merge on a few unlabeled rows, layer by layer.
 
-    Labels are not read. If the result is not closer on held-out rows, OUT is the merge unchanged.
+    A closed-form solution for each layer brings the merge closer to its fine-tuned models. Labels are not read. If the
+    result is not closer on held-out rows, OUT is the merge unchanged.
     """
     sources, teachers = named(data), named(teacher or [], "teacher")
     if dry_run:

@@ -30,9 +30,10 @@ def show(
     ] = None,
     printing: Printing,
 ) -> None:
-    """Show what a curvature file holds: sum, mean, share of zeros and maximum of each group of parameters.
+    """Show what a curvature file contains.
 
-    For Kronecker factors these are of the diagonal of G ⊗ A / T.
+    For each group of parameters: sum, mean, share of zeros and maximum. For Kronecker factors these are of the diagonal
+    of G ⊗ A / T.
     """
     from ..curvature.curvature import pieces, summarize
     from ..curvature.format import open_curvature

@@ -41,11 +41,11 @@ def import_(
     force: Force = False,
     printing: Printing,
 ) -> None:
-    """Take the curvature that Adam(W) or IVON left behind in a training checkpoint.
+    """Take curvature from the optimizer in a training checkpoint.
 
-    With Adam it is N·B·v̂, the sum over N examples, from the second moments v̂ of steps of B examples each. It
-    assumes a loss that is a mean over the batch, and a mean gradient that is small; `curvature estimate` assumes
-    neither, but needs a pass over the data.
+    The optimizer is Adam, AdamW or IVON. With Adam it is N·B·v̂, the sum over N examples, from the second moments v̂ of
+    steps of B examples each. It assumes a loss that is a mean over the batch, and a mean gradient that is small;
+    `curvature estimate` assumes neither, but needs a pass over the data.
     """
     with heavy_imports():
         from ..curvature.from_optimizer import import_curvature

@@ -26,10 +26,11 @@ def demo(
     force: Annotated[bool, typer.Option("--force", help="Replace the folder of an earlier demonstration.")] = False,
     printing: Printing,
 ) -> None:
-    """Demonstrate all steps on small models: train, estimate curvature, merge, calibrate, distill, remove, evaluate.
+    """Run the whole workflow on small models.
 
-    Uses the handwritten digits of scikit-learn (pip install 'gradmerge[demo]') and takes a minute or two. Prints each
-    command that it runs. The folder holds models, data, recipes, reports and the commands.
+    The steps are: train, estimate curvature, merge, calibrate, distill, remove, evaluate. They use the handwritten
+    digits of scikit-learn (pip install 'gradmerge[demo]') and take a minute or two. Prints each command that it runs.
+    The folder holds models, data, recipes, reports and the commands.
     """
     with heavy_imports():
         from ..demo import Settings, run_demo

@@ -38,10 +38,11 @@ def diagnose(
     options: dict[str, Any],
     printing: Printing,
 ) -> None:
-    """Find out what a merge costs: which task loses, in which layers, and which tasks conflict.
+    """Report what a merge costs each task, and why.
 
-    Compares it with task arithmetic, average, Fisher averaging and gradient matching: predicted from curvature, and
-    with --data also measured.
+    The report says which task loses, in which layers, and which tasks conflict. It compares the merge with task
+    arithmetic, average, Fisher averaging and gradient matching: predicted from curvature, and with --data also
+    measured.
     """
     with heavy_imports():
         from ..report.comparison import measured_table, prediction_table

@@ -29,9 +29,10 @@ def distill(
     options: dict[str, Any],
     printing: Printing,
 ) -> None:
-    """Train a merge on unlabeled rows, with the fine-tuned models as teachers. Best after calibrate.
+    """Train a merge with the fine-tuned models as teachers.
 
-    Labels are not read. If no step is better on held-out rows, OUT is MERGED unchanged.
+    It is best to calibrate the merge first. Rows need no labels. If no step is better on held-out rows, OUT is MERGED
+    unchanged.
     """
     sources, teachers = named(data), named(teacher or [], "teacher")
     with heavy_imports(), progress(printing.silent, "steps") as bar:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ..api.estimate import estimate_curvature
 from ..errors import InputError
 from ..text import count
-from .completion import words_of
 from .options import (
     Data,
     DryRun,
@@ -31,12 +30,8 @@ EXAMPLE = (
 
 
 Likelihood = Annotated[
-    str,
-    typer.Option(
-        metavar="LIKELIHOOD",
-        help="empirical: labels of the data; sampled: drawn from the model; exact: expectation over the classes.",
-        autocompletion=words_of("likelihood"),
-    ),
+    Literal["empirical", "sampled", "exact"],
+    typer.Option(help="The labels: of the data, drawn from the model, or the expectation over its classes."),
 ]
 
 
@@ -51,10 +46,10 @@ def estimate(
     options: dict[str, Any],
     printing: Printing,
 ) -> None:
-    """Estimate curvature: the sum over examples of the squared gradient of each example's loss.
+    """Estimate curvature on data.
 
-    It costs about a training step per batch. Name the file in a recipe, or write it to MODEL/curvature, where merges
-    find it.
+    Curvature is the sum over examples of the squared gradient of each example's loss. It costs about a training step
+    per batch. Name the file in a recipe, or write it to MODEL/curvature, where merges find it.
     """
     if dry_run:
         with heavy_imports():

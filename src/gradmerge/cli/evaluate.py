@@ -42,7 +42,7 @@ def evaluate(
     ] = None,
     printing: Printing,
 ) -> None:
-    """Evaluate a model on data, by the text that it generates, or on tasks of the lm-evaluation-harness.
+    """Evaluate a model on labeled data, or with lm-eval.
 
     On data: accuracy and F1, errors of a regression, or loss and perplexity; with --metrics also scores of answers.
     """

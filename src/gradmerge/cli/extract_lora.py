@@ -29,10 +29,11 @@ def extract_lora(
     options: dict[str, Any],
     printing: Printing,
 ) -> None:
-    """Write the difference between a fine-tuned model and its base as a LoRA adapter, and report the loss.
+    """Write a fine-tuned model as a LoRA adapter of its base.
 
-    One matrix of the difference is in memory at a time. Changed tensors that LoRA cannot represent (norms, biases,
-    embeddings that are also the head) are saved whole; --exclude leaves them out.
+    The adapter approximates the change made by fine-tuning, and the command reports how much of it is lost. One matrix
+    of the difference is in memory at a time. Changed tensors that LoRA cannot represent (norms, biases, embeddings that
+    are also the head) are saved whole; --exclude leaves them out.
     """
     with heavy_imports():
         from ..engine.adapter import LOSSLESS

@@ -34,7 +34,7 @@ def inspect(
     options: dict[str, Any],
     printing: Printing,
 ) -> None:
-    """Show what models contain. With several models, check whether they can be merged (exit status 2 if not)."""
+    """Show what models contain, and whether they can be merged. The exit status is 2 if they cannot."""
     from ..checkpoints import compare, open_checkpoint
 
     with contextlib.ExitStack() as stack:

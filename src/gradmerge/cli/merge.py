@@ -10,8 +10,7 @@ import typer
 from ..api.merge import merge as merge_models
 from ..errors import InputError
 from ..text import size
-from .completion import method_names
-from .options import DryRun, Printing, Settings, command, from_environment
+from .options import DryRun, Printing, Settings, command, from_environment, method_names
 from .output import heavy_imports, print_json, print_notes, progress
 from .stdio import echo
 
@@ -40,7 +39,11 @@ CurvatureOption = Annotated[
 def merge(
     *,
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE", help="Recipe file (YAML), or - for standard input.")
+        Path | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help="Recipe file (YAML), or - for standard input. Without it, give --method, --base and --model.",
+        ),
     ] = None,
     out: Out = None,
     method: Annotated[
@@ -57,7 +60,7 @@ def merge(
     options: dict[str, Any],
     printing: Printing,
 ) -> None:
-    """Merge checkpoints as described by a recipe file or by options.
+    """Merge models, as described by a recipe file or by options.
 
     A model is a Hugging Face folder, a .safetensors file, a Hub id (org/name@revision), a PEFT LoRA adapter folder,
     or the URL of one of these (s3://, hf://, …).

@@ -9,8 +9,7 @@ import typer
 
 from ..errors import InputError
 from ..text import nearest
-from .completion import method_names
-from .options import Printing, command
+from .options import Printing, command, method_names
 from .output import print_json, print_table
 from .stdio import echo
 
@@ -32,7 +31,7 @@ def methods(
     ] = False,
     printing: Printing,
 ) -> None:
-    """List the merge methods as special cases (α, H_0, H_t) of one equation, or explain one with its options."""
+    """List the merge methods, or explain one with its options."""
     from ..rules import METHODS
 
     if name is not None and name.endswith(".py"):

@@ -16,8 +16,8 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from types import MappingProxyType, NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -26,7 +26,6 @@ from ..distributed import launched
 from ..errors import InputError
 from ..load_options import DEFAULTS, LoadOptions, parse_pairs
 from ..urls import output_path
-from .completion import WORDS, words_of
 from .output import handle_errors, note_downloads
 
 Run = Callable[..., None]
@@ -58,13 +57,7 @@ DryRun = Annotated[
 ]
 CurvatureOut = Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")]
 Precision = Annotated[
-    str,
-    typer.Option(
-        "--precision",
-        metavar="P",
-        help="How to store it: float32, bfloat16 or log8 (one byte).",
-        autocompletion=words_of("precision"),
-    ),
+    Literal["float32", "bfloat16", "log8"], typer.Option("--precision", help="How to store it. log8 takes one byte.")
 ]
 #: Options whose default can be set in the environment.
 VARIABLES = {"device": "GRADMERGE_DEVICE", "threads": "GRADMERGE_THREADS"}
@@ -91,12 +84,10 @@ METAVARS = {
     "unseen": "SRC",
     "until": "LOSS",
     "at_delta": "BASE",
-    "accumulate_on": "WHERE",
-    "task": "T",
     "columns": "KEY=COLUMN,...",
     "device": "D",
-    "dtype": "TYPE",
     "model_args": "KEY=VALUE,...",
+    "revision": "BRANCH",
 }
 #: Option for loading models and data → default.
 LOADING: dict[str, Any] = {**DEFAULTS}
@@ -106,7 +97,11 @@ Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge w
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as damping=1e-8 or density=0.2."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set any key of the recipe, such as damping=1e-8 or density=0.2. Repeatable.",
+    ),
 ]
 SweepOption = Annotated[
     list[str] | None,
@@ -218,23 +213,22 @@ def api_options(
 def _option(name: str, kind: Any, default: Any, text: str, shown: str | None) -> inspect.Parameter:
     """Return a parameter for typer."""
     several = get_origin(kind) is Sequence
-    kinds = [option for option in get_args(kind) if option not in (Path, NoneType)]
+    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+    kinds = [option for option in options if option not in (Path, NoneType)]
     kinds.sort(key=lambda option: option is not str)  # of `int | str`, the command line takes text
     settings: dict[str, Any] = {"help": f"{text} Repeatable." if several else text}
     if shown is not None:
         settings["show_default"] = shown
     if name in VARIABLES:
         settings["envvar"] = VARIABLES[name]
-    if name in WORDS:
-        settings["autocompletion"] = words_of(name)
     if name in COUNTS:
         settings["min"] = 1
     if several:
         kind, default, settings["show_default"] = list[str], list(default), False
     elif kinds:
         kind = kinds[0] if default is not None and default is not inspect.Parameter.empty else kinds[0] | None
-    number = kind in (int, int | None)
-    settings["metavar"] = None if kind is bool else METAVARS.get(name, "N" if number else name.upper())
+    if kind is not bool and not any(get_origin(option) is Literal for option in (kind, *kinds)):
+        settings["metavar"] = METAVARS.get(name, "N" if kind in (int, int | None) else name.upper())
     words = name.replace("_", "-")
     option = typer.Option(f"--{words}/--no-{words}" if default is True else f"--{words}", **settings)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default)
@@ -297,6 +291,17 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name])
         for name, parameter in inspect.signature(function).parameters.items()
     }
+
+
+def method_names(incomplete: str) -> list[str]:
+    """The methods that the shell completes; of a list with commas, its last.
+
+    Their names are read from the files of the rules, because importing those would import PyTorch, which takes seconds.
+    """
+    before, comma, last = incomplete.rpartition(",")
+    texts = (path.read_text("utf-8") for path in sorted((Path(__file__).parent.parent / "rules").glob("*.py")))
+    names = [name for text in texts for name in re.findall(r'^@rule\(\s*"([a-z0-9-]+)"', text, re.MULTILINE)]
+    return [before + comma + name for name in names if name.startswith(last)]
 
 
 def named(pairs: list[str], option: str = "data") -> dict[str, str]:

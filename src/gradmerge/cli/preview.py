@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from ..api.preview import as_json, merge_best, preview as preview_recipe
-from .completion import method_names
 from .options import (
     READING,
     Printing,
     Settings,
     SweepOption,
     command,
+    method_names,
     named,
 )
 from .output import heavy_imports, print_json, print_notes, print_table, print_verdict, progress, typed
@@ -33,9 +33,7 @@ EXAMPLE = (
 def preview(
     *,
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML), or - for standard input.")],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="Folder for the report; it must not exist.")
-    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="New folder for the report.")],
     weights: Annotated[
         list[str] | None,
         typer.Option(
@@ -74,7 +72,7 @@ def preview(
     options: dict[str, Any],
     printing: Printing,
 ) -> None:
-    """Compare many weights and methods before merging; no model is written.
+    """Compare weights and methods before merging. No model is written.
 
     With a few labeled rows of each task, every setting is merged in memory and evaluated. Without data, losses are
     predicted from the curvature of the models, and only ranks are shown.

@@ -45,7 +45,7 @@ def remove(
     out: Out = None,
     printing: Printing,
 ) -> None:
-    """Remove what a model has learned from data, without training it again.
+    """Remove what a model has learned, without training it again.
 
     With --forget and --retain, no fine-tuned model is needed. The command takes one influence step, the longest that
     keeps the loss on held-out rows of the retain set within the budget.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import TextIO
 
 from ..text import printable
 from ..urls import redact
 
-#: Copies of standard output and error, in a process that prints nothing.
-_silenced: list[int] = []
+#: Standard output and error of a process that prints nothing.
+_silenced: list[tuple[TextIO, TextIO]] = []
 
 
 def prepare_streams() -> None:
@@ -28,17 +29,14 @@ def prepare_streams() -> None:
 
 
 def silence() -> None:
-    """Discard all output, also of libraries: in a run of several processes only the first prints."""
-    _silenced.extend(os.dup(fd) for fd in (1, 2))
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for fd in (1, 2):
-        os.dup2(nowhere, fd)
+    """Discard what is printed: in a run of several processes only the first prints."""
+    _silenced.append((sys.stdout, sys.stderr))
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
 
 
 def unsilence() -> None:
-    for fd, copy in zip((1, 2), _silenced, strict=False):
-        os.dup2(copy, fd)
-    _silenced.clear()
+    if _silenced:
+        sys.stdout, sys.stderr = _silenced.pop()
 
 
 def echo(text: str = "", *, err: bool = False) -> None:

@@ -45,10 +45,10 @@ def studio(
     options: dict[str, Any],
     printing: Printing,
 ) -> None:
-    """Open a local page to explore a merge: move weights, see the measured results, compare answers, save the best.
+    """Try weights and methods on a local web page.
 
-    Every move is merged in memory and evaluated on the data. Ctrl-C ends it. Needs Gradio
-    (pip install 'gradmerge[studio]').
+    Move a slider, see the measured results, compare answers, and save the best merge. Every move is merged in memory
+    and evaluated on the data. Ctrl-C ends it. Needs Gradio (pip install 'gradmerge[studio]').
     """
     from ..studio.server import check_extra, check_port
 
