@@ -57,7 +57,6 @@ def test_the_columns_of_the_user_come_first() -> None:
     ("task", "names", "given"),
     [
         ("classify", "text", {}),
-        ("classify", "one two label", {}),
         ("classify", "text label", {"txet": "text"}),
         ("classify", "review label", {"text": "reviews"}),
         ("classify", "text label b", {"label": "label+b"}),
@@ -108,13 +107,10 @@ def test_class_names_of_the_data_are_matched_with_those_of_the_model() -> None:
         read([0, 1], names=NLI, data_names=["neutral", "maybe"])
 
 
-def test_several_labels_are_lists() -> None:
+def test_labels_may_be_lists_or_numbers() -> None:
     assert read([[0, 1, 1], [1.0, 0, 0]]) == [[0, 1, 1], [1, 0, 0]]
     assert read([[2], [], [0, 1]]) == [[0, 0, 1], [0, 0, 0], [1, 1, 0]]
     assert read([["neutral"], []], names=NLI) == [[0, 1, 0], [0, 0, 0]]
-
-
-def test_a_regression_reads_numbers() -> None:
     assert read([1, "2.5", -3.0], classes=1) == [1, 2.5, -3]
     assert read([[1, 2], [3, 4]], classes=2, problem_type="regression") == [[1, 2], [3, 4]]
 
@@ -124,12 +120,9 @@ WRONG: list[tuple[list[Any], dict[str, Any]]] = [
     ([0, 3], {}),
     ([0, None], {}),
     ([0.5], {}),
-    (["9" * 5000], {}),
-    ([10**400], {}),
     (["yes", "no"], {"names": NLI}),
     ([[1, 0]], {"problem_type": "single_label_classification"}),
     ([1], {"problem_type": "multi_label_classification"}),
-    ([[0, 5]], {}),
     ([[0], 1], {}),
     (["many"], {"classes": 1}),
     ([float("nan")], {"classes": 1}),
@@ -142,11 +135,6 @@ def test_labels_that_do_not_fit_are_refused() -> None:
     for cells, options in WRONG:
         with pytest.raises(InputError):
             read(cells, **options)
-
-
-def test_the_row_of_a_wrong_label_is_named() -> None:
-    with pytest.raises(InputError, match="row 2"):
-        read([0, 3])
     rows = Rows("d.jsonl", [{"text": "a", "label": 0}, {"text": "b"}], ("text", "label"))
     with pytest.raises(InputError, match="row 2"):
         read_labels(rows, "label", SimpleNamespace(num_labels=2, problem_type=None, label2id={}))

@@ -60,7 +60,6 @@ def test_what_does_not_end_is_stopped_in_every_thread(run: Callable[..., BaseExc
 TEMPLATES = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "a large power": "{{ 9 ** (9 ** 9) }}",
-    "a large text": "{{ 'a' * 10 ** 12 }}",
     "a doubled text": (
         "{% set n = namespace(x='aaaaaaaaaa') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
     ),
@@ -140,8 +139,6 @@ def test_a_pattern_that_does_not_end_is_refused_before_peft_sees_it(
         {"target_modules": "nothing"},
         {"target_modules": LONG},
         {"target_modules": "("},
-        {"target_modules": "(" * 5000 + ")" * 5000},
-        {"target_modules": "a" * 10_001},
         {"alpha_pattern": [1]},
     ],
 )

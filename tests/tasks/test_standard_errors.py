@@ -116,8 +116,8 @@ def test_metrics_that_are_not_defined_have_no_rows() -> None:
     assert alone.summary()["standard_errors"]["loss_per_token"] is None, "a single example says nothing of it"
 
 
-@pytest.mark.parametrize(("right", "count"), [(95, 120), (1, 7), (119, 120)])
-def test_the_error_of_a_share_is_binomial(right: int, count: int) -> None:
+def test_the_error_of_a_share_is_binomial() -> None:
+    right, count = 95, 120
     rows = torch.cat([torch.ones(right), torch.zeros(count - right)]).double()
     assert standard_error(rows, share=True) == pytest.approx(math.sqrt(right / count * (1 - right / count) / count))
     assert standard_errors({"accuracy": rows, "mse": rows}) == {
