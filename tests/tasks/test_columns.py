@@ -121,8 +121,6 @@ WRONG: list[tuple[list[Any], dict[str, Any]]] = [
     ([0, None], {}),
     ([0.5], {}),
     (["yes", "no"], {"names": NLI}),
-    ([[1, 0]], {"problem_type": "single_label_classification"}),
-    ([1], {"problem_type": "multi_label_classification"}),
     ([[0], 1], {}),
     (["many"], {"classes": 1}),
     ([float("nan")], {"classes": 1}),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import check_known
 from ..errors import InputError
 from ..text import listed, nearest
 from .data import Rows, shorten
@@ -92,9 +93,7 @@ def _parse_choices(task: str, rows: Rows, columns: Mapping[str, str]) -> Fields:
     known = list(dict.fromkeys([role for roles in (*INPUTS[task], LABELS.get(task, {})) for role in roles]))
     fields: Fields = {}
     for role, value in columns.items():
-        if role not in known:
-            hint = f"{nearest(role, known)}\n  The keys for task {task} are {', '.join(known)}."
-            raise InputError(f"columns: unknown key {role!r}{hint}")
+        check_known(f"columns: {role} for task {task}", role, known)
         whole = value in rows.columns or role in ("label", "score")
         fields[role] = (value,) if whole else tuple(name.strip() for name in value.split("+"))
         for name in fields[role]:
@@ -129,12 +128,8 @@ def read_labels(rows: Rows, column: str, config: Any) -> Tensor:
     if problem == "regression" or (problem is None and config.num_labels == 1):
         return _read_regression(rows, column, config.num_labels)
     cells = list(rows.column(column))
-    several = isinstance(cells[0], list | tuple)
-    if problem is not None and several != (problem == "multi_label_classification"):
-        kind = "lists of labels" if several else "one label per row"
-        raise InputError(f"{rows.label}: {column!r} has {kind}, but the model's config says {problem}")
     classes = _ClassNumbers(rows, column, config)
-    if not several:
+    if not isinstance(cells[0], list | tuple):
         return torch.tensor([classes.number(index, cell) for index, cell in enumerate(cells)])
     for index, cell in enumerate(cells):
         if not isinstance(cell, list | tuple):

@@ -160,13 +160,10 @@ def _local_file(location: str) -> Path:
     return path
 
 
-def data_paths(source: str | None) -> list[Path]:
+def data_paths(source: str) -> list[Path]:
     """Return the file or folder of a source, which commands must not overwrite; nothing for a Hub dataset."""
-    if source is None:
-        return []
-    location, _ = split_source(source)
-    locations = {source, location} if remote_url(location) is None else {location}
-    return [path for text in sorted(locations) if (path := _local_file(text)).exists()]
+    path = _local_file(split_source(source)[0])
+    return [path] if path.exists() else []
 
 
 def dataset_metadata(source: str, parts: int = 1) -> tuple[str, dict[str, str]]:
@@ -175,11 +172,10 @@ def dataset_metadata(source: str, parts: int = 1) -> tuple[str, dict[str, str]]:
     The name of a path is its last ``parts`` parts: other users do not have the path.
     """
     url = remote_url(source)
-    if url is None and not data_paths(source):
-        location, _, split = source.partition(":")
-        if match := HUB_DATASET.fullmatch(location):
-            entry = {"type": match["name"], "name": match["name"], "config": match["config"], "split": split}
-            return source, {key: text for key, text in entry.items() if text}
+    location, split = split_source(source)
+    if url is None and not data_paths(source) and (match := HUB_DATASET.fullmatch(location)):
+        entry = {"type": match["name"], "name": match["name"], "config": match["config"], "split": split}
+        return source, {key: text for key, text in entry.items() if text}
     path = Path(strip_file_scheme(source)).absolute().parts[1:] if url is None else redact(url).split("/")[2:]
     name = "/".join(path[-parts:]) or source
     return name, {"type": dataset_type(name), "name": name}

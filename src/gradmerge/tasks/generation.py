@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_known
 from ..curvature.offload import input_device
 from ..distributed import SINGLE, Processes
 from ..errors import GradmergeError, InputError
 from ..quiet import quiet_transformers
-from ..text import first_line, nearest
+from ..text import first_line
 from .loading import LoadedTask
 from .text import Prompt, TokenizedData, num_positions, pad
 
@@ -69,9 +70,7 @@ class Generation:
         metrics = [self.metrics] if isinstance(self.metrics, str) else self.metrics
         names = [part.strip() for text in metrics for part in text.replace("_", "-").split(",")]
         for name in names:
-            if name not in TEXT_METRICS:
-                hint = f"{nearest(name, TEXT_METRICS)}\n  Known are {', '.join(TEXT_METRICS)}."
-                raise InputError(f"metrics={name}: not known for generated text{hint}")
+            check_known(f"metrics={name}", name, TEXT_METRICS)
             package, _ = TEXT_METRICS[name]
             if importlib.util.find_spec(package) is None:
                 raise InputError(f"metrics={name}: {package} is not installed: pip install 'gradmerge[metrics]'")

@@ -9,12 +9,11 @@ from typing import Any, get_type_hints
 
 import torch
 
-from ..arguments import check
+from ..arguments import check, check_known
 from ..curvature.offload import return_freed_memory
 from ..distributed import launched
 from ..errors import InputError
 from ..io.small_files import check_implementation
-from ..text import nearest
 
 #: Keys for models that load and compute on one device.
 BASIC_KEYS = ("attn_implementation", "tokenizer")
@@ -41,9 +40,7 @@ class ModelArgs:
         """Check keys and values. ``allowed``: the keys that the calling function supports, by default all."""
         types = get_type_hints(cls)
         for key, value in (model_args or {}).items():
-            if key not in types:
-                hint = f"{nearest(str(key), types)}\n  Allowed are {', '.join(types)}."
-                raise InputError(f"model_args: {key} is not allowed{hint}")
+            check_known(f"model_args: {key}", str(key), types)
             if allowed is not None and key not in allowed:
                 raise InputError(
                     f"model_args: {key} is for evaluate and curvature estimate; allowed here are "

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..arguments import check_known
 from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..checkpoints.open import HUB_ID, fetch_from_hub
 from ..errors import InputError
 from ..io.reader import TensorFile, close_files, local_path, open_files
 from ..io.small_files import MAX_TOKENIZER, read_json, readable_json, refuse_hub_code, require_within
 from ..quiet import quiet_transformers
-from ..text import first_line, nearest, size
+from ..text import first_line, size
 from ..urls import remote_url
 from .embedding import SentenceConfig, read_sentence_config
 
@@ -213,8 +214,7 @@ def _num_classes(folder: Path) -> int | None:
 def _task_of(reference: str, config: Any, task: str, adapter: dict[str, Any] | None) -> str:
     """Return the task that the user asks for. "auto" is the task of the config's architecture."""
     if task != "auto":
-        if task not in TASKS:
-            raise InputError(f"task={task}: not known{nearest(task, TASKS)}\n  Known are {', '.join(TASKS)}.")
+        check_known(f"task={task}", task, TASKS)
         return task
     if adapter is not None and adapter.get("task_type") in _ADAPTER_TASKS:
         return _ADAPTER_TASKS[adapter["task_type"]]

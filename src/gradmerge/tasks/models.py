@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_known
 from ..checkpoints.checkpoint import TORCH_TYPES, Buffers
 from ..checkpoints.lora import PatternMatcher
 from ..checkpoints.open import open_checkpoint
@@ -21,7 +22,7 @@ from ..distributed import launched
 from ..errors import InputError
 from ..io.reader import close_files, open_files
 from ..quiet import quiet_transformers
-from ..text import count, first_line, listed, nearest
+from ..text import count, first_line, listed
 from .embedding import EmbeddingModel
 from .model_args import ModelArgs
 from .model_files import LoadingInfo, architectures, check_weights, class_name, locate, offline
@@ -69,7 +70,7 @@ def load_model(
     args = ModelArgs.parse(model_args)
     args.check_device(device)
     target = device_of(device)
-    check_dtype(dtype)
+    check_known(f"dtype={dtype}", dtype, DTYPES)
     info = locate(reference, task)
     check_weights(info)
     quantized = _computes_quantized(info, args, gradients)
@@ -121,7 +122,7 @@ def empty_model(reference: str, task: str = "auto", dtype: str = "auto") -> tupl
 
     ``dtype`` "auto" is the type in the config, or float32. An adapter counts as merged into its base.
     """
-    check_dtype(dtype)
+    check_known(f"dtype={dtype}", dtype, DTYPES)
     info = locate(reference, task)
     check_weights(info)
     stored = getattr(info.config, "dtype", None) or torch.float32
@@ -130,24 +131,14 @@ def empty_model(reference: str, task: str = "auto", dtype: str = "auto") -> tupl
     return (model if info.sentence_config is None else EmbeddingModel(model, info.sentence_config)).eval(), info
 
 
-def check_dtype(dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise InputError(f"dtype={dtype}: not known{nearest(dtype, DTYPES)}\n  Known are {', '.join(DTYPES)}.")
-
-
 def device_of(name: str) -> torch.device:
     """Return the device of a name. "auto" is a GPU, or else the CPU. Each process of a machine gets its own GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and (launch := launched()) is not None and torch.cuda.is_available():
-        if launch.local_rank >= torch.cuda.device_count():
-            raise InputError(
-                f"device={name}: this machine has {torch.cuda.device_count()} GPUs, and this is process "
-                f"{launch.local_rank} on it, counted from 0. Start fewer processes, or use device=cpu."
-            )
-        torch.cuda.set_device(launch.local_rank)
-        name = f"cuda:{launch.local_rank}"
     try:
+        if name == "cuda" and (launch := launched()) is not None:
+            name = f"cuda:{launch.local_rank}"
+            torch.cuda.set_device(launch.local_rank)
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
