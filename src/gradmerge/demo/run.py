@@ -45,7 +45,6 @@ _COMMANDS: Mapping[Callable[..., object], list[str]] = {estimate_curvature: ["cu
 class Step(NamedTuple):
     """A call of the API, and the same as a command."""
 
-    title: str
     function: Callable[..., object]
     arguments: Mapping[str, Any]
     """By name; ``out`` is the folder that the call writes."""
@@ -157,21 +156,19 @@ def steps_of(settings: Settings) -> list[Step]:
 
     def estimate(out: str, model: str, data: str, **options: Any) -> Step:
         arguments = {"model": f"models/{model}", "data": f"data/{data}.npz:train", "batch_size": 64, **options}
-        return Step("Estimate curvature", estimate_curvature, arguments | {"out": out})
+        return Step(estimate_curvature, arguments | {"out": out})
 
-    def merged(name: str, folder: str = "merged", title: str = "Merge") -> Step:
-        return Step(title, merge, {"recipe": f"recipes/{name}.yml", "out": f"{folder}/{name}"})
+    def merged(name: str, folder: str = "merged") -> Step:
+        return Step(merge, {"recipe": f"recipes/{name}.yml", "out": f"{folder}/{name}"})
 
     def improve(function: Any, start: str, out: str, **options: Any) -> Step:
         arguments: dict[str, Any] = {"merged": start, "data": _data("train"), "teachers": {"base": "models/base"}}
-        arguments |= {"limit": settings.unlabeled, **options, "out": out}
-        return Step("Improve the merge on unlabeled images", function, arguments)
+        return Step(function, arguments | {"limit": settings.unlabeled, **options, "out": out})
 
-    def report(title: str, function: Any, **options: Any) -> Step:
+    def report(function: Any, **options: Any) -> Step:
         arguments = {"recipe": f"recipes/{MATCHING}.yml", **options, "batch_size": 64, "out": function.__name__}
-        return Step(title, function, arguments)
+        return Step(function, arguments)
 
-    removing = f"Remove {REMOVED} from the joint model"
     forget: dict[str, Any] = {"forget": f"data/{REMOVED}.npz:train", "retain": "data/rest.npz:train"}
     forget |= {"budget": "40%", "batch_size": 128}
     weights = {"weights": settings.weights, "methods": "gradient-matching,task-arithmetic", "data": _data("valid")}
@@ -180,16 +177,16 @@ def steps_of(settings: Settings) -> list[Step]:
         *(estimate(f"curvature/{task}", task, task) for task in TASKS),
         *(estimate(f"gram/{task}", task, task, kind="gram") for task in TASKS),
         *(merged(name) for name in recipes() if name not in (NEGATION, REMOVAL)),
-        report("Compare weights on validation images", preview, **weights),
+        report(preview, **weights),
         merged(TUNED),
         improve(calibrate, f"merged/{MATCHING}", "improved/calibrated", batch_size=64),
         improve(distill, "improved/calibrated", "improved/distilled", batch_size=16, steps=settings.distillation_steps),
-        report("Diagnose the merge", diagnose, target="models/joint", data=_data("train")),
+        report(diagnose, target="models/joint", data=_data("train")),
         estimate("curvature/joint-rest", "joint", "rest"),
         estimate(f"curvature/joint-{REMOVED}", f"joint-{REMOVED}", REMOVED),
-        merged(NEGATION, "removed", removing),
-        merged(REMOVAL, "removed", removing),
-        Step(removing, remove, {"base": "models/joint", **forget, "out": "removed/influence"}),
+        merged(NEGATION, "removed"),
+        merged(REMOVAL, "removed"),
+        Step(remove, {"base": "models/joint", **forget, "out": "removed/influence"}),
     ]
 
 
@@ -209,27 +206,19 @@ def _results(settings: Settings, steps: list[Step]) -> dict[str, Any]:
     merging, removal = tables.merging_models(_best_weight(), settings.unlabeled), tables.REMOVAL_MODELS
     predicted = predictions([*merging, *removal], tables.EVERY)
     labels = read_split(Path("data", f"{BASE}.npz"), "test")[1]  # the same for every task
-    rows = {
-        "merging": [tables.row(name, folder, predicted, labels, tables.EVERY) for folder, name in merging.items()],
-        "removal": [tables.row(name, folder, predicted, labels, tables.REST) for folder, name in removal.items()],
-    }
-    commands: dict[str, list[str]] = {}
-    for step in steps:
-        commands.setdefault(step.title, []).append(shlex.join(step.words))
     return {
         "seed": settings.seed,
         "images": {"train": settings.train, "valid": settings.valid, "test": settings.test},
         "unlabeled": settings.unlabeled,
         "tuned_weight": _best_weight(),
-        **rows,
-        "commands": commands,
+        "merging": [tables.row(name, folder, predicted, labels, tables.EVERY) for folder, name in merging.items()],
+        "removal": [tables.row(name, folder, predicted, labels, tables.REST) for folder, name in removal.items()],
+        "commands": [shlex.join(step.words) for step in steps],
     }
 
 
-def _script(commands: Mapping[str, list[str]]) -> str:
+def _script(commands: list[str]) -> str:
     """Return a shell script that repeats all steps, also in a shell whose PATH lacks `gradmerge`."""
     lines = ["#!/bin/sh", "# Repeats the steps of `gradmerge demo` on its trained models.", "set -eu"]
     lines += ['cd "$(dirname "$0")"', f'export PATH="$PATH":{shlex.quote(str(Path(sys.executable).parent))}']
-    for title, several in commands.items():
-        lines += ["", f"# {title}", *several]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *commands]) + "\n"
