@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 
 from gradmerge.engine.executor import run_parallel
 from gradmerge.errors import MachineError
-from gradmerge.io.reader import bytes_of
+from gradmerge.io.reader import TensorInfo, bytes_of
 from gradmerge.io.writer import ShardWriter
 
 
 def test_blocks_in_any_order_on_threads_give_shards_that_safetensors_reads(tmp_path: Path) -> None:
     state = {f"t{i}": torch.randn(8, generator=torch.Generator().manual_seed(i)) for i in range(50)}
     state |= {f"sub/{name}": values for name, values in list(state.items())[:3]}
-    tensors = dict.fromkeys(state, ("F32", (8,)))
+    tensors = dict.fromkeys(state, TensorInfo("F32", (8,)))
     with ShardWriter(tmp_path, "model", tensors, 64, {"format": "pt"}, ["sub"]) as writer:
 
         def work(number: int, _: object) -> None:
@@ -38,7 +38,7 @@ def test_blocks_in_any_order_on_threads_give_shards_that_safetensors_reads(tmp_p
 
 
 def test_a_file_that_disappeared_is_not_created_again(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path, "model", {"t": ("F32", (1,))}, 4, {})
+    writer = ShardWriter(tmp_path, "model", {"t": TensorInfo("F32", (1,))}, 4, {})
     writer.open()
     writer.close()
     (tmp_path / "model.safetensors").unlink()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..io.atomic_dir import require_space
-from ..io.reader import Entry, TensorFile, bytes_of, close_files, local_path, open_files
+from ..io.reader import Entry, TensorFile, TensorInfo, bytes_of, close_files, local_path, open_files
 from ..io.writer import ShardWriter
 from ..text import listed
 from ..urls import redact
@@ -196,13 +196,13 @@ def write_sums(
 ) -> None:
     """Write files of sums, in the precision of the header. Tensors are encoded one at a time."""
     precision = header["precision"]
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tensors: dict[str, TensorInfo] = {}
     parts: dict[str, Callable[[], Tensor]] = {}
     for name, value in sums.items():
-        tensors[name] = (PRECISIONS[precision], tuple(value.shape))
+        tensors[name] = TensorInfo(PRECISIONS[precision], tuple(value.shape))
         parts[name] = functools.partial(_encode, value, precision)
         if precision == "log8":
-            tensors[name + LOG8] = ("F32", (2,))
+            tensors[name + LOG8] = TensorInfo("F32", (2,))
             parts[name + LOG8] = lambda v=value: encode_log8(v.detach().cpu())[1]  # type: ignore[misc]
     writer = ShardWriter(folder, stem, tensors, shard_size, header)
     require_space(folder, writer.nbytes)

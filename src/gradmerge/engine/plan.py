@@ -94,16 +94,16 @@ class Plan:
         return self.rule.measures_of(self.inputs.options)
 
     @property
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name → (type, shape) of the result, in an order that does not depend on how the inputs are stored."""
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Types and shapes of the result, in an order that does not depend on how the inputs are stored."""
         infos = {name: info for job in self.jobs for name, info in job.tensors.items()}
-        return {name: (infos[name].dtype, infos[name].shape) for name in sorted(infos, key=natural)}
+        return {name: infos[name] for name in sorted(infos, key=natural)}
 
     @property
-    def precision_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name → (type, shape) of the result's curvature, in the same order."""
+    def precision_tensors(self) -> dict[str, TensorInfo]:
+        """Types and shapes of the result's curvature, in the same order."""
         merged = self.merged_tensors
-        return {name: ("F32", shape) for name, (_, shape) in self.tensors.items() if name in merged}
+        return {name: TensorInfo("F32", info.shape) for name, info in self.tensors.items() if name in merged}
 
     @property
     def examples(self) -> int:

@@ -6,47 +6,42 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import MachineError
 from .reader import ITEM_SIZE, Entry, TensorFile, TensorInfo
 
-DtypeShape = tuple[str, tuple[int, ...]]
-"""The dtype of a safetensors header, and the shape."""
-Tensors = Mapping[str, DtypeShape]
+Tensors = Mapping[str, TensorInfo]
 
 
-def split_into_shards(tensors: Tensors, shard_size: int) -> list[dict[str, DtypeShape]]:
+def split_into_shards(tensors: Tensors, shard_size: int) -> list[dict[str, TensorInfo]]:
     """Split tensors, in their order, into shards of at most ``shard_size`` bytes, or of one larger tensor.
 
     In each shard, tensors with wider elements come first, which aligns every tensor to its element size.
     """
-    shards: list[dict[str, DtypeShape]] = [{}]
+    shards: list[dict[str, TensorInfo]] = [{}]
     used = 0
-    for name, (dtype, shape) in tensors.items():
-        nbytes = TensorInfo(dtype, shape).nbytes
-        if shards[-1] and used + nbytes > shard_size:
+    for name, info in tensors.items():
+        if shards[-1] and used + info.nbytes > shard_size:
             shards.append({})
             used = 0
-        shards[-1][name] = (dtype, shape)
-        used += nbytes
-    return [dict(sorted(s.items(), key=lambda item: -ITEM_SIZE[item[1][0]])) for s in shards]
+        shards[-1][name] = info
+        used += info.nbytes
+    return [dict(sorted(shard.items(), key=lambda item: -ITEM_SIZE[item[1].dtype])) for shard in shards]
 
 
 def header_bytes(tensors: Tensors, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
     """Return the header of a file with these tensors in this order, and their entries."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offsets: dict[str, Entry] = {}
+    begins: dict[str, int] = {}
     end = 0
-    for name, (dtype, shape) in tensors.items():
-        offsets[name] = Entry(dtype, tuple(shape), end)
-        begin, end = end, end + offsets[name].nbytes
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    for name, info in tensors.items():
+        begins[name], end = end, end + info.nbytes
+        header[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [begins[name], end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    entries = {name: replace(entry, start=8 + len(text) + entry.start) for name, entry in offsets.items()}
+    entries = {name: Entry(info.dtype, info.shape, 8 + len(text) + begins[name]) for name, info in tensors.items()}
     return len(text).to_bytes(8, "little") + text, entries
 
 
@@ -59,7 +54,7 @@ class ShardWriter:
     Args:
         folder: Where to write.
         stem: The name of the files.
-        tensors: Name → dtype and shape of each tensor, in the order of the files.
+        tensors: All tensors by name, in the order of the files.
         shard_size: Bytes of a file.
         metadata: Header metadata of each file.
         folders: Subfolders. The tensor SUBFOLDER/NAME is written to its files as NAME.
@@ -187,13 +182,13 @@ class ShardWriter:
                 os.close(fd)
 
 
-def _by_folder(tensors: Tensors, prefixes: Iterable[str]) -> dict[str, dict[str, DtypeShape]]:
+def _by_folder(tensors: Tensors, prefixes: Iterable[str]) -> dict[str, dict[str, TensorInfo]]:
     """Return the tensors of each subfolder, by their names in its files."""
     prefixes = sorted(prefixes, key=len, reverse=True)
-    groups: dict[str, dict[str, DtypeShape]] = {}
-    for name, described in tensors.items():
+    groups: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in tensors.items():
         prefix = next((p for p in prefixes if name.startswith(p)), "")
-        groups.setdefault(prefix, {})[name.removeprefix(prefix)] = described
+        groups.setdefault(prefix, {})[name.removeprefix(prefix)] = info
     return groups or {"": {}}
 
 

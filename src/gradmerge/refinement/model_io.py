@@ -89,11 +89,10 @@ def write_folder(
 
 def _write_weights(staging: AtomicDir, checkpoint: Checkpoint, changed: Mapping[str, Any], stem: str) -> dict[str, int]:
     """Write all tensors of a checkpoint, some of them changed; return the bytes of each file."""
-    tensors = {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
     for module in checkpoint.modules:
         (staging.folder / module).mkdir(exist_ok=True)
     folders = checkpoint.modules if stem == "model" else ()
-    writer = ShardWriter(staging.folder, stem, tensors, SHARD_SIZE, {"format": "pt"}, folders)
+    writer = ShardWriter(staging.folder, stem, checkpoint.tensors, SHARD_SIZE, {"format": "pt"}, folders)
     require_space(staging.folder, writer.nbytes)
     buffers = Buffers()
     with writer:
