@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from ..tasks.model_files import base_folder_of, folder_of, locate
 from ..tasks.models import device_of, empty_model, encoder_prefix, load_model
 from ..tasks.text import num_positions
 from ..text import counted, some
-from .verify import Verification
+from .verify import Check
 
 #: Tokens of a row that answers are compared on, rows that are generated from, and tokens of an answer.
 LENGTH, GENERATED_ROWS, NEW_TOKENS = 128, 4, 64
@@ -78,61 +78,67 @@ class Parents:
             parents.base = recorded_model(home, record.get("base"))
         return parents
 
-    @property
-    def merged(self) -> dict[str, str]:
-        """The models whose weight is not negative: the result should be closer to them than the base is."""
+    def is_added(self, name: str) -> bool:
+        """Whether the result should be closer to a model than the base is: not if the merge removes it."""
         entries = self.recipe.get("models", [])
-        if self.recipe.get("method") == "removal":
-            return {}
-        if len(entries) != len(self.models):
-            return self.models
-        weights = [entry.get("weight", 1.0) for entry in entries]
-        return {
-            name: model
-            for (name, model), weight in zip(self.models.items(), weights, strict=True)
-            if not isinstance(weight, int | float) or weight > 0
-        }
+        if self.recipe.get("method") == "removal" or len(entries) != len(self.models):
+            return self.recipe.get("method") != "removal"
+        weight = dict(zip(self.models, (entry.get("weight", 1.0) for entry in entries), strict=True))[name]
+        return not isinstance(weight, int | float) or weight > 0
 
     def exact_adapter(self) -> str | None:
         """The adapter, if the result should answer as its base with this adapter."""
-        if len(self.models) != 1 or self.refined:
-            return None
-        name, reference = next(iter(self.models.items()))
+        ((name, reference), *others), recipe = self.models.items(), self.recipe
         folder = folder_of(reference)
-        if not is_adapter(folder):
+        if others or self.refined or not is_adapter(folder):
             return None
-        if self.recipe:
-            changed = self.recipe["exclude"] or self.recipe["include"] != ["*"] or self.recipe["slices"]
-            scale = self.recipe["options"].get("scale", 1.0)
-            weights = [entry["weight"] for entry in self.recipe["models"]]
-            if changed or scale != 1.0 or weights != [1.0] or self.recipe["method"] not in EXACT:
-                return None
+        if recipe and (
+            recipe["method"] not in EXACT
+            or (recipe["include"], recipe["exclude"], recipe["slices"]) != (["*"], [], [])
+            or recipe["options"].get("scale", 1.0) != 1.0
+            or recipe["models"][0]["weight"] != 1.0
+        ):
+            return None
         base = base_folder_of(reference, folder, read_adapter_config(folder))
-        if self.base is None:
-            self.base = str(base)
+        self.base = self.base or str(base)
         return name if folder_of(self.base).resolve() == base.resolve() else None
 
+    def excludes(self, name: str) -> bool:
+        """Whether the recipe excludes a tensor."""
 
-def check_unchanged(result: Verification, folder: Path, parents: Parents) -> None:
+        def fits(patterns: Sequence[str]) -> bool:
+            return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+        return bool(self.recipe) and (not fits(self.recipe["include"]) or fits(self.recipe["exclude"]))
+
+
+def check_model(model: str, data: str | None, parents: Parents, options: LoadOptions, bar: Progress) -> list[Check]:
+    """Run all checks."""
+    runner = Runner(model, parents, data, options, bar)
+    try:
+        ours = runner.run(model)
+    except InputError as error:
+        return [Check("loads", "", False, str(error))]
+    checks = [Check("loads", "", True, f"{type(runner.module).__name__} with from_pretrained")]
+    checks.append(_check_unchanged(folder_of(model), parents))
+    if not all(bool(values.isfinite().all()) for values in ours.answers):
+        return [*checks, Check("answers", "", False, "answers are NaN or infinite")]
+    answers, generated = _check_answers(runner, parents)
+    return [*checks, *answers, *([_check_generation(ours, generated)] if generated else [])]
+
+
+def _check_unchanged(folder: Path, parents: Parents) -> Check:
     """Compare the tensors that the recipe excludes with those of the base."""
-    recipe = parents.recipe
-    template = parents.base or next(iter(parents.models.values()))
+    recipe, template = parents.recipe, parents.base or next(iter(parents.models.values()))
     if not recipe or recipe["slices"] or is_adapter(folder) or (recipe["base"] or {}).get("rename"):
-        result.add("unchanged", "", None, "excluded tensors are known for merges of whole models with a recipe")
-        return
+        return Check("unchanged", "", None, "excluded tensors are known for merges of whole models with a recipe")
     with open_checkpoint(folder) as ours, open_checkpoint(template, dequantize=True) as base:
-        names = [name for name in base.tensors if _is_excluded(name, recipe)]
+        names = [name for name in base.tensors if parents.excludes(name)]
         wrong = [name for name in names if not _equal(ours, base, name, bool(recipe["tokenizer"]))]
     if wrong:
-        result.add("unchanged", template, False, f"{counted(wrong, 'excluded tensor')} changed: {some(wrong, 4)}")
-    else:
-        detail = f"{counted(names, 'excluded tensor')} equal" if names else "the recipe excludes no tensor"
-        result.add("unchanged", template, True if names else None, detail)
-
-
-def _is_excluded(name: str, recipe: dict[str, Any]) -> bool:
-    included = any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe["include"])
-    return not included or any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe["exclude"])
+        return Check("unchanged", template, False, f"{counted(wrong, 'excluded tensor')} changed: {some(wrong, 4)}")
+    detail = f"{counted(names, 'excluded tensor')} equal" if names else "the recipe excludes no tensor"
+    return Check("unchanged", template, True if names else None, detail)
 
 
 def _equal(ours: Checkpoint, base: Checkpoint, name: str, other_vocabulary: bool) -> bool:
@@ -148,42 +154,34 @@ def _equal(ours: Checkpoint, base: Checkpoint, name: str, other_vocabulary: bool
     return True
 
 
-def check_answers(result: Verification, runs: ModelRuns) -> None:
-    """Compare answers and the ends of generated texts with those of every fine-tuned model."""
-    parents = runs.parents
-    exact, compared = parents.exact_adapter(), []
-    if not all(bool(values.isfinite().all()) for values in runs.run(runs.model).answers):
-        result.add("answers", "", False, "answers are NaN or infinite")
-        return
-    generated: dict[str, ModelRun] = {}
+def _check_answers(runner: Runner, parents: Parents) -> tuple[list[Check], dict[str, ModelRun]]:
+    """Compare answers with those of every fine-tuned model. Also returns what these models generated."""
+    exact, checks, generated = parents.exact_adapter(), [], {}
     for name, reference in parents.models.items():
-        if (reason := runs.difference(reference)) is not None:
-            result.add("answers", name, None, reason)
+        if (reason := runner.difference(reference)) is not None:
+            checks.append(Check("answers", name, None, reason))
             continue
-        head = None if runs.shares_head(reference) else reference
-        theirs = runs.run(reference, adapter=name == exact)
+        head = None if runner.shares_head(reference) else reference
+        theirs = runner.run(reference, adapter=name == exact)
         if theirs.stops:
             generated[name] = theirs
-        distance = runs.distance(runs.run(runs.model, head), theirs)
+        distance = runner.distance(runner.run(runner.model, head), theirs)
+        detail, numbers, passed = f"{runner.unit} {distance:.3g}", {"distance": distance}, None
         if name == exact:
-            limit = max(ROUNDING, ROUNDING_FACTOR * runs.rounding(reference, theirs))
-            detail = f"{runs.unit} {distance:.3g} from base + adapter run by PEFT; rounding allows {limit:.2g}"
-            result.add("answers", name, distance <= limit, detail, distance=distance, limit=limit)
-        elif parents.base is None or name not in parents.merged:
-            result.add("answers", name, None, f"{runs.unit} {distance:.3g}", distance=distance)
-        else:
-            base = runs.distance(runs.run(parents.base, head), theirs)
-            detail = f"{runs.unit} {distance:.3g}, of the base {base:.3g}"
-            compared.append(result.add("answers", name, distance <= base, detail, distance=distance, base=base))
-    if any(check.passed for check in compared):  # a merge may be bad for one task
-        for check in compared:
-            check.detail += "" if check.passed else ": farther than the base, but another model is closer"
-            check.passed = True
-    if generated:
-        _check_generation(result, runs.run(runs.model), generated)
+            limit = numbers["limit"] = max(ROUNDING, ROUNDING_FACTOR * runner.rounding(reference, theirs))
+            detail, passed = f"{detail} from base + adapter run by PEFT; rounding allows {limit:.2g}", distance <= limit
+        elif parents.base is not None and parents.is_added(name):
+            base = numbers["base"] = runner.distance(runner.run(parents.base, head), theirs)
+            detail, passed = f"{detail}, of the base {base:.3g}", distance <= base
+        checks.append(Check("answers", name, passed, detail, numbers))
+    if any(check.passed for check in checks):  # a merge may be bad for one task
+        for check in checks:
+            if check.passed is False:
+                check.passed, check.detail = True, f"{check.detail}: farther than the base, but another model is closer"
+    return checks, generated
 
 
-def _check_generation(result: Verification, ours: ModelRun, parents: dict[str, ModelRun]) -> None:
+def _check_generation(ours: ModelRun, parents: Mapping[str, ModelRun]) -> Check:
     """Compare where generation stops, the tokens that stop it, and the chat template."""
     lost = set.intersection(*(one.ends for one in parents.values())) - ours.ends
     rows = [row for row in range(len(ours.stops)) if all(one.stops[row] for one in parents.values())]
@@ -198,7 +196,7 @@ def _check_generation(result: Verification, ours: ModelRun, parents: dict[str, M
     else:
         passed = True if rows else None
         detail = f"{len(rows)} of {len(ours.stops)} texts stop with every model, and here"
-    result.add("generation", ", ".join(parents), passed, detail)
+    return Check("generation", ", ".join(parents), passed, detail)
 
 
 @dataclass
@@ -214,40 +212,33 @@ class ModelRun:
     has_template: bool = False
 
 
-class ModelRuns:
+class Runner:
     """Runs models on the same rows, one in memory at a time."""
 
     def __init__(self, model: str, parents: Parents, data: str | None, options: LoadOptions, bar: Progress) -> None:
         self.model, self.parents, self.data, self.options, self.bar = model, parents, data, options, bar
         bar.begin("running models", 1 + len(parents.models) + (parents.base is not None))
-        self._how: dict[str, Any] = {
-            "device": options["device"],
-            "dtype": "float32",
-            "model_args": options["model_args"],
-        }
         module, self.info = empty_model(model, options["task"])
         self.module: Any = module
         """The model without its weights."""
         self.unit = "squared error" if self.info.task == "embedding" else "KL"
-        self._batches = self._read_rows()
+        self._length = options["max_length"] or min(LENGTH, num_positions(module) or LENGTH)
+        self._how: dict[str, Any] = {name: options[name] for name in ("device", "model_args")} | {"dtype": "float32"}
+        if self.info.task == "image" and data is None:
+            batches: list[Any] = [self._noise()]
+        else:
+            with _prompts(data) as source:
+                batches, _ = read_unlabeled(source, module, self.info, {**options, "max_length": self._length})
+        self._batches = [moved(batch, device_of(options["device"])) for batch in batches]
         self._kept: dict[tuple[str, str | None], ModelRun] = {}
 
-    def _read_rows(self) -> list[Any]:
-        config, device = self.module.config, device_of(self.options["device"])
-        if self.info.task == "image" and self.data is None:
-            edge = getattr(config, "image_size", None)
-            if not isinstance(edge, int):
-                raise InputError("there are no built-in images for this model. Give data")
-            shape = (8, getattr(config, "num_channels", 3), edge, edge)
-            batches = [{"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0))}]
-        else:
-            options: Any = {**self.options, "max_length": self._length()}
-            with _prompts(self.data) as source:
-                batches, _ = read_unlabeled(source, self.module, self.info, options)
-        return [moved(batch, device) for batch in batches]
-
-    def _length(self) -> int:
-        return self.options["max_length"] or min(LENGTH, num_positions(self.module) or LENGTH)
+    def _noise(self) -> dict[str, Tensor]:
+        """Random images."""
+        edge = getattr(self.module.config, "image_size", None)
+        if not isinstance(edge, int):
+            raise InputError("there are no built-in images for this model. Give data")
+        shape = (8, getattr(self.module.config, "num_channels", 3), edge, edge)
+        return {"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0))}
 
     def run(self, reference: str, head: str | None = None, *, adapter: bool = False) -> ModelRun:
         """Load a model, with the head of another one or as an adapter that PEFT runs, and run it.
@@ -278,9 +269,9 @@ class ModelRuns:
         """Continue a few prompts with the model's own tokenizer, chat template and generation config."""
         info = locate(reference, self.info.task)
         run.has_template = load_tokenizer(info).chat_template is not None
-        decoder_only, limit = info.task == "causal-lm", min(NEW_TOKENS, self._length() // 2)
+        decoder_only, limit = info.task == "causal-lm", min(NEW_TOKENS, self._length // 2)
         with _prompts(self.data, chat=run.has_template and decoder_only) as source:
-            options: Any = {**self.options, "limit": GENERATED_ROWS, "max_length": self._length() - limit}
+            options: Any = {**self.options, "limit": GENERATED_ROWS, "max_length": self._length - limit}
             loaded: Any = with_data(module, info, source, **options)
             ids = [prompt.ids for prompt in prompts(loaded, range(loaded.examples))]
         ends = module.generation_config.eos_token_id
@@ -324,9 +315,9 @@ class ModelRuns:
         """Whether the model has the head of a fine-tuned model's task."""
         if self.info.task in ("causal-lm", "seq2seq", "embedding"):
             return True
-        prefix, recipe = encoder_prefix(self.module), self.parents.recipe
+        prefix = encoder_prefix(self.module)
         head = [name for name, _ in self.module.named_parameters() if not name.startswith(prefix)]
-        if recipe and any(_is_excluded(name, recipe) for name in head):
+        if any(map(self.parents.excludes, head)):
             return False
         return same_head(self.module, [empty_model(reference, self.info.task)[0]])
 

@@ -46,10 +46,6 @@ class Verification(Displayed):
         """Whether no check failed."""
         return all(check.passed is not False for check in self.checks)
 
-    def add(self, name: str, against: str, passed: bool | None, detail: str, **numbers: float) -> Check:
-        self.checks.append(Check(name, against, passed, detail, numbers))
-        return self.checks[-1]
-
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return columns and rows: one row for each check."""
         words = {True: "ok", False: "FAILED", None: "not checked"}
@@ -99,23 +95,12 @@ def verify(
     """
     from .. import tasks
     from ..tasks.model_files import folder_of
-    from .model_checks import ModelRuns, Parents, check_answers, check_unchanged
+    from .model_checks import Parents, check_model
 
     options = tasks.complete(loading, verify)
     options = {**options, "limit": options["limit"] or ROWS}
     if options["dtype"] not in ("auto", "float32"):
         raise InputError(f"dtype {options['dtype']}: must be float32, the type of the comparison")
-    folder = folder_of(str(model))
-    parents = Parents.find(folder, models)
-    result = Verification()
+    parents = Parents.find(folder_of(str(model)), models)
     with shown(progress, "models") as bar:
-        runs = ModelRuns(str(model), parents, None if data is None else str(data), options, bar)
-        try:
-            runs.run(runs.model)
-        except InputError as error:
-            result.add("loads", "", False, str(error))
-            return result
-        result.add("loads", "", True, f"{type(runs.module).__name__} with from_pretrained")
-        check_unchanged(result, folder, parents)
-        check_answers(result, runs)
-    return result
+        return Verification(check_model(str(model), None if data is None else str(data), parents, options, bar))
