@@ -106,18 +106,20 @@ class Evaluator(abc.ABC):
         """Settings that can be merged, with their plans: at most ``size`` at once, which read the same tensors."""
         found = False
         for _, group in itertools.groupby(settings, key=_plan_key):
-            possible: dict[Setting, Plan] = {}
-            for setting in group:
-                try:
-                    possible[setting] = self.merge_plan(setting)
-                except InputError as error:
-                    self._left_out.setdefault(setting.name, str(error))
-            every = list(possible)
-            for first in range(0, len(every), size):
-                found, batch = True, every[first : first + size]
-                yield *self.plan_for(batch[0]), {setting: possible[setting] for setting in batch}
+            possible = filter(None, map(self._with_plan, group))
+            while batch := dict(itertools.islice(possible, size)):
+                found = True
+                yield *self.plan_for(next(iter(batch))), batch
         if settings and not found:
             raise InputError(f"no setting can be merged: {next(iter(self._left_out.values()))}")
+
+    def _with_plan(self, setting: Setting) -> tuple[Setting, Plan] | None:
+        """A setting with its plan; None, and a note, if it cannot be merged."""
+        try:
+            return setting, self.merge_plan(setting)
+        except InputError as error:
+            self._left_out.setdefault(setting.name, str(error))
+            return None
 
     def notes(self) -> list[str]:
         left_out = [f"{name} is left out: {why}" for name, why in list(self._left_out.items())[:5]]
