@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gradmerge.report import theme
+from gradmerge.report.comparison import pareto_front
 from gradmerge.report.figures import Series, bars, curves, heat_map, trade_off
 from gradmerge.report.page import Figure, number
 from gradmerge.rules import METHODS
@@ -112,3 +113,15 @@ def test_no_number_breaks_a_figure(values: list[float | None]) -> None:
 )
 def test_numbers_have_four_digits(value: float | None, shown: str) -> None:
     assert number(value) == shown
+
+
+@pytest.mark.parametrize(("more_x", "more_y"), [(True, True), (False, True), (False, False)])
+def test_no_point_of_the_front_is_beaten(more_x: bool, more_y: bool) -> None:
+    points = [(math.sin(7 * i), math.cos(3 * i)) for i in range(40)]
+    gains = {point: (point[0] if more_x else -point[0], point[1] if more_y else -point[1]) for point in points}
+
+    def is_beaten(point: tuple[float, float]) -> bool:
+        (x, y), others = gains[point], [gain for other, gain in gains.items() if other != point]
+        return any(a >= x and b >= y for a, b in others)
+
+    assert set(pareto_front(points, more_x, more_y)) == {point for point in points if not is_beaten(point)}

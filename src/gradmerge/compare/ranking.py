@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from .settings import Axis, Grid, Setting, is_removal, make_setting, task_names
 if TYPE_CHECKING:
     from .evaluate import Evaluator
 
-Item = TypeVar("Item")
 Advance = Callable[[int], None]
 """Called with the number of merges that are done."""
 Rows = dict[str, Tensor]
@@ -30,10 +29,7 @@ Rows = dict[str, Tensor]
 
 #: The first metric of a task is the first of these that its metrics have. The mean of a perplexity over tasks would
 #: mean little, so the loss comes before it.
-HEADLINES = (
-    *("accuracy", "micro_f1", "spearman_r", "r2"),
-    *("loss_per_token", "mse", "loss_per_example"),
-)
+HEADLINES = ("accuracy", "micro_f1", "spearman_r", "r2", "loss_per_token", "mse", "loss_per_example")
 _LOWER_IS_BETTER = ("loss_per_token", "mse", "loss_per_example", "perplexity")
 #: Predictions as close to the best as this count as equal.
 CLOSE = 0.01
@@ -206,8 +202,9 @@ class Preview(Displayed):
     def _badness(self, row: Outcome) -> tuple[float, float]:
         """A sort key: by score, then by the mean loss over tasks."""
         losses = [loss_of(metrics) for metrics in row.metrics.values()] or [0.0]
-        score = steady(row.score or 0.0)
-        return -score if self.criterion.higher else score, steady(sum(losses) / len(losses))
+        score = -(row.score or 0.0) if self.criterion.higher else row.score or 0.0
+        # Without the digits that rounding errors decide, so that equal merges are equal.
+        return float(f"{score:.7g}"), float(f"{sum(losses) / len(losses):.7g}")
 
     def difference(self, row: Outcome, other: Outcome) -> Difference | None:
         """How much larger a score is than another, on the same rows; None for predictions."""
@@ -218,7 +215,8 @@ class Preview(Displayed):
         if row.score is None or other.score is None:
             return False
         if self.measured:
-            return row is other or are_tied(row, other, self.criterion)
+            apart = self.difference(row, other)
+            return row is other or (apart is not None and apart.tied)
         return abs(row.score - other.score) <= CLOSE * abs(other.score) + 1e-12
 
     def is_better(self, row: Outcome, other: Outcome) -> bool:
@@ -304,15 +302,20 @@ def make_preview(
     return Preview(recipe, tasks, task_names(recipe), measured, criterion, rows, reference, axis, **known)
 
 
-def set_scores(rows: Sequence[Outcome], measured: bool) -> Criterion:
+def set_scores(rows: Sequence[Outcome], measured: bool, by_costs: bool = False) -> Criterion:
     """Set the score of every outcome, and return what it is.
 
-    Measured: the average of the tasks' first metrics. Predicted, or where tasks have different metrics: see
-    :func:`set_scores_by_costs`.
+    Measured: the average of the tasks' first metrics. Predicted, where tasks have different metrics, or ``by_costs``:
+    the cost of the worst task.
     """
     names = {headline(metrics) for row in rows for metrics in row.metrics.values() if metrics}
-    if not measured or len(names) > 1:
-        return set_scores_by_costs(rows, measured)
+    if by_costs or not measured or len(names) > 1:
+        for row in rows:
+            cost = largest_cost(row)
+            row.score = cost if math.isfinite(cost) else None
+        if measured:
+            return Criterion("share lost of what fine-tuning gained, worst task", False, shares=True)
+        return Criterion("predicted loss of the worst task", False)
     name = next(iter(names), "loss_per_example")
     for row in rows:
         known = [value for value in row.values.values() if value is not None]
@@ -321,44 +324,15 @@ def set_scores(rows: Sequence[Outcome], measured: bool) -> Criterion:
     return Criterion(f"average {name}" if several else name, higher_is_better(name))
 
 
-def set_scores_by_costs(rows: Sequence[Outcome], measured: bool) -> Criterion:
-    """Set the scores to the cost of the worst task, and return what they are."""
-    for row in rows:
-        cost = largest_cost(row)
-        row.score = cost if math.isfinite(cost) else None
-    if measured:
-        return Criterion("share lost of what fine-tuning gained, worst task", False, shares=True)
-    return Criterion("predicted loss of the worst task", False)
-
-
 def largest_cost(row: Outcome) -> float:
     """The cost of the worst task; infinite if one is not known."""
     return max((cost if math.isfinite(cost) else math.inf for cost in row.costs.values()), default=math.inf)
 
 
-def steady(value: float) -> float:
-    """A number without the digits that rounding errors decide, so that equal merges are equal."""
-    return float(f"{value:.7g}")
-
-
-def unbeaten(items: Sequence[tuple[Item, Sequence[float]]]) -> list[Item]:
-    """The Pareto front: items for which no other has at least as much of every gain, and more of one."""
-
-    def beats(one: Sequence[float], other: Sequence[float]) -> bool:
-        return all(a >= b for a, b in zip(one, other, strict=True)) and list(one) != list(other)
-
-    kept: list[int] = []
-    # An item that beats another has a larger sum, and a beaten item is beaten by one on the front.
-    for place in sorted(range(len(items)), key=lambda place: -sum(items[place][1])):
-        if not any(beats(items[other][1], items[place][1]) for other in kept):
-            kept.append(place)
-    return [items[place][0] for place in sorted(kept)]
-
-
 def task_differences(row: Outcome, other: Outcome) -> dict[str, Difference]:
     """Task → how much larger its first metric is for one setting than for another.
 
-    On the same rows; or by both standard errors, for metrics such as BLEU that are not known row by row.
+    On the same rows; or by both standard errors, for metrics such as R² that are not known row by row.
     """
     found = {}
     for task, metrics in row.metrics.items():
@@ -420,12 +394,6 @@ def score_error(row: Outcome, criterion: Criterion) -> float | None:
         errors = [found["standard_errors"].get(headline(found)) or math.nan for found in row.metrics.values()]
         return math.hypot(*errors) / len(errors)
     return standard_error(row.shares[max(row.costs, key=lambda task: row.costs[task])])
-
-
-def are_tied(row: Outcome, other: Outcome, criterion: Criterion) -> bool:
-    """Whether the difference of the scores is within two standard errors."""
-    found = score_difference(row, other, criterion)
-    return found is not None and found.tied
 
 
 def simplicity(setting: Setting) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from ..progress import Progress
 from ..recipe import Recipe
 from ..rules import METHODS
 from .evaluate import Evaluator
-from .ranking import Outcome, Preview, largest_cost, make_preview, set_scores_by_costs
+from .ranking import Outcome, Preview, largest_cost, make_preview, set_scores
 from .settings import Dimension, Grid, Setting, Weights, parse_range, parse_weights, takes_weights, weight_keys
 
 #: The range of weights without one.
@@ -69,7 +69,7 @@ def search(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
         if further:
             rows += evaluator.evaluate(further, progress.advance)
     progress.advance(max(0, expected - len(rows)))  # points that were evaluated before
-    criterion = set_scores_by_costs(rows, evaluator.measured)
+    criterion = set_scores(rows, evaluator.measured, by_costs=True)
     found = make_preview(grid.recipe, evaluator, rows, grid.axis, criterion)
     if found.best() is None:
         raise InputError("no setting gives a finite loss; check the models and their curvature")

@@ -266,11 +266,6 @@ def check_methods(methods: Sequence[str] | str | None, recipe: Recipe) -> list[s
         if method not in METHODS:
             hint = f"{nearest(method, METHODS)}\n  Known are {', '.join(METHODS)}."
             raise InputError(f"methods: {method} is not a method{hint}")
-        if METHODS[method].fallback is not None:
-            raise InputError(
-                f"methods: {method} works on whole matrices and cannot be compared block by block. "
-                "Leave it out, and use gradmerge merge and gradmerge evaluate for it."
-            )
         recipe_with(recipe, make_setting(recipe, method))
     return chosen
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..compare.diagnose import FINE_TUNED, TARGET, UNDER_PENALTY, WITHOUT_PENALTY, Diagnosis
-from ..compare.ranking import Outcome, Preview, headline, higher_is_better, lost_share, unbeaten, with_error
+from ..compare.ranking import Outcome, Preview, headline, higher_is_better, lost_share, with_error
 from ..compare.settings import BASE, changes_text, is_removal
 from ..recipe import in_words
 from ..text import Measured, counted
@@ -121,9 +121,8 @@ def trade_off_chart(found: Preview, present: Outcome | None = None) -> LayerChar
         return None
     points = [(row, _mean(found, row, across), _mean(found, row, up)) for row in found.rows]
     known = [(row, x, y) for row, x, y in points if finite(x) and finite(y)]
-    signs = [1 if all(map(found.higher, tasks)) else -1 for tasks in (across, up)]
-    signs[0] *= -1 if removed else 1
-    gains = [((x, y), (signs[0] * x, signs[1] * y)) for _, x, y in known]
+    more_x, more_y = (all(map(found.higher, tasks)) for tasks in (across, up))
+    front = pareto_front([(x, y) for _, x, y in known], more_x != bool(removed), more_y)
     series = []
     for method in found.methods:
         of_method = [point for point in known if point[0].setting.method == method]
@@ -131,7 +130,16 @@ def trade_off_chart(found: Preview, present: Outcome | None = None) -> LayerChar
         series.append(Series(method, [x for _, x, _ in of_method], [y for _, _, y in of_method], words))
     labels = [_axis(found, across, "forgotten: " if removed else ""), _axis(found, up, "kept: " if removed else "")]
     now = None if present is None else (_mean(found, present, across), _mean(found, present, up))
-    return trade_off(series, *labels, front=unbeaten(gains), present=now)
+    return trade_off(series, *labels, front=front, present=now)
+
+
+def pareto_front(points: Sequence[tuple[float, float]], more_x: bool, more_y: bool) -> list[tuple[float, float]]:
+    """The points that no other beats on both axes; ``more_x`` and ``more_y``: more is better."""
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(points, key=lambda p: (-p[0] if more_x else p[0], -p[1] if more_y else p[1])):
+        if not front or (y > front[-1][1] if more_y else y < front[-1][1]):
+            front.append((x, y))
+    return front
 
 
 def _mean(found: Preview, row: Outcome, tasks: Sequence[str]) -> float:
