@@ -23,7 +23,6 @@ from gradmerge.api.merge import planned
 from gradmerge.engine import on_ray as ray_module
 from gradmerge.engine.executor import ignore
 from gradmerge.engine.input_state import files_read, fingerprint_of, state_of
-from gradmerge.engine.jobs import MergeOptions
 from gradmerge.engine.on_ray import MergeTask, MergeWorker, RayCluster
 from gradmerge.engine.output import JOURNAL, Journal
 from gradmerge.engine.run import MergeResult, merge_to_folder
@@ -239,7 +238,7 @@ def test_a_worker_refuses_inputs_and_folders_that_differ_from_the_drivers(
     recipe = make_recipe(recipe_of("average", models))
     with planned(recipe) as plan:
         state = state_of(files_read(plan))
-        fingerprint, block = fingerprint_of(recipe, plan, state, False), plan.block
+        fingerprint, block = fingerprint_of(recipe, plan, state), plan.block
     Journal(tmp_path, fingerprint).open(fresh=True)
     task = MergeTask(
         recipe=recipe.to_dict(),
@@ -247,7 +246,7 @@ def test_a_worker_refuses_inputs_and_folders_that_differ_from_the_drivers(
         merged_folders={},
         plan_options={},
         block=block,
-        options=MergeOptions(),
+        allow_nonfinite=False,
         fingerprint=fingerprint,
         state=state,
         folder=str(tmp_path),

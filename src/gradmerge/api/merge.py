@@ -84,6 +84,8 @@ def merge(
     >>> merge({"method": "ties", "base": "./base", "models": ["./a", "./b"]}, "./merged").merged  # doctest: +SKIP
     148
     """
+    import torch
+
     from ..engine.executor import LocalExecutor, allow_many_files
     from ..engine.run import merge_to_folder
 
@@ -107,15 +109,14 @@ def merge(
         def run(recipe: Recipe, out: Path, force: bool = False) -> MergeResult:
             with planned(recipe, **reading) as plan:
                 plan.block = block or plan.block
+                plan.device, plan.allow_nonfinite = torch.device(device), allow_nonfinite
                 return merge_to_folder(
                     recipe,
                     plan,
                     out,
                     executor=executor,
-                    device=device,
                     force=force,
                     resume=resume,
-                    allow_nonfinite=allow_nonfinite,
                     accept_untrusted=accept_untrusted,
                     progress=bar,
                 )

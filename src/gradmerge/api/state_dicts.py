@@ -14,7 +14,7 @@ from ..checkpoints.checkpoint import STORED_TYPES, Checkpoint
 from ..curvature.curvature import Curvature
 from ..engine.executor import LocalExecutor
 from ..engine.inputs import CurvatureInput
-from ..engine.jobs import MergedBlock, MergeOptions, torch_type
+from ..engine.jobs import MergedBlock, torch_type
 from ..engine.plan import inputs_of, make_plan
 from ..engine.statistics import compute_mean_curvature, compute_statistics
 from ..errors import InputError
@@ -120,12 +120,13 @@ def merge_state_dicts(
             raise InputError(f"curvature: {method} needs one for each of the {len(tuned)} fine-tuned models")
         inputs.curvature = [_in_memory(c, f"curvature[{i}]", recipe, method) for i, c in enumerate(curvature)]
     plan = make_plan(recipe, inputs)
+    plan.device, plan.allow_nonfinite = torch.device(device), allow_nonfinite
     infos = {name: info for job in plan.jobs for name, info in job.tensors.items()}
     output = StateDictOutput({name: torch.empty(info.shape, dtype=torch_type(info)) for name, info in infos.items()})
     executor = LocalExecutor(number_of_threads(threads))
     compute_mean_curvature(plan, executor)
     plan.statistics = compute_statistics(plan, executor)
-    executor.merge(plan, plan.blocks(), output, MergeOptions(torch.device(device), allow_nonfinite))
+    executor.merge(plan, plan.blocks(), output)
     template = base if base is not None else tuned[0]
     return {name: value.to(template[name].device) for name, value in output.tensors.items()}
 

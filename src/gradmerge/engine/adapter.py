@@ -32,7 +32,7 @@ from ..recipe import Recipe
 from ..text import some
 from ..urls import redact
 from .executor import Executor, LocalExecutor, run_parallel
-from .jobs import Block, BlockJob, Job, LayerJob, MergedBlock, MergeOptions, all_finite, rounded, rule_arguments
+from .jobs import Block, BlockJob, Job, LayerJob, MergedBlock, all_finite, rounded, rule_arguments
 from .plan import Plan
 
 #: A difference from the base below this share of an entry is a rounding error.
@@ -90,16 +90,14 @@ class AdapterOutput:
 
     finished: frozenset[int] = frozenset()
 
-    def __init__(
-        self, recipe: Recipe, plan: Plan, folder: AtomicDir, executor: Executor, options: MergeOptions
-    ) -> None:
+    def __init__(self, recipe: Recipe, plan: Plan, folder: AtomicDir, executor: Executor) -> None:
         assert isinstance(executor, LocalExecutor)
         self.base = adapter_base(recipe, plan)
         adapters = [c for c in plan.inputs.tuned if isinstance(c, AdapterCheckpoint) and is_same(c.base, self.base)]
         self._adapters = adapters if len(adapters) == len(plan.inputs.tuned) else []
         """The merged models, if all of them are adapters of the base."""
         self._tree = ModuleTree(self.base, adapters)
-        self._plan, self._folder, self._executor, self._options = plan, folder, executor, options
+        self._plan, self._folder, self._executor = plan, folder, executor
         self._rank = recipe.output.rank
         self._dtype = getattr(torch, recipe.output.dtype, torch.float32)  # also for `auto` and `widest`
         self._stored = plan.merged_tensors
@@ -200,7 +198,7 @@ class AdapterOutput:
         self._changes[name] = replace(change, factors={"A": a.contiguous(), "B": b.contiguous()})
 
     def _check_finite(self, name: str, *tensors: Tensor) -> None:
-        if not self._options.allow_nonfinite and not all(map(all_finite, tensors)):
+        if not self._plan.allow_nonfinite and not all(map(all_finite, tensors)):
             raise InputError(
                 f"the adapter of {name} has values that are NaN or infinite, or too large for its type. Set "
                 "output.dtype to a wider type, or set allow_nonfinite."
@@ -213,7 +211,7 @@ class AdapterOutput:
         names = dict.fromkeys(name for name, part in entries.values() if part == "whole")
         self._whole = {name: self._base_tensor(name) for name in names}
         again = [job for job in self._plan.merged_jobs if names.keys() & changes.keys() & job.tensors.keys()]
-        self._executor.merge(self._plan, self._plan.blocks(jobs=again), self, self._options)
+        self._executor.merge(self._plan, self._plan.blocks(jobs=again), self)
         for name, tensor in self._whole.items():
             self._check_finite(name, tensor)
         tensors = {
@@ -281,26 +279,22 @@ def linear_weights(plan: Plan, job: Job) -> list[float] | None:
         return None
     settings, models = plan.inputs.settings.of(job.name), len(plan.inputs.tuned)
 
-    def merge(base: Tensor, tuned: list[Tensor]) -> Tensor:
-        return job.rule(**rule_arguments(job.rule, plan, {"base": base, "tuned": tuned}, settings))
+    def merge(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
+        return job.rule(**rule_arguments(job.rule, plan, {"base": base, "tuned": list(tuned)}, settings))
 
-    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    base, *tuned = _random_rows(models + 1)
+    # Numbers of many sizes and both signs.
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(models + 1, 64, generator=generator, dtype=torch.float64)
+    base, *tuned = numbers * 10 ** torch.linspace(-2, 2, 64, dtype=torch.float64)
     try:
-        weights = [float(merge(zero, [one if i == t else zero for i in range(models)])) for t in range(models)]
-        merged = merge(base, list(tuned))
+        zero, units = torch.zeros(1, dtype=torch.float64), torch.eye(models, dtype=torch.float64)
+        weights = [float(merge(zero, row.split(1))) for row in units]
+        merged = merge(base, tuned)
     except (ValueError, ZeroDivisionError):
         return None
     expected = base + sum(c * (model - base) for c, model in zip(weights, tuned, strict=True))
     scale = 1 + sum(map(abs, weights))
     return weights if bool(((merged - expected).abs() <= 1e-9 * scale * (1 + expected.abs())).all()) else None
-
-
-@functools.cache
-def _random_rows(rows: int) -> Tensor:
-    """Random numbers of many sizes and both signs."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows, 64, generator=generator, dtype=torch.float64) * 10 ** torch.linspace(-2, 2, 64).double()
 
 
 # Factors

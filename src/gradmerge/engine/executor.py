@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 import torch
 
 from ..checkpoints.checkpoint import Buffers
-from .jobs import Block, Job, MergedBlock, MergeOptions
+from .jobs import Block, Job, MergedBlock
 
 if TYPE_CHECKING:
     from .on_ray import RayCluster
@@ -88,26 +88,19 @@ class LocalExecutor:
         self._run(plan, add, blocks, advance)
         return [] if total is None else total
 
-    def merge(
-        self,
-        plan: Plan,
-        blocks: Iterable[Block],
-        output: BlockOutput,
-        options: MergeOptions = MergeOptions(),  # noqa: B008 (immutable)
-        advance: Advance = ignore,
-    ) -> None:
+    def merge(self, plan: Plan, blocks: Iterable[Block], output: BlockOutput, advance: Advance = ignore) -> None:
         """Merge blocks, and put each result into the output.
 
         The result of a block depends on the plan alone, not on the number of threads.
         """
         next_jobs = dict(zip((job.name for job in plan.jobs), plan.jobs[2:], strict=False))
-        if options.device.type == "cuda":  # torch loads its linear algebra at the first use: not in two threads
-            torch.linalg.eigvalsh(torch.eye(2, device=options.device))
+        if plan.device.type == "cuda":  # torch loads its linear algebra at the first use: not in two threads
+            torch.linalg.eigvalsh(torch.eye(2, device=plan.device))
 
         def merge(block: Block, buffers: Buffers) -> None:
             if block.start == 0 and block.job.name in next_jobs:
                 read_ahead(plan, next_jobs[block.job.name])
-            output.put(block.job.merge(plan, block, buffers, options))
+            output.put(block.job.merge(plan, block, buffers))
 
         self._run(plan, merge, blocks, advance)
 

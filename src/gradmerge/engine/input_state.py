@@ -98,7 +98,7 @@ def files_read(plan: Plan) -> list[Path]:
     return files + [path for path in configs if path.is_file()]
 
 
-def fingerprint_of(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:
+def fingerprint_of(recipe: Recipe, plan: Plan, files: State) -> str:
     """Return a hash of the recipe, the settings, and the inputs by path, size, modification times and inode."""
     folders = {name: str(folder) for name, folder in recipe.merged_folders.items()}
     named = {name: read_json(Path(folder) / RECORD, MAX_TOKENIZER)["fingerprint"] for name, folder in folders.items()}
@@ -113,7 +113,7 @@ def fingerprint_of(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bo
         "named": named,
         "files": [entry for entry in files if not is_named_merge(entry[0])],
         "block": plan.block,
-        "allow_nonfinite": allow_nonfinite,
+        "allow_nonfinite": plan.allow_nonfinite,
         "kinds": [[type(layer).__name__ for layer in unwrap_chain(c)] for c in plan.inputs.checkpoints],
     }
     return hashlib.sha256(redact(json.dumps(content, sort_keys=True)).encode()).hexdigest()

@@ -34,16 +34,6 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class MergeOptions:
-    """How blocks are merged, whatever their job is."""
-
-    device: torch.device = CPU
-    allow_nonfinite: bool = False
-    precision_factor: float = 1.0
-    """Factor of the written curvature H̄."""
-
-
-@dataclass(frozen=True)
 class Job(ABC):
     """What is done for one tensor of the result."""
 
@@ -83,7 +73,7 @@ class Job(ABC):
         return 0
 
     @abstractmethod
-    def merge(self, plan: Plan, block: Block, buffers: Buffers, options: MergeOptions) -> MergedBlock:
+    def merge(self, plan: Plan, block: Block, buffers: Buffers) -> MergedBlock:
         """Return the result of a block."""
 
 
@@ -126,10 +116,10 @@ class CopyJob(Job):
     def bytes_read(self, plan: Plan) -> int:
         return plan.inputs.template.tensors[self.name].nbytes
 
-    def merge(self, plan: Plan, block: Block, buffers: Buffers, options: MergeOptions) -> MergedBlock:
+    def merge(self, plan: Plan, block: Block, buffers: Buffers) -> MergedBlock:
         template = plan.inputs.template
         values = template.read(self.name, block.start, block.stop, buffers)
-        if self.info.is_float and not options.allow_nonfinite:
+        if self.info.is_float and not plan.allow_nonfinite:
             require_finite(template.label, self.name, values)
         # A view, such as an adapter on its base, may return a wider type than the stored one.
         return MergedBlock(block, {self.name: rounded(values, torch_type(self.info))})
@@ -181,20 +171,20 @@ class BlockJob(Job):
         with errors_of_rule(self):
             return self.rule(**arguments)
 
-    def merge(self, plan: Plan, block: Block, buffers: Buffers, options: MergeOptions) -> MergedBlock:
+    def merge(self, plan: Plan, block: Block, buffers: Buffers) -> MergedBlock:
         tensors = self.read(plan, block.start, block.stop, buffers) | plan.statistics.inputs_of(self.name)
         tensors = self.shaped(block.start, block.stop, tensors)
-        if options.device != CPU:
-            tensors = converted(tensors, lambda tensor: tensor.to(options.device))
+        if plan.device != CPU:
+            tensors = converted(tensors, lambda tensor: tensor.to(plan.device))
         merged = self.solve(plan, tensors)
         merged = (merged if merged.dim() == 1 else merged.reshape(-1)).to(CPU)
         stored = rounded(merged, torch_type(self.info))
-        if not options.allow_nonfinite:
+        if not plan.allow_nonfinite:
             check_finite(plan, self, tensors, merged, stored)
-        if not plan.write_precision or self.rule.precision is None:
+        if plan.precision_factor is None or self.rule.precision is None:
             return MergedBlock(block, {self.name: stored})
         arguments = rule_arguments(self.rule, plan, tensors, plan.inputs.settings.of(self.name))
-        precision = (self.rule.precision(**arguments).to(CPU) * options.precision_factor).clamp_(min=0)
+        precision = (self.rule.precision(**arguments).to(CPU) * plan.precision_factor).clamp_(min=0)
         if not all_finite(precision.float()):
             raise InputError(
                 f"output.curvature: H̄ of {self.name} is as large as {float(precision.max()):.3g}, which does not fit "
@@ -290,13 +280,13 @@ class LayerJob(Job):
                 return rule(**arguments)
             return rule.layers(**{name: arguments[name] for name in rule.inputs})
 
-    def merge(self, plan: Plan, block: Block, buffers: Buffers, options: MergeOptions) -> MergedBlock:
-        device = CPU if self.rule.layers is None else options.device
+    def merge(self, plan: Plan, block: Block, buffers: Buffers) -> MergedBlock:
+        device = CPU if self.rule.layers is None else plan.device
         tensors = converted(self.read(plan), lambda tensor: tensor.to(device))
         merged = self.solve(plan, tensors).to(CPU)
         infos = self.tensors
         stored = {name: rounded(values, torch_type(infos[name])) for name, values in self.split_bias(merged).items()}
-        if not options.allow_nonfinite:
+        if not plan.allow_nonfinite:
             check_finite(plan, self, tensors, merged, torch.cat([values.double() for values in stored.values()]))
         return MergedBlock(block, stored)
 

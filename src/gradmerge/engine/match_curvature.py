@@ -110,7 +110,8 @@ def _diagonal_problems(source: CurvatureInput, inputs: Inputs, names: Sequence[s
     if misfits:
         wrong = [f"{n}: {list(shapes[n])}, but the weight is {list(tensors[n].shape)}" for n in misfits]
         problems.append(f"{source.label}: curvature of another model, its shapes do not match\n{listed(wrong)}")
-    in_factors = {part for name in source.tokens for part in _layer_of(source, name, inputs.template).parts(name)}
+    layers = {name: _layer_of(source, name, inputs.template) for name in source.tokens}
+    in_factors = {part for name, layer in layers.items() for part in (layer.parts(name) if layer else [name])}
     absent = [n for n in names if n not in in_factors and source.aliases.get(n, n) not in shapes]
     if absent and len(absent) == len(names):
         problems.append(
@@ -175,13 +176,12 @@ def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -
         wrong: list[str] = []
         for name in source.tokens:
             layer = _layer_of(source, name, inputs.template)
-            parts = layer.parts(name)
+            parts = [name] if layer is None else layer.parts(name)
             if merged.isdisjoint(parts):
                 continue
-            if not _fits(source, name, layer, inputs.template):
-                shapes = [list((source.shapes or {})[name + part]) for part in (OUTPUTS, INPUTS)]
-                weight = list(tensors[name].shape) if name in tensors else "missing"
-                wrong.append(f"{name}: factors {shapes[0]} and {shapes[1]}, but the weight is {weight}")
+            if layer is None:
+                factors = " and ".join(str(list((source.shapes or {})[name + part])) for part in (OUTPUTS, INPUTS))
+                wrong.append(f"{name}: factors {factors}, but the weight is {list(tensors[name].shape)}")
             elif not merged.issuperset(parts):
                 problems.append(
                     f"{source.label}: only one of {name} and {layer.bias} is merged, and Kronecker curvature holds the "
@@ -194,33 +194,20 @@ def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -
     return layers, problems
 
 
-def _matrix_shape(name: str, transposed: bool, template: Checkpoint) -> tuple[int, int]:
-    """Return (out, in) of a weight. A convolution's kernel counts as inputs."""
-    info = template.tensors[name]
+def _layer_of(source: CurvatureInput, name: str, template: Checkpoint) -> Layer | None:
+    """Return the layer of a weight with Kronecker factors; None if they do not fit the weight."""
+    info = template.tensors.get(name)
+    if info is None or source.shapes is None:
+        return None
     first = info.shape[0] if info.shape else 0
-    rest = info.numel // max(1, first)
-    return (rest, first) if transposed else (first, rest)
-
-
-def _layer_of(source: CurvatureInput, name: str, template: Checkpoint) -> Layer:
-    """Return how the matrix of a weight is stored, and its bias if the factors include one."""
+    outputs, inputs = first, info.numel // max(1, first)  # a convolution's kernel counts as inputs
     transposed = name in source.transposed
-    if name not in template.tensors or source.shapes is None:
+    if transposed:
+        outputs, inputs = inputs, outputs
+    sides = source.shapes[name + OUTPUTS], source.shapes[name + INPUTS]
+    if sides == ((outputs, outputs), (inputs, inputs)):
         return Layer(transposed, None)
-    _, columns = _matrix_shape(name, transposed, template)
-    with_bias = source.shapes[name + INPUTS][0] == columns + 1
-    return Layer(transposed, name.removesuffix("weight") + "bias" if with_bias else None)
-
-
-def _fits(source: CurvatureInput, name: str, layer: Layer, template: Checkpoint) -> bool:
-    """Return whether the factors of a source have the size of the weight, with its bias if they include one."""
-    if name not in template.tensors or source.shapes is None:
-        return False
-    rows, columns = _matrix_shape(name, layer.transposed, template)
-    columns += layer.bias is not None
-    bias = template.tensors.get(layer.bias or "")
-    return (
-        source.shapes[name + OUTPUTS] == (rows, rows)
-        and source.shapes[name + INPUTS] == (columns, columns)
-        and (layer.bias is None or (bias is not None and bias.shape == (rows,)))
-    )
+    bias = name.removesuffix("weight") + "bias"
+    has_bias = bias in template.tensors and template.tensors[bias].shape == (outputs,)
+    fits = sides == ((outputs, outputs), (inputs + 1, inputs + 1))
+    return Layer(transposed, bias) if fits and has_bias else None

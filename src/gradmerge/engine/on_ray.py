@@ -29,7 +29,7 @@ from ..recipe import Recipe, make_recipe
 from ..text import one_line
 from .executor import Advance, BlockFunction, BlockOutput, LocalExecutor, allow_many_files, available_cores, ignore
 from .input_state import State, changed, files_read, fingerprint_of, state_of
-from .jobs import Block, MergeOptions
+from .jobs import Block
 from .output import Output, WeightFiles, boot_id, read_header
 from .plan import Plan, open_plan
 from .statistics import Statistics
@@ -61,7 +61,7 @@ class MergeTask:
     plan_options: dict[str, Any]
     """Options of :func:`gradmerge.engine.plan.open_plan`."""
     block: int
-    options: MergeOptions
+    allow_nonfinite: bool
     fingerprint: str
     state: State
     """Size and modification time of every input, as the driver sees them."""
@@ -85,11 +85,11 @@ class MergeWorker:
             self.plan = open_plan(self.recipe, **task.plan_options)
         except InputError as error:
             raise _unlike(str(error)) from error
-        self.plan.block = task.block
+        self.plan.block, self.plan.allow_nonfinite = task.block, task.allow_nonfinite
         ours, theirs = ([entry[:3] for entry in state] for state in (state_of(files_read(self.plan)), task.state))
         if path := changed(ours, theirs):  # inodes may differ
             raise _unlike(f"{path}: is missing, or differs from the driver's file in size or modification time")
-        if fingerprint_of(self.recipe, self.plan, task.state, task.options.allow_nonfinite) != task.fingerprint:
+        if fingerprint_of(self.recipe, self.plan, task.state) != task.fingerprint:
             raise _unlike("the recipe and its models are read differently. Install the same packages everywhere.")
 
     def merge(self, blocks: Sequence[Block], advance: Advance) -> None:
@@ -105,7 +105,7 @@ class MergeWorker:
             time.sleep(0.2)
         files = WeightFiles(self.plan, folder, task.name, self.recipe.output.shard_size)
         try:
-            self.executor.merge(self.plan, blocks, files, task.options, advance)
+            self.executor.merge(self.plan, blocks, files, advance)
         finally:
             # If this machine crashes, the journal, which the driver writes, must not name blocks that are lost.
             files.close(sync=not header["boot"] or header["boot"] != boot_id())
@@ -158,9 +158,7 @@ class RayCluster:
             with suppress(Exception):
                 self._ray.shutdown()
 
-    def begin(
-        self, recipe: Recipe, plan: Plan, folder: AtomicDir, fingerprint: str, state: State, options: MergeOptions
-    ) -> None:
+    def begin(self, recipe: Recipe, plan: Plan, folder: AtomicDir, fingerprint: str, state: State) -> None:
         """Start the cluster, and describe the merge to it."""
         if not self._ray.is_initialized():
             self._connect()
@@ -171,7 +169,7 @@ class RayCluster:
             merged_folders={name: str(folder) for name, folder in recipe.merged_folders.items()},
             plan_options={**self.allowed, "allow_config": list(self.allowed.get("allow_config", ()))},
             block=plan.block,
-            options=options,
+            allow_nonfinite=plan.allow_nonfinite,
             fingerprint=fingerprint,
             state=state,
             folder=str(folder.folder),
@@ -191,9 +189,7 @@ class RayCluster:
                 parts.append(part)
         return functools.reduce(operator.iadd, parts) if parts else []
 
-    def merge(
-        self, plan: Plan, blocks: Iterable[Block], output: BlockOutput, options: MergeOptions, advance: Advance = ignore
-    ) -> None:
+    def merge(self, plan: Plan, blocks: Iterable[Block], output: BlockOutput, advance: Advance = ignore) -> None:
         """Merge blocks. The workers write them to the files of the output."""
         assert isinstance(output, Output)
         output.files.close()  # so that every machine sees them

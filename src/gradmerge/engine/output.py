@@ -33,7 +33,7 @@ class WeightFiles:
         folders = plan.inputs.template.modules
         self.model = ShardWriter(folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
         self.writers = [self.model]
-        if plan.write_precision:
+        if plan.precision_factor is not None:
             likelihood = next((c.likelihood for c in plan.inputs.curvatures if c.likelihood), "empirical")
             header = metadata(plan.examples, likelihood, name)
             self.writers.append(ShardWriter(folder / STEM, STEM, plan.precision_tensors, shard_size, header))

@@ -19,13 +19,13 @@ from ..curvature.format import default_curvature
 from ..errors import InputError
 from ..io.reader import FLOATS, TensorInfo
 from ..notes import Kind, Note
-from ..recipe import Base, CurvatureSource, Model, Recipe
+from ..recipe import Base, CurvatureSource, Model, Recipe, reduction_factor
 from ..rules import Rule
 from ..rules.measures import Measure
 from ..rules.spec import RANDOM_INPUTS
 from ..text import natural
 from .inputs import CONSTANT_DAMPING, CurvatureInput, Inputs, penalty_notes, recorded_penalty, zero_if_none
-from .jobs import Block, BlockJob, CopyJob, Job, LayerJob, rule_arguments
+from .jobs import CPU, Block, BlockJob, CopyJob, Job, LayerJob, rule_arguments
 from .match_curvature import Layers, layer_option_problems, match_curvature
 from .settings import LayerRange, LayerSettings, settings_of_slices, smallest, stacked_models, varies
 from .statistics import Statistics, measure
@@ -48,7 +48,11 @@ class Plan:
     jobs: list[Job]
     needs: frozenset[str]
     """Inputs that are read: those that the rule needs and the recipe names, or those that a caller asks for."""
-    write_precision: bool = False
+    device: torch.device = CPU
+    """The device of the arithmetic."""
+    allow_nonfinite: bool = False
+    precision_factor: float | None = None
+    """Factor of the written curvature H̄; None if the merge writes none."""
     statistics: Statistics = field(default_factory=Statistics)
     """What is known of whole tensors, once :func:`~gradmerge.engine.statistics.compute_statistics` has run."""
     notes: list[Note] = field(default_factory=list)
@@ -134,7 +138,7 @@ class Plan:
     def total_written(self) -> int:
         model = sum(info.nbytes for job in self.jobs for info in job.tensors.values())
         precision = sum(info.numel * 4 for info in self.merged_tensors.values())
-        return model + (precision if self.write_precision else 0)
+        return model + (0 if self.precision_factor is None else precision)
 
     def memory(self, threads: int) -> int:
         """Return the approximate peak memory in bytes: the interpreter, and each thread's blocks."""
@@ -314,7 +318,9 @@ def make_plan(
     if problems:
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {problem}" for problem in problems))
     jobs = _jobs(recipe, inputs, set(comparison.merged), layers)
-    plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
+    plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads)
+    if recipe.output.curvature:
+        plan.precision_factor = 1.0 / reduction_factor(recipe.reduction, plan.examples)
     if plan.needs & RANDOM_INPUTS:
         inputs.tied_copies = tied_copies(template)
     plan.note(recipe.notes)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..cards.card import merge_text, recipe_text, write_card
 from ..cards.metadata import license_notes, read_all_metadata, read_metadata
 from ..cards.provenance import base_path, input_entry, model_paths, write_record
@@ -20,14 +18,13 @@ from ..errors import MachineError
 from ..io.atomic_dir import AtomicDir
 from ..notes import Note
 from ..progress import NoProgress, Progress
-from ..recipe import NONE, Recipe, plain, reduction_factor
+from ..recipe import NONE, Recipe, plain
 from ..rules.kronecker_matching import LAYER_DAMPING
 from ..text import size
 from .checks import check_step_size, checks_steps, coefficient_notes
 from .executor import Executor, LocalExecutor
 from .input_state import State, changed, files_read, fingerprint_of, is_complete, recipe_paths, state_of
 from .inputs import CurvatureInput, Inputs, Source
-from .jobs import MergeOptions
 from .output import JOURNAL, Output
 from .plan import Plan
 from .statistics import compute_mean_curvature, compute_statistics
@@ -80,10 +77,8 @@ def merge_to_folder(
     out: Path,
     *,
     executor: Executor = LocalExecutor(),  # noqa: B008 (immutable)
-    device: str = "cpu",
     force: bool = False,
     resume: bool = False,
-    allow_nonfinite: bool = False,
     accept_untrusted: bool = False,
     progress: Progress | None = None,
 ) -> MergeResult:
@@ -93,12 +88,9 @@ def merge_to_folder(
     merge with the same fingerprint: the recipe, and the state of every input file. The folder is renamed when complete.
     """
     progress = progress or NoProgress()
-    options = MergeOptions(
-        torch.device(device), allow_nonfinite, 1.0 / reduction_factor(recipe.reduction, plan.examples)
-    )
     files = files_read(plan)
     state = state_of(files)
-    fingerprint = fingerprint_of(recipe, plan, state, allow_nonfinite)
+    fingerprint = fingerprint_of(recipe, plan, state)
     result = MergeResult(out, len(plan.merged_tensors), plan.copied_tensors, notes=plan.notes)
     if resume and is_complete(out, fingerprint):
         result.already_done = True
@@ -110,10 +102,10 @@ def merge_to_folder(
         if recipe.output.format == "adapter":
             from .adapter import AdapterOutput
 
-            output = AdapterOutput(recipe, plan, folder, executor, options)
+            output = AdapterOutput(recipe, plan, folder, executor)
         else:
             output = Output(recipe, plan, folder, fingerprint, resume)
-        executor.begin(recipe, plan, folder, fingerprint, state, options)
+        executor.begin(recipe, plan, folder, fingerprint, state)
         check_merge(recipe, plan, executor, progress, accept_untrusted)
 
         start = time.perf_counter()
@@ -125,7 +117,7 @@ def merge_to_folder(
             blocks = sum(1 for _ in plan.blocks())
             done = plan.total_read * (blocks - len(left)) // max(1, blocks)
             progress.begin("merging", plan.total_read, done)
-            executor.merge(plan, left, output, options, progress.advance)
+            executor.merge(plan, left, output, progress.advance)
             sizes = output.finish()
         check_unchanged(files, state, folder)
 
