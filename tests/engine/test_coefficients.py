@@ -14,7 +14,6 @@ from gradmerge.engine import checks as coefficients
 from gradmerge.engine.checks import coefficient_notes, share_above
 from gradmerge.engine.executor import LocalExecutor
 from gradmerge.notes import Kind, Note
-from gradmerge.recipe import make_recipe
 
 from ..making import near, random_state, write_model
 
@@ -67,7 +66,7 @@ def strong_base(case: Case, sums: Sums) -> Sums:
 
 def notes_of(case: Case) -> list[Note]:
     with planned(case) as plan:
-        return coefficient_notes(make_recipe(case), plan, REDUCE)
+        return coefficient_notes(plan, REDUCE)
 
 
 @pytest.mark.parametrize("penalty", [None, 1.0])

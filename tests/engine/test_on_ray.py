@@ -79,7 +79,7 @@ def on_ray(
     made = make_recipe(recipe, folder=folder, allow_code=True)
     with planned(made) as plan:
         plan.block = 64
-        return merge_to_folder(made, plan, out, executor=cluster, accept_untrusted=True, **how)
+        return merge_to_folder(plan, out, executor=cluster, accept_untrusted=True, **how)
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def test_a_worker_refuses_inputs_and_folders_that_differ_from_the_drivers(
     recipe = make_recipe(recipe_of("average", models))
     with planned(recipe) as plan:
         state = state_of(files_read(plan))
-        fingerprint, block = fingerprint_of(recipe, plan, state), plan.block
+        fingerprint, block = fingerprint_of(plan, state), plan.block
     Journal(tmp_path, fingerprint).open(fresh=True)
     task = MergeTask(
         recipe=recipe.to_dict(),

@@ -98,7 +98,7 @@ def dry_run_merge(recipe: Recipe, out: Path | None, *, threads: int | None = Non
     threads, adapter = number_of_threads(threads), recipe.output.format == "adapter"
     with planned(recipe, **reading) as plan:
         bytes_read = plan.total_read + plan.statistics_read
-        check_merge(recipe, plan, LocalExecutor(threads), NoProgress(), accept_untrusted=True)
+        check_merge(plan, LocalExecutor(threads), NoProgress(), accept_untrusted=True)
         models = [{"source": c.label, "kind": c.kind, "bytes": c.nbytes} for c in plan.inputs.checkpoints]
         merged = plan.merged_tensors
         curvature = [
@@ -111,7 +111,7 @@ def dry_run_merge(recipe: Recipe, out: Path | None, *, threads: int | None = Non
             "inputs": models + curvature,
             "merged_tensors": len(merged),
             "copied_tensors": plan.copied_tensors,
-            **damping_and_penalties(recipe, plan),
+            **damping_and_penalties(plan),
             "output": str(out) if out else None,
             "threads": threads,
         }

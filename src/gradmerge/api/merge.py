@@ -111,7 +111,6 @@ def merge(
                 plan.block = block or plan.block
                 plan.device, plan.allow_nonfinite = torch.device(device), allow_nonfinite
                 return merge_to_folder(
-                    recipe,
                     plan,
                     out,
                     executor=executor,

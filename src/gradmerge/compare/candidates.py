@@ -157,7 +157,7 @@ def plan_of(plan: Plan, recipe: Recipe) -> Plan:
 
     if needs & RANDOM_INPUTS:
         inputs.tied_copies = tied_copies(inputs.template)
-    own = Plan(rule, inputs, [other for job in plan.jobs for other in jobs_of(job)], needs | {"base"})
+    own = Plan(plan.recipe, rule, inputs, [other for job in plan.jobs for other in jobs_of(job)], needs | {"base"})
     check_rule_settings(own)
     compute_mean_curvature(own, LocalExecutor())
     plan.inputs.mean_curvature = own.inputs.mean_curvature  # found once for all candidates
@@ -170,7 +170,7 @@ def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
         return []
     own = plan_of(plan, recipe)
     executor = LocalExecutor(threads)
-    return [*check_step_size(own, executor), *coefficient_notes(recipe, own, executor)]
+    return [*check_step_size(own, executor), *coefficient_notes(own, executor)]
 
 
 class _Runner:

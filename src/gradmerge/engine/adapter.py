@@ -28,7 +28,6 @@ from ..errors import InputError
 from ..io.atomic_dir import AtomicDir
 from ..io.reader import TensorInfo
 from ..notes import Note
-from ..recipe import Recipe
 from ..text import some
 from ..urls import redact
 from .executor import Executor, LocalExecutor, run_parallel
@@ -90,16 +89,16 @@ class AdapterOutput:
 
     finished: frozenset[int] = frozenset()
 
-    def __init__(self, recipe: Recipe, plan: Plan, folder: AtomicDir, executor: Executor) -> None:
+    def __init__(self, plan: Plan, folder: AtomicDir, executor: Executor) -> None:
         assert isinstance(executor, LocalExecutor)
-        self.base = adapter_base(recipe, plan)
+        self.base = adapter_base(plan)
         adapters = [c for c in plan.inputs.tuned if isinstance(c, AdapterCheckpoint) and is_same(c.base, self.base)]
         self._adapters = adapters if len(adapters) == len(plan.inputs.tuned) else []
         """The merged models, if all of them are adapters of the base."""
         self._tree = ModuleTree(self.base, adapters)
         self._plan, self._folder, self._executor = plan, folder, executor
-        self._rank = recipe.output.rank
-        self._dtype = getattr(torch, recipe.output.dtype, torch.float32)  # also for `auto` and `widest`
+        self._rank = plan.recipe.output.rank
+        self._dtype = getattr(torch, plan.recipe.output.dtype, torch.float32)  # also for `auto` and `widest`
         self._stored = plan.merged_tensors
         plan.jobs = [in_float64(job) for job in plan.jobs]
         self._differences: dict[str, Difference] = {}
@@ -239,11 +238,11 @@ class AdapterOutput:
         return rounded(self.base.read(name, 0, info.numel, Buffers()), dtype).reshape(info.shape)
 
 
-def adapter_base(recipe: Recipe, plan: Plan) -> Checkpoint:
+def adapter_base(plan: Plan) -> Checkpoint:
     """Return the model that the adapter is for: the recipe's base, or the base of all merged adapters."""
+    recipe, base = plan.recipe, plan.inputs.base
     if recipe.output.curvature:
         raise InputError("output.curvature: an adapter has no curvature; write a model for that")
-    base = plan.inputs.base
     if base is None:
         if recipe.exclude or recipe.include != ["*"]:
             raise InputError("output.format: with include or exclude, name the base that the other tensors come from")

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..checkpoints.checkpoint import Buffers
 from ..errors import InputError
 from ..notes import Kind, Note
-from ..recipe import NONE, Recipe
+from ..recipe import NONE
 from ..rules.kronecker_matching import applied, diagonal_of
 from ..text import count
 from .executor import Advance, Executor, chunks, exact_sum, ignore, sample_blocks, whole_tensors
@@ -116,13 +116,13 @@ def read_in_float64(plan: Plan, block: Block, buffers: Buffers) -> dict[str, Any
     return converted(block.job.read(plan, block.start, block.stop, buffers), Tensor.double)
 
 
-def coefficient_notes(recipe: Recipe, plan: Plan, executor: Executor) -> list[Note]:
+def coefficient_notes(plan: Plan, executor: Executor) -> list[Note]:
     """Return a note if a gradient matching of several models is task arithmetic on most of what they changed.
 
     With a recorded penalty for every model the coefficients are right.
     """
-    inputs = plan.inputs
-    from_recipe = recipe.base is not None and recipe.base.penalty is not None
+    inputs, base = plan.inputs, plan.recipe.base
+    from_recipe = base is not None and base.penalty is not None
     recorded = not from_recipe and bool(inputs.penalty) and None not in inputs.penalty
     if "coefficients" not in plan.rule.checks or len(inputs.tuned) < 2 or recorded:
         return []

@@ -98,8 +98,9 @@ def files_read(plan: Plan) -> list[Path]:
     return files + [path for path in configs if path.is_file()]
 
 
-def fingerprint_of(recipe: Recipe, plan: Plan, files: State) -> str:
+def fingerprint_of(plan: Plan, files: State) -> str:
     """Return a hash of the recipe, the settings, and the inputs by path, size, modification times and inode."""
+    recipe = plan.recipe
     folders = {name: str(folder) for name, folder in recipe.merged_folders.items()}
     named = {name: read_json(Path(folder) / RECORD, MAX_TOKENIZER)["fingerprint"] for name, folder in folders.items()}
 

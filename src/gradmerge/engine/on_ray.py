@@ -25,7 +25,7 @@ from typing import Any
 
 from ..errors import GradmergeError, InputError, MachineError
 from ..io.atomic_dir import AtomicDir
-from ..recipe import Recipe, make_recipe
+from ..recipe import make_recipe
 from ..text import one_line
 from .executor import Advance, BlockFunction, BlockOutput, LocalExecutor, allow_many_files, available_cores, ignore
 from .input_state import State, changed, files_read, fingerprint_of, state_of
@@ -80,16 +80,16 @@ class MergeWorker:
         allow_many_files()
         self.task, self.executor = task, LocalExecutor(task.threads)
         recipe = make_recipe(task.recipe, folder=Path(task.recipe_folder), allow_code=True)
-        self.recipe = recipe.with_merged_folders({name: Path(path) for name, path in task.merged_folders.items()})
+        recipe = recipe.with_merged_folders({name: Path(path) for name, path in task.merged_folders.items()})
         try:
-            self.plan = open_plan(self.recipe, **task.plan_options)
+            self.plan = open_plan(recipe, **task.plan_options)
         except InputError as error:
             raise _unlike(str(error)) from error
         self.plan.block, self.plan.allow_nonfinite = task.block, task.allow_nonfinite
         ours, theirs = ([entry[:3] for entry in state] for state in (state_of(files_read(self.plan)), task.state))
         if path := changed(ours, theirs):  # inodes may differ
             raise _unlike(f"{path}: is missing, or differs from the driver's file in size or modification time")
-        if fingerprint_of(self.recipe, self.plan, task.state) != task.fingerprint:
+        if fingerprint_of(self.plan, task.state) != task.fingerprint:
             raise _unlike("the recipe and its models are read differently. Install the same packages everywhere.")
 
     def merge(self, blocks: Sequence[Block], advance: Advance) -> None:
@@ -103,7 +103,7 @@ class MergeWorker:
                     "share under the same path, and do not start two merges to it."
                 )
             time.sleep(0.2)
-        files = WeightFiles(self.plan, folder, task.name, self.recipe.output.shard_size)
+        files = WeightFiles(self.plan, folder, task.name)
         try:
             self.executor.merge(self.plan, blocks, files, advance)
         finally:
@@ -158,11 +158,12 @@ class RayCluster:
             with suppress(Exception):
                 self._ray.shutdown()
 
-    def begin(self, recipe: Recipe, plan: Plan, folder: AtomicDir, fingerprint: str, state: State) -> None:
+    def begin(self, plan: Plan, folder: AtomicDir, fingerprint: str, state: State) -> None:
         """Start the cluster, and describe the merge to it."""
         if not self._ray.is_initialized():
             self._connect()
         self._in_parallel, threads = self._size()
+        recipe = plan.recipe
         task = MergeTask(
             recipe=recipe.to_dict(),
             recipe_folder=str(recipe.folder.absolute()),

@@ -18,7 +18,6 @@ from ..errors import InputError, MachineError
 from ..io.atomic_dir import AtomicDir, require_space
 from ..io.reader import FLOATS, bytes_of
 from ..io.writer import ShardWriter
-from ..recipe import Recipe
 from .jobs import Block, Job, MergedBlock
 from .plan import Plan
 
@@ -29,8 +28,8 @@ JOURNAL = "gradmerge.journal"
 class WeightFiles:
     """The files of a result, weights and curvature, to which any process may write blocks."""
 
-    def __init__(self, plan: Plan, folder: Path, name: str, shard_size: int) -> None:
-        folders = plan.inputs.template.modules
+    def __init__(self, plan: Plan, folder: Path, name: str) -> None:
+        folders, shard_size = plan.inputs.template.modules, plan.recipe.output.shard_size
         self.model = ShardWriter(folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
         self.writers = [self.model]
         if plan.precision_factor is not None:
@@ -61,13 +60,13 @@ class Output:
     report: None = None
     """Only :class:`~gradmerge.engine.adapter.AdapterOutput` has a report."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, folder: AtomicDir, fingerprint: str, resume: bool) -> None:
-        self._recipe, self._plan, self._folder = recipe, plan, folder
+    def __init__(self, plan: Plan, folder: AtomicDir, fingerprint: str, resume: bool) -> None:
+        self._plan, self._folder = plan, folder
         self._upload = folder.upload
         self._journal = Journal(folder.folder, fingerprint)
         self.finished: set[int] = self._journal.load() if resume and folder.upload is None else set()
         """The blocks that an earlier run finished."""
-        self.files = WeightFiles(plan, folder.folder, folder.out.name, recipe.output.shard_size)
+        self.files = WeightFiles(plan, folder.folder, folder.out.name)
         self._missing: Counter[tuple[ShardWriter, str]] = Counter()
         """File → the number of its blocks that are not in the journal."""
         self._lock = threading.Lock()
@@ -129,17 +128,18 @@ class Output:
             write_curvature_card(self.files.writers[1].folder, what=MERGED_CURVATURE)
         template, folder = self._plan.inputs.template, self._folder.folder
         self._plan.note(code_notes(template))
-        copy_sidecars(template, folder, config_dtype(self._recipe, self._plan))
+        copy_sidecars(template, folder, config_dtype(self._plan))
         if self._plan.inputs.result_files is not None:
             self._plan.inputs.result_files.write(folder)
         folders = ((writer.folder.relative_to(folder), writer.sizes) for writer in self.files.writers)
         return {str(path / name): nbytes for path, sizes in folders for name, nbytes in sizes.items()}
 
 
-def config_dtype(recipe: Recipe, plan: Plan) -> str:
+def config_dtype(plan: Plan) -> str:
     """Return the dtype for the result's config; `auto` if that of the template is right."""
-    if recipe.output.dtype != "widest":
-        return recipe.output.dtype
+    dtype = plan.recipe.output.dtype
+    if dtype != "widest":
+        return dtype
     merged, template = plan.merged_tensors, plan.inputs.template
     types = {info.dtype for info in merged.values()}
     unchanged = types == {template.tensors[name].dtype for name in merged}

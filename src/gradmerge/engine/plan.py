@@ -43,6 +43,7 @@ often for each other. More blocks of that size would not fit the processor's cac
 class Plan:
     """What a merge will do."""
 
+    recipe: Recipe
     rule: Rule
     inputs: Inputs
     jobs: list[Job]
@@ -318,7 +319,7 @@ def make_plan(
     if problems:
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {problem}" for problem in problems))
     jobs = _jobs(recipe, inputs, set(comparison.merged), layers)
-    plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads)
+    plan = Plan(recipe, rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads)
     if recipe.output.curvature:
         plan.precision_factor = 1.0 / reduction_factor(recipe.reduction, plan.examples)
     if plan.needs & RANDOM_INPUTS:

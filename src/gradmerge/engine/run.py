@@ -72,7 +72,6 @@ class MergeResult(Displayed):
 
 
 def merge_to_folder(
-    recipe: Recipe,
     plan: Plan,
     out: Path,
     *,
@@ -87,10 +86,10 @@ def merge_to_folder(
     The weights are written to a temporary folder, with a journal of finished blocks. ``resume`` continues an unfinished
     merge with the same fingerprint: the recipe, and the state of every input file. The folder is renamed when complete.
     """
-    progress = progress or NoProgress()
+    recipe, progress = plan.recipe, progress or NoProgress()
     files = files_read(plan)
     state = state_of(files)
-    fingerprint = fingerprint_of(recipe, plan, state)
+    fingerprint = fingerprint_of(plan, state)
     result = MergeResult(out, len(plan.merged_tensors), plan.copied_tensors, notes=plan.notes)
     if resume and is_complete(out, fingerprint):
         result.already_done = True
@@ -102,11 +101,11 @@ def merge_to_folder(
         if recipe.output.format == "adapter":
             from .adapter import AdapterOutput
 
-            output = AdapterOutput(recipe, plan, folder, executor)
+            output = AdapterOutput(plan, folder, executor)
         else:
-            output = Output(recipe, plan, folder, fingerprint, resume)
-        executor.begin(recipe, plan, folder, fingerprint, state)
-        check_merge(recipe, plan, executor, progress, accept_untrusted)
+            output = Output(plan, folder, fingerprint, resume)
+        executor.begin(plan, folder, fingerprint, state)
+        check_merge(plan, executor, progress, accept_untrusted)
 
         start = time.perf_counter()
         with output:
@@ -128,12 +127,12 @@ def merge_to_folder(
             result.bytes_written, result.lost, result.lost_share = sum(sizes.values()), report.lost, report.lost_share
             plan.note(report.notes())
         facts = {"fingerprint": fingerprint, "resumed_blocks": len(output.finished)}
-        write_cards(recipe, plan, folder, facts, sizes, result.seconds, report)
+        write_cards(plan, folder, facts, sizes, result.seconds, report)
         (folder.folder / JOURNAL).unlink(missing_ok=True)
     return result
 
 
-def check_merge(recipe: Recipe, plan: Plan, executor: Executor, progress: Progress, accept_untrusted: bool) -> None:
+def check_merge(plan: Plan, executor: Executor, progress: Progress, accept_untrusted: bool) -> None:
     """Compute the damping, check step size, coefficients and licenses, and add their notes to the plan."""
     if plan.inputs.needs_mean_curvature(plan.rule):
         progress.begin("computing the damping", plan.merged_read)
@@ -141,8 +140,8 @@ def check_merge(recipe: Recipe, plan: Plan, executor: Executor, progress: Progre
     if checks_steps(plan):
         progress.begin("checking the step size", plan.merged_read)
     plan.note(check_step_size(plan, executor, progress.advance, refuse=not accept_untrusted))
-    plan.note(coefficient_notes(recipe, plan, executor))
-    plan.note(license_notes(read_all_metadata(plan.inputs.checkpoints), recipe.output.license))
+    plan.note(coefficient_notes(plan, executor))
+    plan.note(license_notes(read_all_metadata(plan.inputs.checkpoints), plan.recipe.output.license))
 
 
 def check_unchanged(files: list[Path], state: State, folder: AtomicDir) -> None:
@@ -156,7 +155,6 @@ def check_unchanged(files: list[Path], state: State, folder: AtomicDir) -> None:
 
 
 def write_cards(
-    recipe: Recipe,
     plan: Plan,
     folder: AtomicDir,
     facts: dict[str, Any],
@@ -165,13 +163,13 @@ def write_cards(
     report: AdapterReport | None,
 ) -> None:
     """Write gradmerge.json, with further ``facts``, and README.md. An adapter has a report on what it lacks."""
-    inputs = plan.inputs
+    recipe, inputs = plan.recipe, plan.inputs
     options = {} if recipe.slices else {"options": {name: plain(value) for name, value in inputs.options.items()}}
     facts |= {
         "recipe": recipe.to_dict() | options,
         "base": base_path(recipe, folder.out),
         "models": model_paths(recipe, folder.out),
-        **damping_and_penalties(recipe, plan),
+        **damping_and_penalties(plan),
     }
     if recipe.rule.file:
         facts["rule"] = {"file": recipe.rule.file, "sha256": recipe.rule.digest}
@@ -202,7 +200,7 @@ def write_cards(
     )
 
 
-def damping_and_penalties(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+def damping_and_penalties(plan: Plan) -> dict[str, Any]:
     """Return the damping of the merge and the penalty of every model, for the record."""
     inputs = plan.inputs
     facts: dict[str, Any] = {}
@@ -213,7 +211,7 @@ def damping_and_penalties(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     if "penalty" in plan.rule.inputs:
         penalties = inputs.penalty or [None] * len(inputs.tuned)
         facts["penalty"] = [
-            {"model": model.label, **_penalty_entry(recipe, penalty)}
+            {"model": model.label, **_penalty_entry(plan.recipe, penalty)}
             for model, penalty in zip(inputs.tuned, penalties, strict=True)
         ]
     return facts
