@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,6 +112,16 @@ def _scales_of(name: str, tensors: Mapping[str, TensorInfo]) -> str | None:
 # Dequantization
 
 
+class Decoder(NamedTuple):
+    """Reads one tensor of codes as numbers."""
+
+    shape: tuple[int, ...]
+    parts: list[str]
+    """Tensors with its scales and the like, which the dequantized checkpoint does not have."""
+    read: Callable[[int, int, Buffers, str], Tensor]
+    """Returns a range of the flattened tensor in float32, from the range, buffers and a slot in them."""
+
+
 class DequantizedCheckpoint(View):
     """A quantized checkpoint whose codes are read as float32 numbers."""
 
@@ -119,8 +129,7 @@ class DequantizedCheckpoint(View):
         super().__init__(inner)
         self._decoders = {name: decoder for name in inner.tensors if (decoder := _decoder_of(inner, name))}
         hidden = {name for name in inner.tensors if name.rpartition(".")[2] in ACTIVATION_SCALES}
-        for name, found in self._decoders.items():
-            hidden |= {found.scales, f"{name}_format", *_state_parts(name)}
+        hidden |= {part for found in self._decoders.values() for part in found.parts}
         read = self._decoders.keys() | hidden
         unknown = [name for name, info in inner.tensors.items() if _is_code(name, info) and name not in read]
         if unknown:
@@ -144,7 +153,7 @@ class DequantizedCheckpoint(View):
         decoder = self._decoders.get(name)
         if decoder is None:
             return self.inner.read(name, start, stop, buffers, slot)
-        return decoder.read(self.inner, start, stop, buffers, slot) if stop > start else torch.empty(0)
+        return decoder.read(start, stop, buffers, slot) if stop > start else torch.empty(0)
 
 
 def _original_dtype(config: dict[str, Any]) -> str:
@@ -154,39 +163,16 @@ def _original_dtype(config: dict[str, Any]) -> str:
     return next((DTYPES[name] for name in names if name in DTYPES), "BF16")
 
 
-def _decoder_of(inner: Checkpoint, name: str) -> ScaledCodes | TableCodes | None:
+def _decoder_of(inner: Checkpoint, name: str) -> Decoder | None:
     """Return the decoder of a tensor of codes; None for other tensors."""
     scales = _scales_of(name, inner.tensors)
     if scales is None:
         return None
-    return _table_codes(inner, name, scales) if STATE in scales else _scaled(inner, name, scales)
+    return _table_decoder(inner, name, scales) if STATE in scales else _scale_decoder(inner, name, scales)
 
 
 def _broken(inner: Checkpoint, name: str, why: str) -> InputError:
     return InputError(f"{inner.label}: cannot dequantize {name}: {why}")
-
-
-@dataclass(frozen=True)
-class ScaledCodes:
-    """A matrix of float8 or int8 codes times scales, each for a block of rows and columns."""
-
-    codes: str
-    shape: tuple[int, ...]
-    scales: str
-    factor: float
-    """Multiplies all scales."""
-    block: tuple[int, int]
-    """Rows and columns of the codes that share a scale."""
-
-    def read(self, inner: Checkpoint, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
-        columns, (height, width) = self.shape[1], self.block
-        first, last = start // columns, -(-stop // columns)
-        rows = _to_float32(inner.read(self.codes, first * columns, last * columns, buffers, slot)).view(-1, columns)
-        low, high, across = first // height, -(-last // height), -(-columns // width)
-        scales = inner.read(self.scales, low * across, high * across, buffers, f"{slot} scales").float() * self.factor
-        scales = scales.view(-1, across)[torch.arange(first, last) // height - low]
-        rows *= scales.repeat_interleave(width, 1)[:, :columns] if across > 1 else scales
-        return rows.view(-1)[start - first * columns : stop - first * columns]
 
 
 def _to_float32(codes: Tensor) -> Tensor:
@@ -201,8 +187,9 @@ def _float8_table(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
-def _scaled(inner: Checkpoint, name: str, scales: str) -> ScaledCodes:
-    info, of_scales = inner.tensors[name], inner.tensors[scales]
+def _scale_decoder(inner: Checkpoint, name: str, scales_name: str) -> Decoder:
+    """Return the decoder of a matrix of float8 or int8 codes times scales, each for a block of rows and columns."""
+    info, of_scales = inner.tensors[name], inner.tensors[scales_name]
     if len(info.shape) != 2 or not info.numel:
         raise _broken(inner, name, f"only matrices can be dequantized, and its shape is {list(info.shape)}")
     rows, columns = info.shape
@@ -216,45 +203,28 @@ def _scaled(inner: Checkpoint, name: str, scales: str) -> ScaledCodes:
         raise _broken(
             inner,
             name,
-            f"its scales {scales} {list(of_scales.shape)} do not fit its shape {list(info.shape)}. For scales of "
+            f"its scales {scales_name} {list(of_scales.shape)} do not fit its shape {list(info.shape)}. For scales of "
             "blocks, the config needs quantization_config.weight_block_size.",
         )
-    return ScaledCodes(name, info.shape, scales, 1 / 127 if info.dtype == "I8" else 1.0, (block[0], block[1]))
+    height, width = block
+    across, factor = -(-columns // width), 1 / 127 if info.dtype == "I8" else 1.0
+
+    def read(start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
+        first, last = start // columns, -(-stop // columns)
+        values = _to_float32(inner.read(name, first * columns, last * columns, buffers, slot)).view(-1, columns)
+        low, high = first // height, -(-last // height)
+        scales = inner.read(scales_name, low * across, high * across, buffers, f"{slot} scales").float() * factor
+        scales = scales.view(-1, across)[torch.arange(first, last) // height - low]
+        values *= scales.repeat_interleave(width, 1)[:, :columns] if across > 1 else scales
+        return values.view(-1)[start - first * columns : stop - first * columns]
+
+    return Decoder(info.shape, [scales_name, f"{name}_format"], read)
 
 
-@dataclass(frozen=True)
-class TableCodes:
-    """4-bit codes: indices into a table, times the largest absolute entry of the block."""
-
-    codes: str
-    shape: tuple[int, ...]
-    scales: str
-    """The tensor that describes the codes."""
-    table: Tensor
-    block: int
-    nested: tuple[Tensor, Tensor, int, float] | None
-    """If ``absmax`` holds codes: their table, their largest entries, their block size and an offset."""
-
-    def read(self, inner: Checkpoint, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
-        first, last = start // 2, (stop + 1) // 2
-        stored = inner.read(self.codes, first, last, buffers, slot)
-        pairs = torch.stack((stored >> 4, stored & 15), -1).reshape(-1)  # the first of two is in the upper half
-        values = self.table.index_select(0, pairs[start % 2 : start % 2 + stop - start].int())
-        low, high = start // self.block, (stop - 1) // self.block + 1
-        largest = inner.read(f"{self.codes}.absmax", low, high, buffers, f"{slot} absmax")
-        if self.nested is not None:
-            table, nested, block, offset = self.nested
-            largest = table[largest.int()] * nested[torch.arange(low, high) // block] + offset
-        return values.mul_(largest.repeat_interleave(self.block)[start - low * self.block :][: stop - start])
-
-
-def _state_parts(name: str) -> list[str]:
-    return [f"{name}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")]
-
-
-def _table_codes(inner: Checkpoint, name: str, state_name: str) -> TableCodes:
+def _table_decoder(inner: Checkpoint, name: str, state_name: str) -> Decoder:
     """Return the decoder of a 4-bit bitsandbytes weight, from the JSON stored beside it."""
-    absmax, quant_map, nested_absmax, nested_quant_map = _state_parts(name)
+    absmax, quant_map = f"{name}.absmax", f"{name}.quant_map"
+    nested_absmax, nested_quant_map = f"{name}.nested_absmax", f"{name}.nested_quant_map"
     try:
         state = json.loads(bytes(inner.read_whole(state_name).view(torch.uint8).tolist()))
         shape, block = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
@@ -269,18 +239,23 @@ def _table_codes(inner: Checkpoint, name: str, state_name: str) -> TableCodes:
         }
         if nested_block:
             expected |= {nested_absmax: ("F32", math.ceil(blocks / nested_block)), nested_quant_map: ("F32", 256)}
-        wrong = [part for part, stored in expected.items() if _type_and_size(inner, part) != stored]
-        if wrong:
-            raise ValueError(f"{wrong[0]} has another type or size than for a tensor {list(shape)}")
+        stored = {part: (inner.tensors[part].dtype, inner.tensors[part].numel) for part in expected}
+        if stored != expected:
+            raise ValueError(f"other types or sizes than for a tensor {list(shape)}")
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-        raise _broken(
-            inner, name, f"{state_name} does not describe it ({first_line(error)}). Save it again."
-        ) from error
-    nested = None
-    if nested_block:
-        nested = (inner.read_whole(nested_quant_map), inner.read_whole(nested_absmax), nested_block, offset)
-    return TableCodes(name, shape, state_name, inner.read_whole(quant_map), block, nested)
+        why = f"{state_name} does not describe it ({first_line(error)}). Save it again."
+        raise _broken(inner, name, why) from error
+    table = inner.read_whole(quant_map)
+    nested = [inner.read_whole(part) for part in (nested_quant_map, nested_absmax)] if nested_block else []
 
+    def read(start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
+        codes = inner.read(name, start // 2, (stop + 1) // 2, buffers, slot)
+        pairs = torch.stack((codes >> 4, codes & 15), -1).reshape(-1)  # the first of two is in the upper half
+        values = table.index_select(0, pairs[start % 2 : start % 2 + stop - start].int())
+        low, high = start // block, (stop - 1) // block + 1
+        largest = inner.read(absmax, low, high, buffers, f"{slot} absmax")
+        if nested:
+            largest = nested[0][largest.int()] * nested[1][torch.arange(low, high) // nested_block] + offset
+        return values.mul_(largest.repeat_interleave(block)[start - low * block :][: stop - start])
 
-def _type_and_size(inner: Checkpoint, name: str) -> tuple[str, int]:
-    return inner.tensors[name].dtype, inner.tensors[name].numel
+    return Decoder(shape, [state_name, *(part for part in expected if part != name)], read)
