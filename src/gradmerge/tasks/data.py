@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import gzip
 import json
 import re
@@ -15,7 +14,7 @@ from typing import Any
 
 from ..arguments import checked
 from ..display import OneLine
-from ..errors import InputError, MachineError
+from ..errors import InputError, library_errors
 from ..io.reader import local_path
 from ..io.small_files import require_unpackable
 from ..text import first_line, size
@@ -64,9 +63,13 @@ class Rows(OneLine):
         """Return the number of a row in messages. The first is 1."""
         return index + 1 if self.numbers is None else self.numbers[index]
 
+    def name(self, index: int) -> str:
+        """Return the name of a row in messages."""
+        return f"{self.label}: row {self.number(index)}"
+
     def error(self, index: int, problem: str) -> InputError:
         """Return an error that names the row."""
-        return InputError(f"{self.label}: row {self.number(index)}: {problem[:5000]}")  # columns may have long names
+        return InputError(f"{self.name(index)}: {problem[:5000]}")  # columns may have long names
 
     def cell(self, index: int, column: str) -> Any:
         try:
@@ -198,19 +201,13 @@ def _read_file(source: str, path: Path, split: str | None, limit: int | None) ->
         raise InputError(f"{source}: unknown format. Data is {FORMATS}")
     if split is not None and suffix != ".npz":
         raise InputError(f"{source}: a {suffix} file has no splits. Remove :{split}")
-    try:
+    with library_errors(f"{source}: cannot be read"):
         if suffix == ".npz":
             return _read_npz(source, path, split, limit)
         if suffix == ".parquet":
             return _read_parquet(source, path, limit)
         readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".txt": _read_txt}
         rows = list(islice(readers[suffix](source, path), limit))
-    except (InputError, MemoryError):
-        raise
-    except Exception as error:  # damaged files raise errors of gzip, zip, numpy and pyarrow
-        if isinstance(error, OSError) and error.errno == errno.EIO:
-            raise MachineError(f"{source}: reading failed: {error.strerror}") from error
-        raise InputError(f"{source}: cannot be read: {first_line(error)}") from error
     return Rows(source, rows, tuple(rows[0]) if rows else (), folder=path.parent)
 
 
@@ -337,16 +334,13 @@ def _read_hub_dataset(source: str, name: str, config: str | None, split: str | N
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
         raise InputError(f"{source}: needs the library datasets: pip install 'gradmerge[hub]'") from error
-    try:
+    with library_errors(f"{source}: no such file or folder, and the Hub did not return this dataset"):
         data = datasets.load_dataset(name, config, split=split, streaming=limit is not None)
         features = data.features or {}
         for column, feature in features.items():
             if isinstance(feature, datasets.Image):
                 data = data.cast_column(column, datasets.Image(decode=False))
         rows = data if limit is None else list(data.take(limit))
-    except Exception as error:  # of the network, of scripts, of formats
-        problem = "no such file or folder, and the Hub did not return this dataset"
-        raise InputError(f"{source}: {problem}: {first_line(error)}") from error
     class_names = {n: f.names for n, f in features.items() if isinstance(f, datasets.ClassLabel) and f.names}
     columns = tuple(features) or (tuple(rows[0]) if len(rows) else ())
     return Rows(source, rows, columns, class_names)

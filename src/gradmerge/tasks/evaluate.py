@@ -13,8 +13,7 @@ from ..curvature.batches import moved
 from ..curvature.losses import ExampleLoss, labels_of, logits_of
 from ..curvature.offload import input_device
 from ..distributed import SINGLE, Processes
-from ..errors import GradmergeError, InputError, MachineError
-from ..text import first_line
+from ..errors import InputError, library_errors
 from .generation import Advance, Generation, generate, generation_rows, prompts
 from .lm_eval import MODEL_TASKS
 from .loading import LoadedTask
@@ -81,7 +80,9 @@ def measure(
         with torch.no_grad():
             for batch in batches:
                 batch = moved(batch, device)
-                logits, labels = _logits(model, batch, done), labels_of(batch)
+                # A config may describe a model that can be built but not run.
+                with library_errors(f"the model cannot be run on the batch that starts at example {done + 1}"):
+                    logits, labels = logits_of(model, batch), labels_of(batch)
                 loss.check(logits.shape, labels)
                 # One example at a time: the logits of a batch over a large vocabulary may not fit in float32.
                 losses = torch.cat([loss.losses(logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
@@ -100,18 +101,6 @@ def measure(
     if not metrics.examples:
         raise InputError("there are no batches to evaluate on")
     return metrics
-
-
-def _logits(model: nn.Module, batch: Any, done: int) -> Tensor:
-    try:
-        return logits_of(model, batch)
-    except (GradmergeError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a config may describe a model that can be built but not run
-        reason = first_line(error)
-        if "allocate memory" in reason:
-            raise MachineError(f"out of memory: {reason}. Try a smaller batch_size.") from error
-        raise InputError(f"the model cannot be run on the batch that starts at example {done + 1}: {reason}") from error
 
 
 @dataclass(frozen=True)

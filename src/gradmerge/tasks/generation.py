@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from ..arguments import check_known
 from ..curvature.offload import input_device
 from ..distributed import SINGLE, Processes
-from ..errors import GradmergeError, InputError
+from ..errors import InputError, library_errors
 from ..quiet import quiet_transformers
-from ..text import first_line
 from .loading import LoadedTask
 from .text import Prompt, TokenizedData, num_positions, pad
 
@@ -151,7 +150,7 @@ def generate(
     side = "left" if decoder_only else "right"
     order = sorted(range(len(rows)), key=lambda index: -len(ids[index]))  # similar lengths in a batch
     try:
-        with torch.no_grad(), quiet_transformers():
+        with library_errors("the model cannot generate"), torch.no_grad(), quiet_transformers():
             for start in range(0, len(order), loaded.batch_size):
                 batch = order[start : start + loaded.batch_size]
                 input_ids = pad([ids[index] for index in batch], data.pad_token, side).to(input_device(model))
@@ -163,10 +162,6 @@ def generate(
                     texts[index] = str(data.tokenizer.decode(tokens[:end], skip_special_tokens=True))
                 if advance is not None:
                     advance(len(batch))
-    except (GradmergeError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a config may describe a model that can be built but not run
-        raise InputError(f"the model cannot generate: {first_line(error)}") from error
     finally:
         model.generation_config = own_config
         model.train(training)

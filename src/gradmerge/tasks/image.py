@@ -12,10 +12,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..curvature.losses import ExampleLoss, loss_of
-from ..errors import InputError
+from ..errors import library_errors
 from ..text import count
 from .columns import Fields, read_labels
-from .data import Rows, shorten
+from .data import Rows
 
 #: The formats that Pillow may open. It would pass PostScript to another program, Ghostscript.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
@@ -42,25 +42,17 @@ class ImageData:
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return rows as arguments of the model."""
         images = [self.image(index) for index in indices]
-        try:
+        with library_errors(f"{self.rows.name(indices[0])}: the model's image processor fails on the image"):
             pixels = self.processor(images=images, return_tensors="pt")["pixel_values"].to(self.dtype)
-        except MemoryError:
-            raise
-        except Exception as error:  # every processor has errors of its own
-            raise self.rows.error(indices[0], f"the model's image processor fails on the image: {error}") from error
         inputs = {"pixel_values": pixels}
         return inputs if self.labels is None else inputs | {"labels": self.labels[list(indices)]}
 
     def image(self, index: int) -> Image.Image:
         """Open the image of a row, and convert it to the model's channels: gray for one, RGB for three."""
         value = self.rows.cell(index, self.column)
-        try:
+        path = f" {value}" if isinstance(value, str) else ""
+        with library_errors(f"{self.rows.name(index)}: the image{path} cannot be read"):
             return _open_image(value, self.rows.folder).convert(self.mode)
-        except MemoryError:
-            raise
-        except Exception as error:  # every format of Pillow has errors of its own
-            what = "" if isinstance(value, bytes | dict) else f"{shorten(value)}: "
-            raise self.rows.error(index, f"{what}the image cannot be read: {error}") from error
 
 
 def _open_image(value: Any, folder: Path) -> Image.Image:
@@ -70,15 +62,15 @@ def _open_image(value: Any, folder: Path) -> Image.Image:
     if isinstance(value, bytes | str):
         file = io.BytesIO(value) if isinstance(value, bytes) else folder / Path(value).expanduser()
         if isinstance(file, Path) and file.exists() and not file.is_file():
-            raise InputError("not a file")
+            raise ValueError("not a file")
         image = Image.open(file, formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:  # from the header, before any pixel is unpacked
-            raise InputError(f"{image.width} × {image.height} is above the limit of {count(MAX_PIXELS)} pixels")
+            raise ValueError(f"{image.width} × {image.height} is above the limit of {count(MAX_PIXELS)} pixels")
         image.load()  # and close the file
         return image
     if isinstance(value, np.ndarray | list):
         return Image.fromarray(_pixels(np.asarray(value)))
-    raise InputError(f"{type(value).__name__} is not a path, the bytes of an image file or an array")
+    raise ValueError(f"{type(value).__name__} is not a path, the bytes of an image file or an array")
 
 
 def _pixels(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -88,6 +80,6 @@ def _pixels(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if array.dtype.kind in "fb":
         array = np.rint(array * 255.0)
     if array.dtype.kind not in "uif" or not (array.size and array.min() >= 0 and array.max() <= 255):
-        raise InputError(f"pixels of an array ({array.dtype}) must be from 0 to 255, or from 0 to 1")
+        raise ValueError(f"pixels of an array ({array.dtype}) must be from 0 to 255, or from 0 to 1")
     array = np.ascontiguousarray(array.astype(np.uint8))
     return array[:, :, 0] if array.ndim == 3 and array.shape[-1] == 1 else array

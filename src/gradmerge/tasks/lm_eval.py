@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..errors import GradmergeError, InputError
+from ..errors import InputError, library_errors
 from ..load_options import LoadOptions
 from ..quiet import quiet_transformers
-from ..text import first_line, nearest
+from ..text import nearest
 from .loading import LoadedTask, load_tokenizer, tokenizer_of
 from .models import load_model
 
@@ -69,7 +68,12 @@ class LMEval:
         logger.setLevel(logging.ERROR)
         silent = io.StringIO()
         try:
-            with quiet_transformers(), contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+            with (
+                library_errors(f"lm_eval={','.join(self.names)}"),  # tasks read files, and run code of their own
+                quiet_transformers(),
+                contextlib.redirect_stdout(silent),
+                contextlib.redirect_stderr(silent),
+            ):
                 pretrained: Any = model
                 output: Any = lm_eval.simple_evaluate(
                     model=HFLM(pretrained=pretrained, tokenizer=tokenizer, batch_size=batch_size),
@@ -79,10 +83,6 @@ class LMEval:
                     bootstrap_iters=BOOTSTRAP_SAMPLES,
                     log_samples=False,
                 )
-        except (GradmergeError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # tasks read files, download data and run code of their own
-            raise InputError(f"lm_eval={','.join(self.names)}: {type(error).__name__}: {first_line(error)}") from error
         finally:
             logger.setLevel(level)
         return {name: _summary(output, name) for name in output["results"]}

@@ -15,10 +15,10 @@ from .. import __version__
 from ..arguments import check
 from ..curvature.losses import ExampleLoss
 from ..curvature.offload import spread_device
-from ..errors import InputError
+from ..errors import InputError, library_errors
 from ..load_options import DEFAULTS, LoadOptions
 from ..quiet import quiet_transformers
-from ..text import first_line, nearest
+from ..text import nearest
 from .columns import Fields, choose_columns
 from .data import Rows, read_rows
 from .embedding import EmbeddingData
@@ -206,14 +206,9 @@ def load_tokenizer(info: LoadingInfo, tokenizer: str | None = None) -> Any:
         )
     from transformers import AutoTokenizer
 
-    try:
-        with quiet_transformers(), offline():
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # errors of every kind, from JSON to sentencepiece
-        raise InputError(
-            f"{name}: the tokenizer in {folder} cannot be loaded: {first_line(error)}. Give another folder: "
-            "model_args tokenizer=PATH"
-        ) from error
+    problem = f"{name}: the tokenizer in {folder} cannot be loaded (model_args tokenizer=PATH names another)"
+    with library_errors(problem), quiet_transformers(), offline():
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def load_image_processor(info: LoadingInfo) -> Any:
@@ -225,17 +220,13 @@ def load_image_processor(info: LoadingInfo) -> Any:
     import transformers
 
     processor_class: Any = transformers.AutoImageProcessor
-    try:
-        with quiet_transformers(), offline():
-            # Pillow gives the same pixels with and without torchvision, which resizes differently.
-            processor = processor_class.from_pretrained(
-                folder, backend="pil", local_files_only=True, trust_remote_code=False
-            )
-            sizes = [dict(getattr(processor, key, None) or {}) for key in ("size", "crop_size", "pad_size")]
-    except Exception as error:
-        raise InputError(
-            f"{info.reference}: the image processor in {folder} cannot be loaded: {first_line(error)}"
-        ) from error
+    problem = f"{info.reference}: the image processor in {folder} cannot be loaded"
+    with library_errors(problem), quiet_transformers(), offline():
+        # Pillow gives the same pixels with and without torchvision, which resizes differently.
+        processor = processor_class.from_pretrained(
+            folder, backend="pil", local_files_only=True, trust_remote_code=False
+        )
+        sizes = [dict(getattr(processor, key, None) or {}) for key in ("size", "crop_size", "pad_size")]
     edge = max((n for size in sizes for n in size.values() if isinstance(n, int)), default=0)
     if edge > MAX_EDGE:
         raise InputError(

@@ -12,11 +12,11 @@ from typing import Any
 from ..arguments import check_known
 from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..checkpoints.open import HUB_ID, fetch_from_hub
-from ..errors import InputError
+from ..errors import InputError, library_errors
 from ..io.reader import TensorFile, close_files, local_path, open_files
 from ..io.small_files import MAX_TOKENIZER, read_json, readable_json, refuse_hub_code, require_within
 from ..quiet import quiet_transformers
-from ..text import first_line, size
+from ..text import size
 from ..urls import remote_url
 from .embedding import SentenceConfig, read_sentence_config
 
@@ -192,12 +192,9 @@ def _read_config(reference: str, folder: Path, base_folder: Path, adapter: dict[
         path = base_folder / "config.json"
     if not path.is_file():
         raise InputError(f"{reference}: there is no config.json in {base_folder}. Save the model with transformers.")
-    try:
-        refuse_hub_code(read_json(path), path)
-        with quiet_transformers(), offline():
-            config = AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # bad JSON, an unknown model type, values that do not fit
-        raise InputError(f"{reference}: {path} cannot be used: {first_line(error)}") from error
+    refuse_hub_code(read_json(path), path)
+    with library_errors(f"{reference}: {path} cannot be used"), quiet_transformers(), offline():
+        config = AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
     if adapter is not None and path.parent != folder and (classes := _num_classes(folder)) is not None:
         config.num_labels = classes
     return config

@@ -19,7 +19,7 @@ from ..checkpoints.quantization import detect_quantization
 from ..curvature.losses import unwrapped
 from ..curvature.offload import offloaded_modules
 from ..distributed import launched
-from ..errors import InputError
+from ..errors import InputError, library_errors
 from ..io.reader import close_files, open_files
 from ..quiet import quiet_transformers
 from ..text import count, first_line, listed
@@ -152,22 +152,16 @@ def _make_empty(info: LoadingInfo, **options: Any) -> nn.Module:
     """Make the model on the meta device."""
     import transformers
 
-    try:
-        with torch.device("meta"):
-            model: nn.Module = getattr(transformers, class_name(info)).from_config(
-                info.config, trust_remote_code=False, **options
-            )
-    except Exception as error:  # an architecture of another task, values that do not fit together
-        raise _cannot_load(info, error) from error
+    model_class: Any = getattr(transformers, class_name(info))
+    # An architecture of another task, or values that do not fit together.
+    with library_errors(_cannot_load(info)), torch.device("meta"):
+        model: nn.Module = model_class.from_config(info.config, trust_remote_code=False, **options)
     return model
 
 
-def _cannot_load(info: LoadingInfo, error: Exception) -> InputError:
+def _cannot_load(info: LoadingInfo) -> str:
     architecture = ", ".join(architectures(info.config)) or "unknown"
-    return InputError(
-        f"{info.reference}: the model (architecture {architecture}) cannot be loaded for task {info.task}: "
-        f"{first_line(error)}"
-    )
+    return f"{info.reference}: the model (architecture {architecture}) cannot be loaded for task {info.task}"
 
 
 def _from_pretrained(info: LoadingInfo, dtype: str, options: dict[str, Any], *, dequantize: bool) -> nn.Module:
@@ -184,7 +178,7 @@ def _from_pretrained(info: LoadingInfo, dtype: str, options: dict[str, Any], *, 
     offload_folder = tempfile.TemporaryDirectory(prefix="gradmerge-offload-") if "device_map" in options else None
     if offload_folder is not None:
         options = options | {"offload_folder": offload_folder.name}
-    try:
+    with library_errors(_cannot_load(info)):  # a corrupt file, an unsupported attention
         model, loading = model_class.from_pretrained(
             folder,
             config=info.config,
@@ -196,10 +190,6 @@ def _from_pretrained(info: LoadingInfo, dtype: str, options: dict[str, Any], *, 
             ignore_mismatched_sizes=True,  # refused by the caller, unless an adapter replaces them
             **options,
         )
-    except MemoryError:
-        raise
-    except Exception as error:  # a corrupt file, an unsupported attention
-        raise _cannot_load(info, error) from error
     assert isinstance(model, nn.Module)
     parameters = {name for name, _ in model.named_parameters()}  # the model computes buffers itself
     info.missing = {name: name for name in sorted(loading["missing_keys"]) if name in parameters} | {
@@ -280,15 +270,11 @@ def _add_adapter(info: LoadingInfo, model: nn.Module, *, merge: bool) -> nn.Modu
             f"{info.reference}: this is a PEFT adapter, which needs the library peft: pip install peft"
         ) from error
     folder = str(info.folder)
-    try:
+    with library_errors(f"{info.reference}: the adapter does not fit its base model"):
         config = _resolve_patterns(PeftConfig.from_pretrained(folder), model, info.folder)
         wrapped = PeftModel.from_pretrained(model, folder, config=config, is_trainable=not merge)
         saved_modules = [name for name, _ in wrapped.named_modules() if name.endswith(".modules_to_save")]
         result = wrapped.merge_and_unload() if merge else wrapped
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"{info.reference}: the adapter does not fit its base model: {first_line(error)}") from error
     if merge:
         result.requires_grad_(True)  # peft freezes the base model
     assert isinstance(result, nn.Module)

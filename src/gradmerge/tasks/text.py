@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..curvature.losses import LOSSES, MASKED, ExampleLoss, loss_of
-from ..errors import InputError
+from ..errors import InputError, library_errors
 from ..text import first_line, size
 from .columns import Fields, read_labels
-from .data import MAX_LINE, Rows, shorten
+from .data import MAX_LINE, Rows
 
 #: The longest sequence in tokens if the user gives no --max-length and the model allows more.
 DEFAULT_LENGTH = 1024
@@ -269,10 +269,10 @@ class CausalLMData(TokenizedData):
 
     def _apply_template(self, index: int, messages: Any, **options: Any) -> tuple[str, Any]:
         """Render a conversation with the chat template. Return its text and tokens."""
-        where = f"{self.rows.label}: row {self.rows.number(index)}: the chat template"
+        where = f"{self.rows.name(index)}: the chat template"
         render = self.tokenizer.apply_chat_template
         text_options = {key: value for key, value in options.items() if key == "add_generation_prompt"}
-        try:
+        with library_errors(f"{where} fails"):
             # Text first, within limits: templates are programs, and a tokenizer without memory ends the process.
             with time_limit(TEMPLATE_SECONDS, where), memory_limit(TEMPLATE_MEMORY, where):
                 text = render(list(messages), tokenize=False, **text_options)
@@ -280,10 +280,6 @@ class CausalLMData(TokenizedData):
                 raise InputError(f"{where} makes a text longer than the limit of {size(MAX_LINE)}")
             with time_limit(TEMPLATE_SECONDS, where):
                 return text, render(list(messages), tokenize=True, return_dict=True, **options)
-        except InputError:
-            raise
-        except Exception as error:  # templates may raise anything
-            raise InputError(f"{where} fails on {shorten(messages)}: {first_line(error)}") from error
 
 
 class Seq2SeqData(TokenizedData):
