@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,51 +51,38 @@ def as_lists(value: Any) -> Any:
     return [as_lists(v) for v in value] if isinstance(value, list) else value
 
 
-Function = Callable[..., Any]
-#: Label → rule, its slow twin, arguments of both (names of a case's values, or constants), and options.
-TWINS: dict[str, tuple[str, Function, tuple[Any, ...], dict[str, Any]]] = {
-    "weighted-average": ("weighted-average", slow.weighted_average, ("base", "tuned", "weights", 0.5), {}),
-    "weighted-average, not normalized": (
-        *("weighted-average", slow.weighted_average, ("base", "tuned", "weights", None)),
-        {"normalize": False},
-    ),
-    "task-arithmetic": ("task-arithmetic", slow.task_arithmetic, ("base", "tuned", "weights"), {}),
-    "gradient-matching, penalties": (
-        *("gradient-matching", slow.gradient_matching),
-        *(("base", "tuned", "positive", "large_prior", "curvature", 0.5, "penalties"), {}),
-    ),
-    "removal, penalties": (
-        *("removal", slow.removal),
-        *(("base", "tuned", "positive", "large_prior", "curvature", 0.5, "penalties"), {"cap": 1.0}),
-    ),
-}
+#: Label → rule, arguments of it and of its slow twin (names of a case's values, or constants), and options.
+TWINS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {}
+
+
+def twin(name: str, *arguments: Any, **options: Any) -> None:
+    TWINS[" ".join(map(str, (name, *arguments[2:], *options.items())))] = (name, ("base", "tuned", *arguments), options)
+
+
 COMMON = ("large_prior", "curvature")
+twin("weighted-average", "weights", 0.5)
+twin("weighted-average", "weights", None, normalize=False)
+twin("task-arithmetic", "weights")
+twin("gradient-matching", "positive", *COMMON, 0.5, "penalties")
+twin("removal", "positive", *COMMON, 0.5, "penalties", cap=1.0)
 for damping in (0.0, 0.5):
-    TWINS[f"fa1 {damping}"] = ("fa1", slow.fa1, ("base", "tuned", "weights", "prior", "curvature", damping), {})
+    twin("fa1", "weights", "prior", "curvature", damping)
     for include in (False, True):
-        TWINS[f"fisher-averaging {damping} {include}"] = (
-            *("fisher-averaging", slow.fisher_averaging),
-            *(("base", "tuned", "positive", "curvature", damping, "prior"), {"include_base": include}),
-        )
+        twin("fisher-averaging", "positive", "curvature", damping, "prior", include_base=include)
     for signs in ("positive", "weights"):
-        TWINS[f"gradient-matching {damping} {signs}"] = (
-            *("gradient-matching", slow.gradient_matching),
-            *(("base", "tuned", signs, *COMMON, damping), {}),
-        )
+        twin("gradient-matching", signs, *COMMON, damping)
     for saw, cap in ((False, "none"), (False, 1.0), (True, 0.0)):
-        TWINS[f"removal {damping} {saw} {cap}"] = (
-            *("removal", slow.removal),
-            *(("base", "tuned", "positive", *COMMON, damping, None), {"base_saw_removed": saw, "cap": cap}),
-        )
+        twin("removal", "positive", *COMMON, damping, None, base_saw_removed=saw, cap=cap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("label", TWINS)
 def test_a_rule_equals_its_slow_twin(label: str, dtype: torch.dtype) -> None:
-    name, twin, names, options = TWINS[label]
+    name, names, options = TWINS[label]
     case = Case(dtype)
     values = [getattr(case, value) if isinstance(value, str) else value for value in names]
-    check(METHODS[name](*values, **options), twin(*map(as_lists, values), **options), 10 * DTYPES[dtype])
+    want = getattr(slow, name.replace("-", "_"))(*map(as_lists, values), **options)
+    check(METHODS[name](*values, **options), want, 10 * DTYPES[dtype])
 
 
 def check(got: Tensor, want: list[float], tolerance: float) -> None:
