@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .text import one_line
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 #: Characters of a line and of each of its parts, and rows of a table.
 MAX_LINE, MAX_PART, MAX_ROWS = 100, 44, 40
@@ -38,28 +36,22 @@ class Displayed(OneLine):
         return [*facts], [[*facts.values()]], getattr(self, "notes", ())
 
     def _repr_html_(self) -> str:
-        columns, rows, words = self._view()
-        return _template().render(line=repr(self), columns=columns, rows=rows, words=words, most=MAX_ROWS)
+        columns, rows, notes = self._view()
+        words = "".join(f"<p>{_escaped(re.sub(r'[*`]', '', note))}</p>" for note in notes)
+        table = _row(columns, "th") + "".join(_row(row, "td") for row in rows[:MAX_ROWS])
+        more = f"<p>… of {len(rows)} rows</p>" if len(rows) > MAX_ROWS else ""
+        return f"<div><strong>{_escaped(repr(self))}</strong>{words}<table>{table}</table>{more}</div>"
+
+
+def _row(values: Sequence[Any], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{_escaped(value)}</{tag}>" for value in values) + "</tr>"
+
+
+def _escaped(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "–" if value is None else html.escape(one_line(str(value)))
 
 
 def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
-
-
-@cache
-def _template() -> Template:
-    """Return the template of the table, which escapes all values."""
-    from jinja2 import Environment
-
-    def finalize(value: Any) -> Any:
-        if isinstance(value, str) and not hasattr(value, "__html__"):
-            return one_line(value)
-        return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else value
-
-    return Environment(autoescape=True, finalize=finalize).from_string(
-        "<div><strong>{{ line }}</strong>"
-        "{% for text in words %}<p>{{ text|replace('**', '')|replace('`', '') }}</p>{% endfor %}"
-        "<table><tr>{% for column in columns %}<th>{{ column }}</th>{% endfor %}</tr>"
-        "{% for row in rows[:most] %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}"
-        "</table>{% if rows|length > most %}<p>… of {{ rows|length }} rows</p>{% endif %}</div>"
-    )
