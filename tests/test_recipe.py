@@ -153,8 +153,3 @@ def test_yaml_that_is_not_a_recipe_is_refused() -> None:
     for text in ("a: 1\na: 2", "a: [1, 2", "!!python/object/apply:os.getcwd []", "", "[" * 5000, b"\xc3\x28"):
         with pytest.raises(gm.InputError, match=r"recipe\.yml"):
             parse_yaml(text, "recipe.yml")
-
-
-@pytest.mark.parametrize(("text", "value"), [("0x1f", 31), ("1_000", 1000), ("1.5e-3", 0.0015)])
-def test_numbers_are_read_as_everybody_reads_them(text: str, value: object) -> None:
-    assert parse_yaml(f"a: {text}", "r") == {"a": value}

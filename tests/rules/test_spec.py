@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import pytest
 from torch import Tensor
 
 from gradmerge.rules import METHODS, Help, rule
@@ -33,12 +32,3 @@ def test_a_rule_is_read_from_its_signature() -> None:
     assert mine.summary == "What it does."
     assert mine.needs({"careful": False}) == {"base"}
     assert mine.needs({"careful": True}) == {"base", "prior"}
-
-
-def test_an_unknown_input_is_refused() -> None:
-    @rule("typo", matching_form=("1", "I", "0"), reference="none")
-    def typo(bass: Tensor) -> Tensor:
-        return bass
-
-    with pytest.raises(TypeError, match="bass"):
-        METHODS.add(typo)
