@@ -1,20 +1,26 @@
-"""Make small sentiment models and their data in the current folder, in about ten seconds and without the network.
+"""Make small sentiment models and their data, in about ten seconds and without the network.
 
 The guides in docs/ use these names: the base model `base`; `yelp` and `sst2`, which are fine-tuned from it;
 and `joint`, which is trained on all data. Each task has training rows (`yelp.jsonl`), test rows (`yelp-test.jsonl`) and
 rows without labels (`yelp-rows.jsonl`).
 
-python examples/make_models.py
+python examples/make_models.py             # into the current folder, where the guides run their commands
+python examples/make_models.py tutorial    # into another folder
 """
 
 import json
+import os
 import random
+import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
+folder = Path(*sys.argv[1:2]).absolute()
+folder.mkdir(parents=True, exist_ok=True)
+os.chdir(folder)
 torch.set_num_threads(1)  # as fast for models of this size, and much faster beside other programs
 
 GOOD = {"base": ["good", "great", "nice"], "yelp": ["tasty", "fresh", "crisp"], "sst2": ["moving", "funny", "bold"]}
@@ -77,4 +83,5 @@ train(
     steps=400,
     rate=3e-4,
 )
+print(f"Written to {folder}")
 print("Models: base yelp sst2 joint. Data: NAME.jsonl, NAME-test.jsonl, and NAME-rows.jsonl without labels.")

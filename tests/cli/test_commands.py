@@ -13,7 +13,6 @@ import gradmerge as gm
 from gradmerge.cli.app import app
 from gradmerge.cli.output import typed
 
-from ..forked import forked
 from ..making import random_curvature, read_model, three_models, write_recipe
 
 runner = CliRunner()
@@ -31,18 +30,6 @@ def models(tmp_path: Path) -> tuple[Path, Path, Path]:
     for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
         random_curvature(seed, state).save(folder / "curvature")
     return tuple(folders)  # type: ignore[return-value]
-
-
-def test_a_recipe_is_merged(models: tuple[Path, ...], tmp_path: Path) -> None:
-    base, a, b = models
-    recipe = write_recipe(
-        tmp_path / "recipe.yml", {"method": "gradient-matching", "base": "base", "models": ["a", "b"]}
-    )
-    done = forked("merge", recipe, "-o", tmp_path / "out", cwd=Path("/"))
-    assert done.returncode == 0, done.stderr
-    gm.merge(recipe, tmp_path / "api")
-    assert all(torch.equal(v, read_model(tmp_path / "api")[n]) for n, v in read_model(tmp_path / "out").items())
-    assert base.is_dir() and a.is_dir() and b.is_dir()
 
 
 def test_options_make_the_same_merge_as_a_recipe(models: tuple[Path, ...], tmp_path: Path) -> None:

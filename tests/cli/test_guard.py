@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from gradmerge.api.estimate import estimate_curvature
 from gradmerge.cli.app import app
 
 from ..making import Stop, random_curvature, three_models, weight_bytes, write_recipe
-from ..tasks.making import labelled, tiny_bert_checkpoint, tiny_vit_checkpoint, write_jsonl
+from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
 
 
 def refused(*words: str | Path) -> None:
@@ -92,53 +90,14 @@ def stop_after_saving(model: Path, data: str, out: Path, **options: Any) -> None
 # What has changed since.
 
 
-@contextlib.contextmanager
-def same_times(path: Path) -> Iterator[None]:
-    """What a copy that keeps times does: the file looks unchanged by its size and time of change."""
-    status = path.stat()
-    yield
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-@pytest.fixture
-def vit(tmp_path: Path) -> Path:
-    tiny_vit_checkpoint(tmp_path / "vit")
-    generator = np.random.default_rng(0)
-    pixels = generator.integers(0, 255, size=(6, 8, 8, 3), dtype=np.uint8)
-    np.savez(tmp_path / "x.npz", x_test=pixels, y_test=np.array([0, 1, 2, 0, 1, 2]))
-    return tmp_path
-
-
-def changes_npz(folder: Path) -> None:
-    with np.load(folder / "x.npz") as file:
-        x, y = file["x_test"], file["y_test"]
-    with same_times(folder / "x.npz"):
-        np.savez(folder / "x.npz", x_test=x[::-1], y_test=y)
-
-
-def changes_weights(folder: Path) -> None:
-    path = folder / "vit" / "model.safetensors"
-    with same_times(path):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-
-
-@pytest.mark.parametrize("change", [changes_npz, changes_weights])
-def test_a_measurement_does_not_go_on_with_changed_inputs(vit: Path, change: Any) -> None:
-    data = str(vit / "x.npz:test")
-    stop_after_saving(vit / "vit", data, vit / "out")
-    change(vit)
-    with pytest.raises(gm.InputError):
-        estimate_curvature(str(vit / "vit"), data, out=vit / "out", batch_size=1, resume=True, device="cpu")
-
-
-@pytest.mark.parametrize("changed", ["tokenizer/tokenizer.json", "data/rows.jsonl", "models/a/config.json"])
-def test_a_measurement_does_not_go_on_with_a_changed_tokenizer(bert: Path, changed: str) -> None:
+@pytest.mark.parametrize("changed", ["tokenizer/tokenizer.json", "data/rows.jsonl", "models/a/model.safetensors"])
+def test_a_measurement_does_not_go_on_with_changed_inputs(bert: Path, changed: str) -> None:
     model, data = bert / "models" / "a", str(bert / "data" / "rows.jsonl")
     stop_after_saving(model, data, bert / "out", model_args={"tokenizer": str(bert / "tokenizer")})
-    with (bert / changed).open("a") as file:
-        file.write("\n")
+    status, content = (bert / changed).stat(), bytearray((bert / changed).read_bytes())
+    content[-1] ^= 1
+    (bert / changed).write_bytes(content)
+    os.utime(bert / changed, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a copy that keeps times
     with pytest.raises(gm.InputError):
         estimate_curvature(
             str(model),
@@ -180,9 +139,11 @@ class Interfere:
 
 
 def overwrites_in_place(path: Path) -> None:
-    with same_times(path), path.open("r+b") as file:
+    status = path.stat()
+    with path.open("r+b") as file:
         file.seek(-4, os.SEEK_END)
         file.write(b"\0\0\0\0")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def replaces(path: Path) -> None:
@@ -190,7 +151,7 @@ def replaces(path: Path) -> None:
     path.with_suffix(".new").rename(path)
 
 
-@pytest.mark.parametrize("action", [overwrites_in_place, replaces, Path.unlink])
+@pytest.mark.parametrize("action", [overwrites_in_place, replaces])
 @pytest.mark.parametrize("name", ["models/base/model.safetensors", "models/a/curvature/curvature.safetensors"])
 def test_an_input_that_changes_during_a_merge_is_noticed(recipe: Path, action: Any, name: str) -> None:
     place = recipe.parent

@@ -23,8 +23,3 @@ def test_a_recipe_of_mergekits_can_be_changed_on_the_command_line_and_planned(tm
     changed = ["--set", "density=0.9", "--set", "models[0].weight=2", "--dry-run", "--json"]
     plan = json.loads(run("merge", RECIPES / "ties-rescale.yml", *changed))
     assert (plan["method"], plan["options"]["density"], plan["options"]["rescale"]) == ("ties", 0.9, "norm")
-
-
-def test_several_recipes_have_no_plan_before_they_are_merged(tmp_path: Path) -> None:
-    run("merge", RECIPES / "multi.yml", "-o", tmp_path / "out", "--dry-run", status=2)
-    assert list(tmp_path.iterdir()) == []
