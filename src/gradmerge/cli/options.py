@@ -14,7 +14,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -139,7 +139,7 @@ def command(
 ) -> Callable[[Run], Run]:
     """Return a decorator that makes a typer command of a function.
 
-    A parameter that is a dataclass adds an option for each of its fields. Every command has one of the type `Printing`.
+    The function has a parameter `printing` for the options of :class:`Printing`.
 
     Args:
         api: A function of `api/`. The parameter `options` holds its keywords that the command does not declare
@@ -153,30 +153,22 @@ def command(
     """
 
     def decorate(function: Run) -> Run:
-        declared = _parameters(function)
-        groups: dict[str, Any] = {name: p.annotation for name, p in declared.items() if is_dataclass(p.annotation)}
-        in_groups = [name for group in groups.values() for name in _parameters(group)]
-        from_api = {} if api is None else api_options(api, [*declared, *in_groups, *without], only, loading, defaults)
+        declared, printing_options = _parameters(function), _parameters(Printing)
+        from_api = {} if api is None else api_options(api, [*declared, *without], only, loading, defaults)
         parameters: dict[str, inspect.Parameter] = {}
         for name, parameter in declared.items():
-            if name in groups:
-                parameters |= _parameters(groups[name])
-            elif name == "options":
-                parameters |= from_api
-            else:
-                parameters[name] = parameter
+            parameters |= {"options": from_api, "printing": printing_options}.get(name, {name: parameter})
 
         @functools.wraps(function)
         def run(**values: Any) -> None:
-            errors = handle_errors(values["debug"], values["json"], parameters)
-            with errors, _name_variable(dict(values)), note_downloads(values["quiet"] or values["json"]):
+            printing = Printing(**{name: values.pop(name) for name in printing_options})
+            errors = handle_errors(printing.debug, printing.json, parameters)
+            with errors, _name_variable(dict(values)), note_downloads(printing.silent):
                 _check_processes(function.__name__, processes)
                 values |= {name: output_path(value) for name, value in values.items() if isinstance(value, Path)}
                 if api is not None:
                     values["options"] = _keywords({name: values.pop(name) for name in from_api}, api)
-                for name, group in groups.items():
-                    values[name] = group(**{option: values.pop(option) for option in group.__dataclass_fields__})
-                function(**values)
+                function(**values, printing=printing)
 
         run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
         run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}

@@ -211,16 +211,13 @@ def note_downloads(quiet: bool) -> Iterator[None]:
         log.propagate = True
 
 
-class PlainProgress:
+class PlainProgress(Progress):
     """Prints a line every few seconds, for logs."""
 
     every = 5.0
 
     def __init__(self, unit: str = "bytes") -> None:
-        self._unit = unit
-        self._lock = threading.Lock()
-        self._what, self._total, self._done, self._skipped = "", 0, 0, 0
-        self._begun = self._last = time.monotonic()
+        self._unit, self._lock = unit, threading.Lock()
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
         self._what, self._total, self._done, self._skipped = what, total, done, done
@@ -229,20 +226,16 @@ class PlainProgress:
     def advance(self, amount: int) -> None:
         with self._lock:
             self._done += amount
-            self._total = max(self._total, self._done)  # it may be an estimate
             now = time.monotonic()
-            if now - self._last >= self.every:
-                self._last = now
-                rate = (self._done - self._skipped) / (now - self._begun)
-                left = (self._total - self._done) / rate if rate else 0
-                share = 100 * self._done / max(1, self._total)
-                text = f"{self._what}: {share:.0f} % ({self._amounts(rate)}/s, {left:.0f} s left)"
-                echo(text, err=True)
-
-    def _amounts(self, rate: float) -> str:
-        if self._unit == "bytes":
-            return f"{size(self._done)} of {size(self._total)}, {size(rate)}"
-        return f"{self._done} of {self._total} {self._unit}, {rate:.3g}"
+            if now - self._last < self.every:
+                return
+            self._last, total = now, max(self._total, self._done, 1)  # the total may be an estimate
+            rate = max(self._done - self._skipped, 1) / (now - self._begun)
+            amounts = f"{self._done} of {total} {self._unit}, {rate:.3g}"
+            if self._unit == "bytes":
+                amounts = f"{size(self._done)} of {size(total)}, {size(rate)}"
+            left = (total - self._done) / rate
+            echo(f"{self._what}: {100 * self._done / total:.0f} % ({amounts}/s, {left:.0f} s left)", err=True)
 
 
 @contextlib.contextmanager

@@ -70,37 +70,26 @@ def studio(
 
 
 def _jobs(source: Path, data: dict[str, str]) -> dict[str, tuple[Path, dict[str, str]]]:
-    """Title → recipe and data: one for a recipe file, two for the demonstration."""
+    """Title → recipe and data: one for a recipe file, two for the folder of the demonstration."""
     if source.is_file():
         return {source.stem: (source, data)}
-    if not source.exists():
-        make = f" `gradmerge demo -o {source}` makes the demonstration" if not source.suffix else ""
-        raise InputError(f"{source}: no such recipe or folder.{make or ' Give a recipe file (YAML).'}")
+    from ..compare.settings import BASE, task_names
     from ..demo.digits import REMOVED
     from ..demo.run import MATCHING, REMOVAL
-
-    recipes = {name: source / "recipes" / f"{name}.yml" for name in (MATCHING, REMOVAL)}
-    if not recipes[MATCHING].is_file():
-        raise InputError(
-            f"{source}: is a folder, but not one that gradmerge demo finished. Give a recipe file, or make the "
-            "demonstration with `gradmerge demo -o demo`."
-        )
-    if data:
-        raise InputError("--data: the demonstration has its own; give a recipe file to use other data")
-    jobs = {"Merge three tasks": (recipes[MATCHING], _demo_data(recipes[MATCHING], "upright"))}
-    if recipes[REMOVAL].is_file():
-        jobs[f"Remove {REMOVED}"] = (recipes[REMOVAL], _demo_data(recipes[REMOVAL], "rest"))
-    return jobs
-
-
-def _demo_data(recipe: Path, base: str) -> dict[str, str]:
-    """The validation rows of each model of a recipe of the demonstration; ``base`` is the file of the base's rows.
-
-    A model NAME or joint-NAME was fine-tuned on data/NAME.npz.
-    """
-    from ..compare.settings import BASE, task_names
     from ..recipe import load_recipe
 
-    names = {name: name.removeprefix("joint-") for name in task_names(load_recipe(recipe))} | {BASE: base}
-    files = {name: recipe.parent.parent / "data" / f"{stem}.npz" for name, stem in names.items()}
-    return {name: f"{file}:valid" for name, file in files.items() if file.is_file()}
+    jobs = {}
+    for title, name, base in (("Merge three tasks", MATCHING, "upright"), (f"Remove {REMOVED}", REMOVAL, "rest")):
+        recipe = source / "recipes" / f"{name}.yml"
+        if not recipe.is_file():
+            raise InputError(
+                f"{source}: is neither a recipe file (YAML) nor a folder that gradmerge demo finished. "
+                "`gradmerge demo -o demo` makes one."
+            )
+        # A model NAME or joint-NAME was fine-tuned on data/NAME.npz.
+        rows = {model: model.removeprefix("joint-") for model in task_names(load_recipe(recipe))} | {BASE: base}
+        files = {model: source / "data" / f"{stem}.npz" for model, stem in rows.items()}
+        jobs[title] = (recipe, {model: f"{file}:valid" for model, file in files.items() if file.is_file()})
+    if data:
+        raise InputError("--data: the demonstration has its own; give a recipe file to use other data")
+    return jobs
