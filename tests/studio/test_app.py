@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -29,7 +30,7 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
     folder = tmp_path_factory.mktemp("models")
     recipe = tiny_recipe(folder, "yelp", HOSTILE, count=12)
     data = {name: str(folder / f"{name}.jsonl") for name in ("yelp", "base")}
-    with Explorer(recipe, data) as explorer, gradio.Blocks() as page:
+    with contextlib.closing(Explorer(recipe, data)) as explorer, gradio.Blocks() as page:
         yield Workbench(page, explorer)
 
 

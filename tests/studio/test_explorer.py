@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shared(texts: Path) -> Iterator[Explorer]:
     """For tests that mind nothing in the history."""
-    with Explorer(texts / "recipe.yml", data_of(texts), threads=2) as found:
+    with contextlib.closing(Explorer(texts / "recipe.yml", data_of(texts), threads=2)) as found:
         yield found
 
 
@@ -189,14 +190,14 @@ def test_a_removal_compares_what_is_forgotten_with_what_is_kept(texts: Path) -> 
     part = {name: {"model": str(texts / name), "curvature": str(texts / f"curvature-{name}")} for name in ("base", "a")}
     data = {name: data_of(texts)[name] for name in ("a", "base")}
     write_recipe(texts / "removal.yml", {"method": "removal", "base": part["base"], "models": [part["a"]]})
-    with Explorer(texts / "removal.yml", data) as found:
+    with contextlib.closing(Explorer(texts / "removal.yml", data)) as found:
         assert ([*found.controls], found.removes) == (["removal", "task-arithmetic"], ["a"])
         assert found.setting("task-arithmetic").weights == (-1.0,)
         strengths = found.shared_weights(found.own)
         assert [setting.weights[0] for setting in strengths] == pytest.approx([0.2 * number for number in range(11)])
         for setting in strengths:
             found.measure(setting)
-        assert found.measure(strengths[0]).metrics == found.alone["base"] and found.best() is None
+        assert found.measure(strengths[0]).metrics == found.evaluator.alone["base"] and found.best() is None
         points = numbers_of(found.trade_offs(strengths[0]))
         assert [point["x"] for point in points] == [row.values["a"] for row in found.history]
 
@@ -227,10 +228,12 @@ def test_a_setting_that_cannot_be_merged_is_refused(shared: Explorer, arguments:
 
 
 def test_without_base_or_curvature_methods_that_need_them_are_not_offered(texts: Path) -> None:
-    with Explorer(texts / "plain.yml", data_of(texts)) as found:
+    with contextlib.closing(Explorer(texts / "plain.yml", data_of(texts))) as found:
         assert not {"gradient-matching", "fisher-averaging", "removal", "regmean"} & {*found.controls}
     write_recipe(texts / "baseless.yml", {"method": "weighted-average", "models": ["./a", "./b"]})
-    with Explorer(texts / "baseless.yml", {name: data_of(texts)[name] for name in ("a", "b")}) as found:
+    with contextlib.closing(
+        Explorer(texts / "baseless.yml", {name: data_of(texts)[name] for name in ("a", "b")})
+    ) as found:
         assert not {"ties", "task-arithmetic"} & {*found.controls}
         base, tuned, _ = found.answers("a", found.own)[0].predictions
         assert base is None and tuned is not None and found.flips("a", found.own, "base") == []
@@ -260,7 +263,7 @@ def test_every_task_is_measured_and_answered(tmp_path: Path, make: Any) -> None:
     data = make(tmp_path)
     tuned(tmp_path / "base", tmp_path / "a", 1)
     recipe = {"method": "task-arithmetic", "base": str(tmp_path / "base"), "models": [str(tmp_path / "a")]}
-    with Explorer(recipe, data) as found:
+    with contextlib.closing(Explorer(recipe, data)) as found:
         for weight in (0.3, 0.6):  # the second into the same model
             setting = found.setting(overrides=weights(weight))
             outcome = found.measure(setting)
@@ -288,7 +291,9 @@ def test_a_calibrated_setting_measures_as_the_saved_merge_does_after_calibration
         lines = (texts / f"{name}.jsonl").read_text().splitlines(keepends=True)
         (tmp_path / f"{name}-fit.jsonl").write_text("".join(lines[::2]))
         (tmp_path / f"{name}-rest.jsonl").write_text("".join(lines[1::2]))
-    with Explorer(texts / "recipe.yml", {name: data_of(texts)[name] for name in ("a", "b")}, device="cpu") as explorer:
+    with contextlib.closing(
+        Explorer(texts / "recipe.yml", {name: data_of(texts)[name] for name in ("a", "b")}, device="cpu")
+    ) as explorer:
         setting = explorer.setting("task-arithmetic", weights(0.4, 0.4))
         explorer.save(setting, tmp_path / "merged", progress=False)
         result, tasks = explorer.calibrate(setting)

@@ -35,9 +35,9 @@ def serve(
     with contextlib.ExitStack() as stack:
         from .explorer import Explorer
 
-        explorers = {
-            title: stack.enter_context(Explorer(recipe, data, **options)) for title, (recipe, data) in jobs.items()
-        }
+        explorers = {title: Explorer(recipe, data, **options) for title, (recipe, data) in jobs.items()}
+        for explorer in explorers.values():
+            stack.callback(explorer.close)
         stack.enter_context(private_files())
         from .app import build
 

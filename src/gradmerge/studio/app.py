@@ -15,10 +15,10 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import gradio as gr
 from gradio.components.plot import PlotData
@@ -33,6 +33,7 @@ from . import html
 from .explorer import CalibratedTask, Explorer
 from .html import Lane, esc
 
+Handler = TypeVar("Handler", bound=Callable[..., Any])
 #: Seconds after which a measurement ends for a newer move: while a slider is dragged, quick results are still shown.
 PATIENCE = 0.5
 #: Rows of a table.
@@ -191,28 +192,30 @@ class Reporter:
         self.share(min(1.0, self._done / max(1, self._total)))
 
 
-@contextlib.contextmanager
-def _shown_errors() -> Iterator[None]:
-    """Show an error on the page."""
-    try:
-        yield
-    except GradmergeError as error:
-        text = str(error)
-    except MemoryError:
-        text = "out of memory. Use fewer rows with --limit, or a smaller --batch-size."
-    except Exception as error:
-        traceback.print_exception(error)
-        text = f"internal error: {type(error).__name__}: {error}. The terminal has the traceback."
-    else:
-        return
-    raise gr.Error(esc(text), duration=None, print_exception=False)
+def _shows_errors(handler: Handler) -> Handler:
+    """Show the errors of a handler on the page."""
+
+    @functools.wraps(handler)
+    def run(*args: Any) -> Any:
+        try:
+            return handler(*args)
+        except GradmergeError as error:
+            text = str(error)
+        except MemoryError:
+            text = "out of memory. Use fewer rows with --limit, or a smaller --batch-size."
+        except Exception as error:
+            traceback.print_exception(error)
+            text = f"internal error: {type(error).__name__}: {error}. The terminal has the traceback."
+        raise gr.Error(esc(text), duration=None, print_exception=False)
+
+    return cast(Handler, run)
 
 
 class Workbench:
     """The components and events of one explorer."""
 
     def __init__(self, page: gr.Blocks, explorer: Explorer) -> None:
-        self.explorer, self._removes = explorer, bool(explorer.removes)
+        self.explorer = explorer
         self._visits: dict[str, Visit] = {}
         self._closed = False
         with gr.Row(elem_classes="gm-desk"):
@@ -220,7 +223,7 @@ class Workbench:
                 self.panel = Panel(explorer)
                 with gr.Row(elem_classes="gm-buttons"):
                     self.own = gr.Button("Recipe’s own", size="sm")
-                    self.best = gr.Button("Best so far", size="sm", visible=not self._removes)
+                    self.best = gr.Button("Best so far", size="sm", visible=not explorer.removes)
                 with gr.Column(elem_classes="gm-keep"):
                     self.folder, self.save = _output("the merge", "studio-merged", "Save merge", "primary")
                     self.report_folder, self.report = _output("a report", "studio-report", "Write report")
@@ -228,11 +231,11 @@ class Workbench:
                 self.board = _html("gm-board-box")
                 self.progress = _html("gm-progress")
                 self._add_tabs()
-                self.notes = _html("gm-notes-box", html.notes(explorer.notes))
+                self.notes = _html("gm-notes-box", html.notes(explorer.evaluator.notes()))
         self._connect(page)
 
     def _add_tabs(self) -> None:
-        explorer, removes = self.explorer, self._removes
+        explorer, removes = self.explorer, bool(self.explorer.removes)
         self.time, self.active = gr.Number(visible=False), gr.State("answers")
         self.tabs: dict[str, gr.Tab] = {}
         with gr.Tabs(elem_classes="gm-views"):
@@ -330,83 +333,75 @@ class Workbench:
         visit = self._visit(request)
         visit.moved = max(visit.moved, moved)
 
+    @_shows_errors
     def _measure(self, request: gr.Request, moved: float, *values: Any) -> tuple[Any, ...]:
         """Measure the setting of the controls, and show it on the board."""
-        visit, begun = self._visit(request), time.perf_counter()
+        explorer, visit, begun = self.explorer, self._visit(request), time.perf_counter()
 
         def stop() -> bool:
             return visit.closed or (visit.moved > moved and time.perf_counter() - begun > PATIENCE)
 
-        with _shown_errors():
-            setting = self.panel.read(*values)
-            report = Reporter(
-                "measuring" if self.explorer.history else "measuring all models, and the merge of the recipe"
-            )
-            with contextlib.suppress(Superseded):
-                outcome = self.explorer.measure(setting, stop, report.share)
-                if moved >= visit.shown_time:
-                    visit.shown, visit.shown_time = outcome, moved
-                    board = self._board(visit, time.perf_counter() - begun)
-                    return board, self.explorer.recipe_text(setting), html.notes(self.explorer.notes)
+        setting = self.panel.read(*values)
+        report = Reporter("measuring" if explorer.history else "measuring all models, and the merge of the recipe")
+        with contextlib.suppress(Superseded):
+            outcome = explorer.measure(setting, stop, report.share)
+            if moved >= visit.shown_time:
+                visit.shown, visit.shown_time = outcome, moved
+                board = self._board(visit, time.perf_counter() - begun)
+                return board, explorer.recipe_text(setting), html.notes(explorer.evaluator.notes())
         return gr.skip(), gr.skip(), gr.skip()
 
+    @_shows_errors
     def _sweep(self, request: gr.Request, *values: Any) -> Any:
-        return self._measure_all(request, lambda: self.explorer.shared_weights(self.panel.read(*values)))
+        return self._measure_all(self._visit(request), self.explorer.shared_weights(self.panel.read(*values)))
 
+    @_shows_errors
     def _every_method(self, request: gr.Request, *values: Any) -> Any:
-        return self._measure_all(request, lambda: list(map(self.explorer.setting, self.explorer.controls)))
+        return self._measure_all(self._visit(request), list(map(self.explorer.setting, self.explorer.controls)))
 
-    def _measure_all(self, request: gr.Request, settings: Callable[[], Sequence[Setting]]) -> Any:
-        visit = self._visit(request)
-        with _shown_errors(), contextlib.suppress(Superseded):
-            chosen = settings()
-            report = Reporter("measuring")
-            for number, setting in enumerate(chosen):
-                report.begin(setting.name, len(chosen), number)
-                report.share(number / len(chosen))
+    def _measure_all(self, visit: Visit, settings: Sequence[Setting]) -> Any:
+        report = Reporter("measuring")
+        with contextlib.suppress(Superseded):
+            for number, setting in enumerate(settings):
+                report.begin(setting.name, len(settings), number)
+                report.share(number / len(settings))
                 self.explorer.measure(setting, lambda: visit.closed)
         return self._board(visit) if visit.shown is not None else gr.skip()
 
+    @_shows_errors
     def _calibrate(self, request: gr.Request, *values: Any) -> str:
         """Calibrate the setting of the controls, and show every task before and after."""
         visit = self._visit(request)
-        with _shown_errors():
-            setting, report = self.panel.read(*values), Reporter("preparing the calibration", lambda: visit.closed)
-            result, tasks = self.explorer.calibrate(setting, stop=lambda: visit.closed, progress=report)
-            notes = [str(note) for note in result.notes]
-            if not result.improved:
-                notes.insert(
-                    0, "The calibrated merge was not closer to the fine-tuned models, so the merge stays as it is."
-                )
-            table = _before_and_after(tasks, result.improved)
-            return f"<p><code>{esc(setting.name)}</code></p>{table}{html.notes(notes)}"
-        raise AssertionError
+        setting, report = self.panel.read(*values), Reporter("preparing the calibration", lambda: visit.closed)
+        result, tasks = self.explorer.calibrate(setting, stop=lambda: visit.closed, progress=report)
+        notes = [str(note) for note in result.notes]
+        if not result.improved:
+            notes.insert(0, "The calibrated merge was not closer to the fine-tuned models, so the merge is unchanged.")
+        table = _before_and_after(tasks, result.improved)
+        return f"<p><code>{esc(setting.name)}</code></p>{table}{html.notes(notes)}"
 
+    @_shows_errors
     def _save(self, folder: str, *values: Any) -> None:
-        with _shown_errors():
-            setting, out = self.panel.read(*values), _new_folder(folder)
-            self.explorer.save(setting, out, progress=Reporter("merging", lambda: self._closed))
-            gr.Success(esc(f"Saved {setting.name} in {out}"), duration=None, title="Saved")
+        setting, out = self.panel.read(*values), _new_folder(folder)
+        self.explorer.save(setting, out, progress=Reporter("merging", lambda: self._closed))
+        gr.Success(esc(f"Saved {setting.name} in {out}"), duration=None, title="Saved")
 
+    @_shows_errors
     def _report(self, folder: str) -> None:
-        with _shown_errors():
-            page = self.explorer.write_report(_new_folder(folder))
-            gr.Success(esc(f"The report is {page}"), duration=None, title="Saved")
+        page = self.explorer.write_report(_new_folder(folder))
+        gr.Success(esc(f"The report is {page}"), duration=None, title="Saved")
 
+    @_shows_errors
     def _show_tab(self, request: gr.Request, active: str, task: str, flip_task: str, against: str) -> list[Any]:
         """Update the open tab for the merge on the board."""
         shown = self._visit(request).shown
-        if shown is None:
-            return [gr.skip()] * 4
-        views: dict[str, Callable[[], Any]] = {
-            "answers": lambda: self._answers(shown, task),
-            "flips": lambda: self._flips(shown, flip_task, BASE if against == "against the base" else flip_task),
-            "trade-offs": lambda: self._trade_offs(shown),
+        views: dict[str, Callable[[Outcome], Any]] = {
+            "answers": lambda shown: self._answers(shown, task),
+            "flips": lambda shown: self._flips(shown, flip_task, BASE if against == "against the base" else flip_task),
+            "trade-offs": self._trade_offs,
             "tried": self._tried,
         }
-        with _shown_errors():
-            return [view() if name == active else gr.skip() for name, view in views.items()]
-        raise AssertionError
+        return [gr.skip() if shown is None or name != active else view(shown) for name, view in views.items()]
 
     def _answers(self, shown: Outcome, task: str) -> str:
         """The same rows, answered by the base, the fine-tuned model and the merge."""
@@ -441,7 +436,7 @@ class Workbench:
             text = text.replace(f'"{color}"', f'"var(--gm-{name})"')
         return PlotData(type="altair", plot=text)
 
-    def _tried(self) -> list[list[str]]:
+    def _tried(self, shown: Outcome) -> list[list[str]]:
         """Every setting that was measured, best first."""
         explorer = self.explorer
         found, best = explorer.preview(), explorer.best()
@@ -450,9 +445,9 @@ class Workbench:
         for row in found.ranked()[:MAX_TRIED]:
             values = {task: found.shown_value(row, task) for task in explorer.tasks}
             star = "★ " if best is not None and row.setting == best.setting else ""
-            shown = [html.with_error(found.metric(task), value) for task, value in values.items()]
+            cells = [html.with_error(found.metric(task), value) for task, value in values.items()]
             average = html.with_error(found.metric(explorer.tasks[0]), self._mean(found, row))
-            rows.append([str(numbers[row.setting]), star + row.setting.name, average, *shown])
+            rows.append([str(numbers[row.setting]), star + row.setting.name, average, *cells])
         return rows
 
     def _mean(self, found: Preview, row: Outcome) -> float | None:
@@ -467,17 +462,17 @@ class Workbench:
         explorer, now = self.explorer, visit.shown
         assert now is not None
         visit.boards += 1
-        found, best, lanes = explorer.preview(), explorer.best(), []
+        found, best, alone, lanes = explorer.preview(), explorer.best(), explorer.evaluator.alone, []
         for task in explorer.tasks:
             metric = found.metric(task)
-            models = {"now": now.metrics, "base": explorer.alone.get(BASE, {})}
-            models["tuned"] = explorer.alone.get(task, {}) if task != BASE else {}
+            models = {"now": now.metrics, "base": alone.get(BASE, {})}
+            models["tuned"] = alone.get(task, {}) if task != BASE else {}
             models["best"] = best.metrics if best is not None and best is not now else {}
             values = {name: with_error(metrics.get(task) or {}, metric) for name, metrics in models.items()}
             lanes.append(Lane(task, explorer.examples[task], metric, values, task in explorer.removes))
         took = f" in {seconds:.2f} s" if seconds >= 0.005 else ""
         how = f"measured on {sum(explorer.examples.values()):,} rows{took} · bars: ± 1 standard error"
-        cards = "" if self._removes else self._cards(now, best, found)
+        cards = "" if self.explorer.removes else self._cards(now, best, found)
         return html.board(lanes, cards, how, visit.boards)
 
     def _cards(self, now: Outcome, best: Outcome | None, found: Preview) -> str:

@@ -119,7 +119,8 @@ class Explorer:
         """Method → key → control."""
         self._predictions: dict[tuple[str, str, int], Prediction] = {}
         """Model that is no merge, task and row → prediction."""
-        self.tasks = self.evaluator.tasks
+        self.tasks, self.examples = self.evaluator.tasks, self.evaluator.examples
+        """The tasks, and their numbers of rows."""
         self.models = task_names(ready)
         self.own = self.setting()
         """The recipe's own setting."""
@@ -129,26 +130,9 @@ class Explorer:
         """The tasks to forget, if the recipe removes."""
         self._compared: Preview | None = None
 
-    def __enter__(self) -> Explorer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._files.close()
-
-    @property
-    def notes(self) -> list[str]:
-        return self.evaluator.notes()
-
-    @property
-    def examples(self) -> dict[str, int]:
-        """Task → number of rows."""
-        return self.evaluator.examples
-
-    @property
-    def alone(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Model (`base` or a fine-tuned one) → task → metrics."""
-        with contextlib.nullcontext() if self.evaluator.alone_is_known else self._computing():
-            return self.evaluator.alone
 
     def setting(self, method: str | None = None, overrides: Mapping[str, Any] | None = None) -> Setting:
         """A setting that can be merged, from keys of the recipe such as `models.0.weight` and `options.density`."""
@@ -279,8 +263,7 @@ class Explorer:
         )
         if short := [task for task, some in held_out.items() if count_rows(some) < 2]:
             raise InputError(f"{short[0]}: calibration needs at least four rows of each task")
-        unlabeled = {task: self._without_labels(task, some) for task, some in fit.items()}
-        result = calibrate(merged, unlabeled, teachers=models, curvature="none", progress=progress)
+        result = calibrate(merged, fit, teachers=models, curvature="none", progress=progress)
         assert result.model is not None
         tasks = {}
         with self._computing(stop):
@@ -294,11 +277,6 @@ class Explorer:
                 values = with_error(before, name), with_error(after, name)
                 tasks[task] = CalibratedTask(name, count_rows(rows), *values, gap)
         return result, tasks
-
-    def _without_labels(self, task: str, batches: Sequence[Any]) -> list[dict[str, Any]]:
-        """Batches without labels; text to text keeps them, as inputs of the decoder."""
-        keep = self.evaluator.data[task].loaded.task == "seq2seq"
-        return [{name: value for name, value in dict(one).items() if keep or name != "labels"} for one in batches]
 
     def recipe_text(self, setting: Setting, folder: Path | None = None) -> str:
         """A setting as YAML for `gradmerge merge`, in a file in ``folder``; by default the working folder."""

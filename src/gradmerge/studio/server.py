@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 #: Seconds that open pages have to disconnect when the server stops.
 SHUTDOWN_SECONDS = 1
-#: System fonts, so that none are downloaded.
-SANS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
-MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 
 
 def check_extra() -> None:
@@ -105,7 +102,9 @@ def run(blocks: Blocks, port: int | None, ready: Callable[[str], None]) -> None:
             ssr_mode=False,
             mcp_server=False,
             enable_monitoring=False,
-            theme=gr.themes.Base(font=SANS, font_mono=MONO, radius_size=gr.themes.sizes.radius_md),
+            theme=gr.themes.Base(
+                font=["system-ui", "sans-serif"], font_mono=["monospace"], radius_size=gr.themes.sizes.radius_md
+            ),
             css=_style(),
             head=f"<script>{_read('studio.js')}</script>",
             app_kwargs={
@@ -123,10 +122,9 @@ def run(blocks: Blocks, port: int | None, ready: Callable[[str], None]) -> None:
 
 
 def _style() -> str:
-    def variables(where: str, colors: dict[str, str]) -> str:
-        return where + "{" + "".join(f"--gm-{name}:{value};" for name, value in colors.items()) + "}"
-
-    return variables(":root", LIGHT) + variables("body.dark", DARK) + _read("studio.css")
+    colors = (":root", LIGHT), ("body.dark", DARK)
+    variables = [where + "{" + "".join(f"--gm-{n}:{v};" for n, v in one.items()) + "}" for where, one in colors]
+    return "".join(variables) + _read("studio.css")
 
 
 def _read(name: str) -> str:
