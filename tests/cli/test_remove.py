@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.cli.app import app
 
-from ..making import read_model
+from ..making import random_curvature, read_model, three_models
 from ..tasks.making import sentences, tiny_bert_checkpoint, write_jsonl
 
 
@@ -136,11 +136,8 @@ def test_of_an_adapter_the_adapter_alone_is_moved_and_written(place: Path, tmp_p
     "more",
     [
         "--steps 2",
-        "--until 0.001",
-        "--budget 2",
         "--model x",
         "--set damping=1",
-        "--retain-size 10",
         "--dtype bfloat16",
         "--task causal-lm",
     ],
@@ -161,3 +158,19 @@ def test_rows_in_both_sets_rows_without_labels_and_too_few_rows_are_refused(plac
     for retain in (bare, single):
         run(*start, "--retain", retain, status=2)
     assert "--retain" in run(*start, status=2).output and not (tmp_path / "out").exists()
+
+
+def test_a_step_that_is_too_long_is_refused_or_noted(tmp_path: Path) -> None:
+    folders, states = three_models(tmp_path)
+    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
+        sums = random_curvature(seed, state).sum()
+        if seed == 0:  # the base has no curvature for one layer
+            sums["layers.0.linear.weight"][:] = 0.0
+        gm.Curvature(sums, 100).save(folder / "curvature")
+    words = ["--base", folders[0], "--model", folders[1]]
+    unbounded = ["--set", "damping=1e-10", "--set", "cap=none", "-o", tmp_path / "out"]
+    assert not run(*words, "-o", tmp_path / "bounded").stderr
+    run(*words, *unbounded, status=2)
+    assert not (tmp_path / "out").exists()
+    (note,) = json.loads(run(*words, *unbounded, "--json", "--accept-untrusted").stdout)["notes"]
+    assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["notes"] == [note]

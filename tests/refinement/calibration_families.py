@@ -7,6 +7,11 @@ import copy
 import torch
 import transformers as t
 
+from gradmerge.refinement.blocks import BlockModel, HiddenCache
+from gradmerge.refinement.calibrate import PARTS, CalibrationInputs, Candidate, Settings, calibrate_layers
+from gradmerge.refinement.rows import TaskRows
+from gradmerge.refinement.structure import find_structure
+
 TEXT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
@@ -96,3 +101,24 @@ def split(batch, size):
     """A batch in smaller ones."""
     parts = {key: value.split(size) for key, value in batch.items()}
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+
+
+def solve_all(merged, teachers, data, settings=None, *, cache=None, store=None, factors=None, epsilon=None):
+    """Solve the layers of a merge with all rows; return the candidate with its weights."""
+    cache = cache or HiddenCache(2**40)
+    batches = {task: TaskRows(one[:1], one[1:]) for task, one in data.items()}
+    inputs = CalibrationInputs(merged, teachers, batches, cache, store or HiddenCache(2**40), settings or Settings())
+    candidate = Candidate("all rows", epsilon, PARTS)
+    calibrate_layers(inputs, [candidate], factors)
+    return candidate
+
+
+def calibrated(merged, teachers, data, settings=None, **options):
+    """A calibrated copy of a module, and what was done."""
+    structure = find_structure(merged, next(iter(data.values()))[0])
+    model = BlockModel(copy.deepcopy(merged), structure)
+    guides = {task: BlockModel(one, structure) for task, one in teachers.items()}
+    done = solve_all(model, guides, data, settings, **options)
+    for name, value in done.weights.items():
+        model.module.get_parameter(name).copy_(value.get())
+    return model.module, done.report

@@ -27,8 +27,3 @@ def batches(rows: Batch, size: int = 40) -> list[Any]:
 def perceptron(seed: int = 0, features: int = 4, labels: int = 3, hidden: int = 5) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(features, hidden), nn.Tanh(), nn.Linear(hidden, labels)).double()
-
-
-def regression(seed: int = 0, features: int = 4, labels: int = 3) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(features, labels)).double()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,12 +9,18 @@ import transformers as t
 from torch import nn
 
 from gradmerge import InputError
-from gradmerge.refinement.blocks import WHOLE, BlockModel, RowStream, counted_positions, forward, tensors_in
-from gradmerge.refinement.calibrate import Settings, calibrate_layers
-from gradmerge.refinement.hidden_cache import HiddenCache
+from gradmerge.refinement.blocks import (
+    WHOLE,
+    BlockModel,
+    HiddenCache,
+    RowStream,
+    counted_positions,
+    forward,
+    tensors_in,
+)
 from gradmerge.refinement.structure import find_structure
 
-from .calibration_families import make, rows, split
+from .calibration_families import calibrated, make, rows, split
 
 REUSED = "run more than once or share their weight"
 
@@ -27,7 +31,7 @@ def run_stages(model, batches, cache):
     for stage in model.structure.stages:
         stream.run_stage(stage)
     found = [[v for v in stream.finish(n).values() if isinstance(v, torch.Tensor)] for n in range(len(batches))]
-    stream.close()
+    stream.drop()
     return found
 
 
@@ -64,7 +68,7 @@ def test_the_cache_keeps_to_its_limit():
 
 
 def test_blocks_of_equal_size_are_read_into_the_same_memory(tmp_path):
-    from gradmerge.refinement.streaming import open_model_files
+    from gradmerge.refinement.model_io import open_model_files
 
     model, _ = make("llama")
     model.save_pretrained(tmp_path)
@@ -109,11 +113,8 @@ def test_padding_of_the_encoder_and_of_the_decoder_is_left_out():
         for task, batch in data.items():
             sizes = {"input_ids": encoder, "attention_mask": encoder}
             padded[task] = {k: F.pad(v, (0, sizes.get(k, decoder) - v.shape[1])) for k, v in batch.items()}
-        structure = find_structure(merged, padded["task0"])
-        model = BlockModel(copy.deepcopy(merged), structure)
-        guides = {task: BlockModel(one, structure) for task, one in teachers.items()}
-        calibrate_layers(model, guides, {k: [v] for k, v in padded.items()}, HiddenCache(0), Settings())
-        results.append(model.module.state_dict())
+        model, _ = calibrated(merged, teachers, {k: [v] for k, v in padded.items()}, cache=HiddenCache(0))
+        results.append(model.state_dict())
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-3, atol=1e-4, msg=name)
 

@@ -12,28 +12,12 @@ import gradmerge as gm
 from gradmerge import InputError
 from gradmerge.curvature.losses import MASKED
 from gradmerge.refinement import layers
-from gradmerge.refinement.blocks import BlockModel
-from gradmerge.refinement.calibrate import (
-    MERGE,
-    InputProducts,
-    Settings,
-    calibrate_layers,
-    solve,
-)
-from gradmerge.refinement.hidden_cache import HiddenCache
+from gradmerge.refinement.calibrate import MERGE, InputProducts, Settings, solve
 from gradmerge.refinement.output_factors import output_factors, sampled_loss
 from gradmerge.refinement.structure import find_structure
 
-from .calibration_families import EXPERTS, FAMILIES, make, rows, split
+from .calibration_families import EXPERTS, FAMILIES, calibrated, make, rows, split
 from .slow_calibration import calibrate_slowly, inputs_of
-
-
-def calibrated(merged, teachers, data, settings=None, **options):
-    structure = find_structure(merged, next(iter(data.values()))[0])
-    model = BlockModel(copy.deepcopy(merged), structure)
-    guides = {task: BlockModel(one, structure) for task, one in teachers.items()}
-    report = calibrate_layers(model, guides, data, HiddenCache(2**40), settings or Settings(), **options)
-    return model.module, report
 
 
 def same(found, wanted, merged, tolerance=1e-4):
@@ -74,9 +58,9 @@ def test_with_output_factors_too(name):
         for task, found in factors.items()
     }
     slow = calibrate_slowly(merged, teachers, data, factors=scaled, epsilon=0.1)
-    settings = Settings(epsilon=0.1, tolerance=1e-9)
+    settings = Settings(tolerance=1e-9)
     batches = {task: split(batch, 5) for task, batch in data.items()}
-    found, report = calibrated(merged, teachers, batches, settings, factors=factors)
+    found, report = calibrated(merged, teachers, batches, settings, factors=factors, epsilon=0.1)
     same(found, slow, merged)
     assert 0 < report.most_steps < 60 and not report.residuals
 
@@ -135,8 +119,9 @@ def test_alpha_0_is_regmean_on_the_inputs_of_the_model_calibrated_so_far():
 def test_a_singular_system_gets_a_larger_ridge_which_is_reported():
     row = torch.ones(1, 1, 4).double()
     given = [InputProducts(row.mT @ row, row.mT @ row)]
-    solution = solve([(given[0], torch.ones(1, 2, 4).double())], torch.zeros(1, 2, 4).double(), Settings(ridge=0.0))
-    assert solution.ridge > 0 and bool(solution.matrix.isfinite().all())
+    terms = [(given[0], [torch.ones(1, 2, 4).double()])]
+    solution = solve(terms, [torch.zeros(1, 2, 4).double()], Settings(ridge=0.0), [None])
+    assert solution.ridge > 0 and bool(solution.matrices[0].isfinite().all())
 
 
 def test_activations_that_are_not_finite_are_refused_with_block_and_layer():

@@ -5,8 +5,8 @@ Heavy modules are imported in the functions: the command line reads the signatur
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from ..refinement.blocks import Batch, BlockModel, Stage
+    from ..refinement.blocks import BlockModel, Structure
     from ..refinement.calibrate import Calibration, Settings
     from ..refinement.distances import Distances
     from ..refinement.inputs import MergeInputs
-    from ..refinement.layers import Layer
-    from ..refinement.rows import TaskRows
     from ..tasks import LoadOptions
     from .dry_run import JobSize
 
@@ -181,13 +179,12 @@ def calibrate(
         raise InputError("check=False does not go with curvature='auto', which chooses by held-out rows")
     if not data:
         raise InputError("data: give rows for at least one task")
-    memory = None if cache_memory is None else _bytes(cache_memory)
     run = partial(
         _calibrate,
         curvature=curvature,
         settings=Settings(alpha, ridge),
         max_kronecker_dim=max_kronecker_dim,
-        cache_memory=memory,
+        cache_memory=_bytes(cache_memory),
         check=check,
         seed=seed,
         progress=progress,
@@ -195,8 +192,7 @@ def calibrate(
     if isinstance(merged, nn.Module):
         if out is not None or loading:
             raise InputError("out and options for loading are for a model folder, not for a module")
-        calibrate_copy = partial(_calibrate_module, run)
-        return refine_module(merged, data, dict(teachers or {}), calibrate_copy, check=check)
+        return refine_module(merged, data, dict(teachers or {}), run, check=check)
     if out is None:
         raise InputError("out is missing: name the folder to write")
     return refine_folder(
@@ -204,7 +200,7 @@ def calibrate(
         paths_by_name("data", data),
         paths_by_name("teachers", teachers or {}),
         Path(out),
-        partial(_calibrate_files, run),
+        run,
         complete({"batch_size": BATCH_SIZE, **loading}, calibrate),
         action="calibration",
         advice="a smaller batch_size, limit or cache_memory, or curvature none",
@@ -216,106 +212,17 @@ def calibrate(
     )
 
 
-if TYPE_CHECKING:
-    Run = Callable[..., tuple[CalibrationResult, Calibration]]
-    """`_calibrate` with the options of `calibrate`."""
-
-
-def _bytes(size: int | str) -> int:
+def _bytes(size: int | str | None) -> int | None:
     try:
-        return parse_size(size)
+        return None if size is None else parse_size(size)
     except ValueError as error:
         raise InputError(f"cache_memory {size}: {error}") from None
 
 
-def _calibrate_module(
-    run: Run, model: nn.Module, copies: dict[str, nn.Module], rows: dict[str, TaskRows], shared: bool
-) -> CalibrationResult:
-    from ..refinement.blocks import BlockModel
-    from ..refinement.structure import find_structure
-    from ..tasks.models import encoder_prefix, with_encoder_of
-
-    model.requires_grad_(False)
-    structure, prefix = find_structure(model, _two_rows(rows)), encoder_prefix(model)
-
-    def with_head(task: str) -> nn.Module:
-        return model if shared else with_encoder_of(model, copy.deepcopy(copies[task]), "the merge", task)
-
-    result, calibration = run(
-        BlockModel(model, structure),
-        {task: BlockModel(teacher, structure) for task, teacher in copies.items()},
-        rows,
-        device=next(model.parameters()).device,
-        keep=lambda layer: not shared and not layer.path.startswith(prefix),
-        with_head=with_head,
-        shared_head=shared,
-    )
-    result.model = calibration.model.module
-    return result
-
-
-def _calibrate_files(run: Run, inputs: MergeInputs, folder: Path) -> tuple[CalibrationResult, dict[str, Any]]:
-    """Calibrate block by block, with weights that stay in their files. Return tensor → new value too."""
-    from ..refinement.blocks import BlockModel
-    from ..refinement.hidden_cache import HiddenCache
-    from ..refinement.streaming import WeightMemory, load_model_whole, load_whole
-    from ..refinement.structure import find_structure
-    from ..tasks.models import with_encoder_of
-
-    files, device, notes = inputs.merged, inputs.device, []
-    batch, source = _two_rows(inputs.rows), files.source(device)
-    structure = find_structure(files.module, batch, source)
-    if structure.lists:
-        store = HiddenCache(0, folder)
-        inputs.on_exit.callback(store.close)
-        merged = BlockModel(files.module, structure, source, store)
-        memory = WeightMemory(device)  # one fine-tuned model at a time has weights in memory
-        teachers = {
-            task: BlockModel(teacher.module, structure, teacher.source(device, memory))
-            for task, teacher in inputs.teachers.items()
-        }
-    else:
-        notes.append("the model runs whole, and all models are in memory")
-        structure = find_structure(load_whole(files, device), batch)
-        merged = BlockModel(files.module, structure)
-        teachers = {
-            task: BlockModel(load_whole(teacher, device), structure) for task, teacher in inputs.teachers.items()
-        }
-    task = files.info.task
-
-    def with_head(name: str) -> nn.Module:
-        whole, teacher = load_model_whole(files.reference, task, device), inputs.teachers[name].reference
-        if inputs.shared_head:
-            return whole
-        return with_encoder_of(whole, load_model_whole(teacher, task, device), files.reference, teacher)
-
-    result, calibration = run(
-        merged,
-        teachers,
-        inputs.rows,
-        device=device,
-        keep=inputs.keeps,
-        with_head=None if task == "embedding" else with_head,
-        shared_head=inputs.shared_head,
-        folder=folder,
-    )
-    result.notes = [*notes, *result.notes]
-    if calibration.model.source is not None:
-        return result, files.stored_values(calibration.model.changed)
-    names = {name for layer in calibration.report.layers for name in calibration.model.layers[layer].parameters}
-    return result, files.stored_values({name: calibration.model.module.get_parameter(name) for name in names})
-
-
 def _calibrate(
-    merged: BlockModel,
-    teachers: Mapping[str, BlockModel],
-    rows: Mapping[str, TaskRows],
+    inputs: MergeInputs,
+    folder: Path | None,
     *,
-    device: torch.device,
-    keep: Callable[[Layer], bool],
-    with_head: Callable[[str], nn.Module] | None,
-    shared_head: bool,
-    folder: Path | None = None,
     curvature: str,
     settings: Settings,
     max_kronecker_dim: int,
@@ -323,87 +230,106 @@ def _calibrate(
     check: bool,
     seed: int,
     progress: bool | Progress,
-) -> tuple[CalibrationResult, Calibration]:
-    """Calibrate a merge.
+) -> tuple[CalibrationResult, Mapping[str, Any]]:
+    """Calibrate a merge: of a folder block by block, with weights that stay in their files.
 
-    ``with_head`` returns the whole merge with the head of a task; None if the model has no answers.
+    Args:
+        inputs: The merge with its teachers and rows.
+        folder: For temporary files; None for a module in memory.
+        curvature: As of :func:`calibrate`, as are the others.
+
+    Returns:
+        What was done, and tensor → new value.
     """
-    from ..refinement.blocks import float32_precision
-    from ..refinement.calibrate import calibrate_model
-    from ..refinement.hidden_cache import HiddenCache
+    from ..refinement.blocks import HiddenCache, float32_precision
+    from ..refinement.calibrate import CalibrationInputs, calibrate_model
     from ..refinement.output_factors import layers_with_factors, output_factors
     from .dry_run import free_memory
 
+    device, free = inputs.device, free_memory(inputs.device)
+    merged, teachers = _block_models(inputs)
     structure, notes, find_factors = merged.structure, list(merged.structure.notes), None
-    if all(keep(merged.layers[name]) for groups in structure.groups.values() for group in groups for name in group):
+    if all(inputs.keeps(merged.layers[n]) for groups in structure.groups.values() for group in groups for n in group):
         raise InputError("the merge has no linear layer that calibration can solve")
-    free = free_memory(device)
-    if curvature != "none" and with_head is None:
+    if curvature != "none" and inputs.merged.task == "embedding":
         notes.append("an embedding model has no answers to sample: curvature none is used")
     elif curvature != "none":
         limit = None if free is None else int(FACTOR_SHARE * free)
-        layers, more = layers_with_factors(merged, keep, max_kronecker_dim, len(rows), limit)
+        layers, more = layers_with_factors(merged, inputs.keeps, max_kronecker_dim, len(inputs.rows), limit)
         notes += more
         if layers:
 
             def find_factors(task: str, batches: Any, first_row: int) -> dict[str, Tensor]:
-                assert with_head is not None
-                return output_factors(with_head(task), batches, layers, seed, first_row)
+                return output_factors(inputs.with_head(task), batches, layers, seed, first_row)
 
-    memory = int(CACHE_SHARE * (free or 8_000_000_000)) if cache_memory is None else cache_memory
-    cache = HiddenCache(memory, folder)
-    try:
+    store = HiddenCache(2**62) if folder is None else HiddenCache(0, folder)
+    inputs.on_exit.callback(store.close)
+    limit = int(CACHE_SHARE * (free or 8_000_000_000)) if cache_memory is None else cache_memory
+    with contextlib.closing(HiddenCache(limit, folder)) as cache:
         with shown(progress, "blocks") as bar, float32_precision(device, "high"):
-            calibration = calibrate_model(
-                merged,
-                teachers,
-                rows,
-                cache,
-                settings,
-                curvature=curvature,
-                find_factors=find_factors,
-                keep=keep,
-                shared_head=shared_head,
+            done = calibrate_model(
+                CalibrationInputs(
+                    merged, teachers, inputs.rows, cache, store, settings, inputs.keeps, inputs.shared_head
+                ),
+                curvature,
+                find_factors,
                 check=check,
                 max_positions=_max_positions(merged, device, free),
                 progress=bar,
             )
-    finally:
-        cache.close()
     if cache.spilled:
         notes.append(f"{cache.spilled / 1e9:.1f} GB of hidden states went to a temporary file (cache_memory)")
-    notes += [*calibration.notes, *_notes_on_layers(calibration)]
-    number = len(calibration.report.layers)
-    return CalibrationResult(
-        chosen=calibration.chosen, layers=number, distances=calibration.distances, notes=notes
-    ), calibration
+    result = CalibrationResult(
+        chosen=done.chosen,
+        layers=len(done.report.layers),
+        distances=done.distances,
+        notes=[*notes, *_notes_on_layers(done, structure)],
+    )
+    return result, inputs.merged.stored_values(done.weights)
 
 
-def _two_rows(rows: Mapping[str, TaskRows]) -> Batch:
+def _block_models(inputs: MergeInputs) -> tuple[BlockModel, dict[str, BlockModel]]:
+    """The merge, and task → fine-tuned model, as sequences of blocks."""
     from ..curvature.batches import batch_rows, examples_in
+    from ..refinement.blocks import BlockModel
+    from ..refinement.model_io import WeightMemory
+    from ..refinement.structure import find_structure
 
-    first = next(iter(rows.values())).fit[0]
-    two: Batch = batch_rows(first, slice(0, min(2, examples_in(first))))
-    return two
+    model, device = inputs.merged, inputs.device
+    first = next(iter(inputs.rows.values())).fit[0]
+    batch, source = batch_rows(first, slice(0, min(2, examples_in(first)))), model.source(device)
+    structure = find_structure(model.module, batch, source)
+    if source is not None and not structure.lists:
+        structure, source = find_structure(model.load(device), batch), None
+        structure.notes.append("the model runs whole, and all models are in memory")
+    memory = WeightMemory(device)  # one fine-tuned model at a time has weights in memory
+    return BlockModel(model.module, structure, source), {
+        task: BlockModel(teacher.module, structure, teacher.source(device, memory))
+        if structure.lists
+        else BlockModel(teacher.load(device), structure)
+        for task, teacher in inputs.teachers.items()
+    }
 
 
-def _notes_on_layers(calibration: Calibration) -> list[str]:
-    structure, report, notes = calibration.model.structure, calibration.report, []
+def _notes_on_layers(calibration: Calibration, structure: Structure) -> list[str]:
+    from ..refinement.calibrate import MERGE
+
+    report, notes = calibration.report, []
+    if calibration.chosen == MERGE:
+        notes.append("no candidate is closer to the fine-tuned models than the merge on held-out rows")
     for why, layers in structure.skipped.items():
         if layers:
             notes.append(f"layers that {why} keep the merge's weights: {some(layers)}")
     if report.idle_experts:
         number = sum(map(len, report.idle_experts.values()))
         notes.append(f"{count(number)} experts got no token of the rows and keep the merge's weights")
-    if report.ridges:
-        name, ridge = max(report.ridges.items(), key=lambda item: item[1])
-        notes.append(f"{len(report.ridges)} layers needed a larger ridge, at most {ridge:.1g} in {name}")
-    if report.residuals:
-        name, residual = max(report.residuals.items(), key=lambda item: item[1])
-        number = len(report.residuals)
-        notes.append(
-            f"conjugate gradients did not converge in {number} layers; worst residual {residual:.1g} in {name}"
-        )
+    for worst, what in (
+        (report.ridges, "layers needed a larger ridge, at most"),
+        (report.residuals, "layers where conjugate gradients did not converge; worst residual"),
+    ):
+        if worst:
+            name, value = max(worst.items(), key=lambda item: item[1])
+            notes.append(f"{len(worst)} {what} {value:.1g} in {name}")
     return notes
 
 
@@ -422,44 +348,47 @@ def dry_run_calibrate(
     from ..refinement.blocks import weights_by_block
     from ..refinement.inputs import find_teachers, opened_inputs
     from ..refinement.layers import find_layers
+    from ..refinement.model_io import ModelFiles
     from ..refinement.rows import positions_in
     from ..refinement.structure import block_lists
     from ..tasks import complete
-    from ..tasks.models import device_of
     from .dry_run import PROCESS, JobSize, free_disk, free_memory
 
     options = complete({"batch_size": BATCH_SIZE, **loading}, dry_run_calibrate)
-    free = free_memory(device_of(options["device"]))
     sources = paths_by_name("data", data)
     references = find_teachers(str(merged), list(sources), paths_by_name("teachers", teachers or {}))
     with opened_inputs(str(merged), sources, references, options, check=check) as inputs:
-        module, checkpoint = inputs.merged.module, inputs.merged.checkpoint
+        module, free = inputs.merged.module, free_memory(inputs.device)
         sizes = {name: 4 * p.numel() for name, p in module.named_parameters()}
         blocks = [name for names in block_lists(module) for name in names]
         weights = [sum(sizes.get(n, 0) for n in names) for names in weights_by_block(module, blocks).values()]
-        shapes = [(layer.path, *layer.weights().shape) for layer in find_layers(module).values()]
-        layers = {path: inputs + 1 for path, _, _, inputs in shapes}
-        widest, products = max(layers.values()), max(groups * (inputs + 1) ** 2 for _, groups, _, inputs in shapes)
-        width = int(getattr(module.config.get_text_config(), "hidden_size", widest))  # type: ignore[arg-type, operator, union-attr]
-        positions = sum(
-            positions_in(batch) for task_rows in inputs.rows.values() for batch in (*task_rows.fit, *task_rows.held_out)
-        )
-        # In two models the block's inputs, and in the fine-tuned model those of all its layers.
+        shapes = {layer.path: layer.weights().shape for layer in find_layers(module).values()}
+        width = min(max(inputs, outputs) for _, outputs, inputs in shapes.values())
+        positions = {
+            part: sum(positions_in(batch) for rows in inputs.rows.values() for batch in getattr(rows, part))
+            for part in ("fit", "held_out")
+        }
+        every = sum(positions.values())
+        # The block's inputs in the fine-tuned model, in the result, and for the comparison with the merge. What the
+        # layers of a block read in the fine-tuned model, and what they return in the result.
         starts = [f"{name}." for name in blocks] or [""]
-        captured = max(sum(n for path, n in layers.items() if path.startswith(start)) for start in starts)
-        hidden = 4 * (2 * width + captured) * positions
+        inside = max(
+            sum(groups * (n_in + n_out) for path, (groups, n_out, n_in) in shapes.items() if path.startswith(start))
+            for start in starts
+        )
+        hidden = 4 * (every * (2 * width + inside) + (width * (every + positions["held_out"]) if check else 0))
         limit = (int(CACHE_SHARE * free) if free else hidden) if cache_memory is None else _bytes(cache_memory)
-        passes = 2 if check else 1
         parts = {
             "process": PROCESS,
             "two blocks": 2 * max(weights),
-            "sums of a group": (4 + 8) * 3 * products,
-            "hidden states": min(hidden, limit),
+            "sums of a group": (4 + 8) * 3 * max(groups * (n_in + 1) ** 2 for groups, _, n_in in shapes.values()),
+            "hidden states": min(hidden, limit or 0),
         }
+        models = (inputs.merged, *inputs.teachers.values())
+        nbytes = [model.checkpoint.nbytes for model in models if isinstance(model, ModelFiles)]
         return JobSize(
-            bytes_read=passes
-            * (checkpoint.nbytes + sum(teacher.checkpoint.nbytes for teacher in inputs.teachers.values())),
-            bytes_written=checkpoint.nbytes,
+            bytes_read=sum(nbytes),
+            bytes_written=nbytes[0],
             memory=sum(parts.values()),
             free_memory=free,
             free_disk=free_disk(None if out is None else Path(out)),
@@ -472,12 +401,8 @@ def _max_positions(merged: BlockModel, device: torch.device, free: int | None) -
 
     A block holds about eight values for every output of its widest layer.
     """
-    if device.type != "cuda" or not free:
+    blocks = [name for names in merged.structure.lists for name in names]
+    inside = [name for block in blocks for group in merged.structure.groups.get(block, []) for name in group]
+    if device.type != "cuda" or not free or not inside:
         return 0
-    inside = [name for stage in merged.structure.stages if stage.is_block for name in _layers_in(merged, stage)]
-    widest = max((max(merged.layers[name].weights().shape[1:]) for name in inside), default=0)
-    return int(PASS_SHARE * free / (8 * 4 * widest)) if widest else 0
-
-
-def _layers_in(merged: BlockModel, stage: Stage) -> list[str]:
-    return [name for group in merged.structure.groups.get(stage.name, []) for name in group]
+    return int(PASS_SHARE * free / (8 * 4 * max(max(merged.layers[name].weights().shape[1:]) for name in inside)))

@@ -5,7 +5,7 @@ Heavy modules are imported in the functions: the command line reads the signatur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,10 @@ from ..report.page import Page
 from .refine import RefinementResult, paths_by_name, refine_folder, refine_module
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from ..refinement.distill import Distillation
     from ..refinement.inputs import MergeInputs
-    from ..refinement.rows import TaskRows
     from ..tasks import LoadOptions
 
 #: Rows of a task in a step, and their most tokens.
@@ -139,9 +137,7 @@ def distill(
     """
     from torch import nn
 
-    from ..refinement.streaming import load_model_whole, load_trainable
     from ..tasks import complete
-    from ..tasks.models import encoder_prefix
 
     if steps is not None and steps < 1:
         raise InputError(f"steps {steps}: must be at least 1")
@@ -153,41 +149,15 @@ def distill(
     if isinstance(merged, nn.Module):
         if out is not None or loading:
             raise InputError("out and options for loading are for a model folder, not for a module")
-        task = _task_of(merged)
-
-        def distill_module(
-            model: nn.Module, copies: dict[str, nn.Module], rows: dict[str, TaskRows], shared: bool
-        ) -> DistillationResult:
-            loaders = {name: partial(copies.pop, name) for name in list(copies)}
-            return train(model, loaders, rows, task, shared, next(model.parameters()).device)
-
-        return refine_module(merged, data, dict(teachers or {}), distill_module)
+        return refine_module(merged, data, dict(teachers or {}), train)
     if out is None:
         raise InputError("out is missing: name the folder to write")
-
-    def distill_folder(inputs: MergeInputs, _: Path) -> tuple[DistillationResult, dict[str, Any]]:
-        task, device = inputs.merged.info.task, inputs.device
-        _matched(match, task, inputs.shared_head)  # before anything is loaded
-        loaders = {
-            name: partial(load_model_whole, teacher.reference, task, device)
-            for name, teacher in inputs.teachers.items()
-        }
-        student = load_trainable(inputs.merged, device)
-        encoder = "" if inputs.shared_head else encoder_prefix(student.module)
-        for name, parameter in student.module.named_parameters():  # frozen: heads that tasks do not share, and excluded
-            frozen = encoder not in name or inputs.excludes(student.tensors_of(name))
-            parameter.requires_grad_(parameter.requires_grad and not frozen)
-        result = train(student.module, loaders, inputs.rows, task, inputs.shared_head, device)
-        trained = {n: p for n, p in student.module.named_parameters() if p.requires_grad and result.improved}
-        result.model = None
-        return result, student.stored_values(trained)
-
     return refine_folder(
         str(merged),
         paths_by_name("data", data),
         paths_by_name("teachers", teachers or {}),
         Path(out),
-        distill_folder,
+        train,
         complete({"batch_size": BATCH_SIZE, **loading}, distill),
         action="distillation",
         advice="a smaller batch_size or max_length, or a larger device",
@@ -199,36 +169,40 @@ def distill(
 
 
 def _train(
-    model: nn.Module,
-    teachers: Mapping[str, Callable[[], nn.Module]],
-    rows: Mapping[str, TaskRows],
-    task: str,
-    shared_head: bool,
-    device: torch.device,
+    inputs: MergeInputs,
+    folder: Path | None,
     *,
     match: str,
     steps: int | None,
     lr: float | None,
     seed: int,
     progress: bool | Progress,
-) -> DistillationResult:
-    """Train a model in place."""
+) -> tuple[DistillationResult, Mapping[str, Any]]:
+    """Train a merge. Return what was done, and tensor → new value."""
     from ..refinement.distill import distill_model
+    from ..tasks.models import encoder_prefix
     from .dry_run import free_memory
 
+    match, device = _matched(match, inputs.merged.task, inputs.shared_head), inputs.device
+    student = inputs.merged.trainable(device)
+    encoder = "" if inputs.shared_head else encoder_prefix(student.module)
+    for name, parameter in student.module.named_parameters():  # frozen: heads that tasks do not share, and excluded
+        frozen = encoder not in name or inputs.excludes(student.tensors_of(name))
+        parameter.requires_grad_(parameter.requires_grad and not frozen)
     with shown(progress, "steps") as bar:
         done = distill_model(
-            model,
-            teachers,
-            rows,
-            match=_matched(match, task, shared_head),
+            student.module,
+            {name: partial(teacher.whole, device) for name, teacher in inputs.teachers.items()},
+            inputs.rows,
+            match=match,
             steps=steps,
             lr=lr,
             seed=seed,
             memory=int(OUTPUT_SHARE * (free_memory(device) or 0)),
             progress=bar,
         )
-    return DistillationResult(model=model, distillation=done)
+    trained = {n: p for n, p in student.module.named_parameters() if p.requires_grad and done.improved}
+    return DistillationResult(distillation=done), student.stored_values(trained)
 
 
 def _matched(match: str, task: str, shared_head: bool) -> str:
@@ -239,13 +213,3 @@ def _matched(match: str, task: str, shared_head: bool) -> str:
     if match != "representations" and not shared_head:
         raise InputError(f"match {match}: the tasks do not share a head. Use representations.")
     return match
-
-
-def _task_of(module: nn.Module) -> str:
-    """The kind of task that a module's class is made for, as far as the default of ``match`` depends on it."""
-    name = type(module).__name__
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return "causal-lm"
-    if name.endswith("ForConditionalGeneration"):
-        return "seq2seq"
-    return "classify" if name.endswith("Classification") else "other"

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..refinement.inputs import MergeInputs
-    from ..refinement.rows import TaskRows
     from ..tasks import LoadOptions
 
 #: By default, batches of texts with more tokens (with padding) are split: activations and answers take memory for each.
@@ -81,6 +80,9 @@ class RefinementResult(Displayed):
 
 
 Result = TypeVar("Result", bound=RefinementResult)
+Refine = Callable[["MergeInputs", Path | None], tuple[Result, Mapping[str, Any]]]
+"""Computes with the inputs and a folder for temporary files (None for modules). Returns what was done, and parameter or
+tensor of the checkpoint → new value, or what returns it as ``get()``."""
 
 
 def paths_by_name(parameter: str, values: Mapping[str, Any]) -> dict[str, str]:
@@ -109,7 +111,7 @@ def refine_module(
     merged: nn.Module,
     data: Mapping[str, Any],
     teachers: Mapping[str, Any],
-    refine: Callable[[nn.Module, dict[str, nn.Module], dict[str, TaskRows], bool], Result],
+    refine: Refine[Result],
     *,
     check: bool = True,
 ) -> Result:
@@ -119,48 +121,63 @@ def refine_module(
         merged: The merge.
         data: Task → batches.
         teachers: Task → module.
-        refine: Changes the module; its arguments are copies of the merge and of the fine-tuned models, the rows, and
-            whether all tasks share a head.
+        refine: Computes the new values of parameters.
         check: Hold out rows.
     """
+    import torch
+    from torch import nn
+
     from ..curvature.batches import moved
+    from ..refinement.inputs import MergeInputs, check_teachers, shares_head
+    from ..refinement.model_io import ModelInMemory
     from ..refinement.rows import TaskRows, as_batches, hold_out
 
     begun = time.perf_counter()
-    shared = _check_modules(merged, data, teachers)
-    device = next(merged.parameters()).device
-    rows = {}
-    for task, batches in data.items():
-        ready = as_batches(f"data[{task!r}]", [moved(batch, device) for batch in batches])
-        rows[task] = hold_out(task, ready) if check else TaskRows(ready, [])
-    copies = {task: copy.deepcopy(teachers[task]).eval().requires_grad_(False) for task in data}
-    result = refine(copy.deepcopy(merged).eval(), copies, rows, shared)
-    assert result.model is not None
-    result.model.train(merged.training)
-    for parameter, original in zip(result.model.parameters(), merged.parameters(), strict=True):
-        parameter.requires_grad_(original.requires_grad)
-    result.rows = {task: task_rows.number for task, task_rows in rows.items()}
-    result.seconds = time.perf_counter() - begun
-    return result
-
-
-def _check_modules(merged: nn.Module, data: Mapping[str, Any], teachers: Mapping[str, Any]) -> bool:
-    """Return whether all modules share a head. Raise for a missing teacher, or one with other parameters."""
-    from torch import nn
-
-    from ..refinement.inputs import differences, same_head
-
     if set(teachers) != set(data):
         raise InputError(f"teachers: give a module for every task: {', '.join(data)}")
     for task, teacher in teachers.items():
         if not isinstance(teacher, nn.Module):
             raise InputError(f"teachers[{task!r}]: must be a module, as the merge is one")
+    device = next(merged.parameters()).device
+    rows = {}
+    for task, batches in data.items():
+        ready = as_batches(f"data[{task!r}]", [moved(batch, device) for batch in batches])
+        rows[task] = hold_out(task, ready) if check else TaskRows(ready, [])
+    model = copy.deepcopy(merged).eval()
+    merge = ModelInMemory("in memory", model)
+    copies = {
+        task: ModelInMemory("in memory", copy.deepcopy(teachers[task]).eval().requires_grad_(False)) for task in data
+    }
+    shared = shares_head(merge, copies, [])
+    check_teachers(merge, copies, shared)
+    with contextlib.ExitStack() as stack:
+        result, values = refine(MergeInputs(merge, copies, rows, device, shared, [], [], stack), None)
+        for name, value in values.items():
+            model.get_parameter(name).data.copy_(value if isinstance(value, torch.Tensor) else value.get())
+    model.train(merged.training)
+    for parameter, original in zip(model.parameters(), merged.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad)
+    result.model = model
+    result.rows = {task: task_rows.number for task, task_rows in rows.items()}
+    result.seconds = time.perf_counter() - begun
+    return result
 
-    shared = same_head(merged, list(teachers.values()))
-    for task, teacher in teachers.items():
-        if wrong := differences(merged, teacher, shared):
-            raise InputError(f"teachers[{task!r}]: {wrong[0]}")
-    return shared
+
+@contextlib.contextmanager
+def new_folder(
+    out: Path, action: str, models: Sequence[str | None], data: Sequence[str], force: bool
+) -> Iterator[AtomicDir]:
+    """A folder to write, which must not overlap any input. Raises if an input changes meanwhile."""
+    from ..engine.input_state import changed, model_paths, state_of
+    from ..tasks.data import data_paths
+
+    paths = [path for model in models for path in model_paths(model)]
+    sources = [path for source in data for path in data_paths(source)]
+    with AtomicDir(out, action, reads=[*paths, *sources], force=force) as staging:
+        before = state_of(paths) + state_of(sources, deep=True)
+        yield staging
+        if path := changed(before, state_of(paths) + state_of(sources, deep=True)):
+            raise MachineError(f"{path}: changed during the {action}. Nothing was written. Run it again.")
 
 
 def refine_folder(
@@ -168,7 +185,7 @@ def refine_folder(
     data: Mapping[str, str],
     teachers: Mapping[str, str],
     out: Path,
-    refine: Callable[[MergeInputs, Path], tuple[Result, Mapping[str, Any]]],
+    refine: Refine[Result],
     options: LoadOptions,
     *,
     action: str,
@@ -187,8 +204,7 @@ def refine_folder(
         data: Task → data source.
         teachers: Task → fine-tuned model, where the record does not name it.
         out: The folder to write.
-        refine: Computes with the opened models and a folder for temporary files. Returns the result, and tensor → new
-            value.
+        refine: Computes the new values of tensors.
         options: How models and rows are loaded.
         action: What is done.
         advice: What needs less memory.
@@ -203,52 +219,48 @@ def refine_folder(
     from ..cards.metadata import name_of
     from ..cards.provenance import input_entry
     from ..checkpoints.lora import AdapterCheckpoint
-    from ..engine.input_state import changed, model_paths, state_of
     from ..refinement.inputs import find_teachers, model_reference, opened_inputs, recorded_models
-    from ..refinement.model_io import write_folder
-    from ..tasks.data import data_paths
+    from ..refinement.model_io import ModelFiles, write_folder
 
     begun = time.perf_counter()
     if options["dtype"] not in ("auto", "float32"):
         raise InputError(f"dtype {options['dtype']}: must be float32, the type of the computation")
     references = find_teachers(merged, list(data), teachers)
-    models = [path for model in (merged, *references.values()) for path in model_paths(model)]
-    sources = [path for source in data.values() for path in data_paths(source)]
-    with AtomicDir(out, action, force=force, reads=[*models, *sources]) as staging:
-        before = state_of(models) + state_of(sources, deep=True)
-        with opened_inputs(merged, data, references, options, check=check, tokens=tokens) as inputs:
-            with enough_memory(advice):
-                result, tensors = refine(inputs, staging.folder)
-            if path := changed(before, state_of(models) + state_of(sources, deep=True)):
-                raise MachineError(f"{path}: changed during the {action}. Nothing was written. Run it again.")
-            result.output = out
-            result.rows = {task: task_rows.number for task, task_rows in inputs.rows.items()}
-            result.notes = [*inputs.notes, *result.notes]
-            result.seconds = time.perf_counter() - begun
-            checkpoint, info = inputs.merged.checkpoint, inputs.merged.info
-            if keep_adapter and isinstance(checkpoint, AdapterCheckpoint):
-                checkpoint = checkpoint.adapter
-            names = {task: name_of(source) for task, source in data.items()}
-            known = {**recorded_models(info.folder), **references}
-            facts = {**result.facts(), **(settings or {}), "data": names}
-            rows = markdown_table(["task", "rows"], [[as_text(task), str(n)] for task, n in result.rows.items()])
-            write_folder(
-                staging,
-                checkpoint,
-                info,
-                tensors,
-                action=action,
-                card=f"{result.card_text()}\n\n{rows}",
-                facts={
-                    "merged": model_reference(merged, Path(), out),
-                    "models": {name: model_reference(model, Path(), out) for name, model in known.items()},
-                    "exclude": list(inputs.excluded),
-                    action: facts,
-                },
-                inputs=[input_entry("merged", merged, [])],
-                seconds=result.seconds,
-                notes=list(map(str, result.notes)),
-            )
+    with (
+        new_folder(out, action, [merged, *references.values()], list(data.values()), force) as staging,
+        opened_inputs(merged, data, references, options, check=check, tokens=tokens) as inputs,
+    ):
+        with enough_memory(advice):
+            result, tensors = refine(inputs, staging.folder)
+        result.output = out
+        result.rows = {task: task_rows.number for task, task_rows in inputs.rows.items()}
+        result.notes = [*inputs.notes, *result.notes]
+        result.seconds = time.perf_counter() - begun
+        assert isinstance(inputs.merged, ModelFiles)
+        checkpoint, info = inputs.merged.checkpoint, inputs.merged.info
+        if keep_adapter and isinstance(checkpoint, AdapterCheckpoint):
+            checkpoint = checkpoint.adapter
+        names = {task: name_of(source) for task, source in data.items()}
+        known = {**recorded_models(info.folder), **references}
+        facts = {**result.facts(), **(settings or {}), "data": names}
+        rows = markdown_table(["task", "rows"], [[as_text(task), str(n)] for task, n in result.rows.items()])
+        write_folder(
+            staging,
+            checkpoint,
+            info,
+            tensors,
+            action=action,
+            card=f"{result.card_text()}\n\n{rows}",
+            facts={
+                "merged": model_reference(merged, Path(), out),
+                "models": {name: model_reference(model, Path(), out) for name, model in known.items()},
+                "exclude": list(inputs.excluded),
+                action: facts,
+            },
+            inputs=[input_entry("merged", merged, [])],
+            seconds=result.seconds,
+            notes=list(map(str, result.notes)),
+        )
         provenance = {"model": merged, **{f"rows of {task}": name for task, name in names.items()}}
         facts = {
             "provenance": provenance,

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ..arguments import checked
-from ..errors import InputError, MachineError
-from ..io.atomic_dir import AtomicDir
+from ..errors import InputError
 from ..progress import Progress, shown
 from ..report.page import write_report
 from ..text import listed
+from .refine import new_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,12 +27,6 @@ if TYPE_CHECKING:
     from ..tasks import LoadOptions
 
 
-@overload
-def remove(base: nn.Module, *, forget: Iterable[Any], retain: Iterable[Any], **options: Any) -> RemovalResult: ...
-@overload
-def remove(
-    base: str | Path, out: str | Path, *, forget: str | Path, retain: str | Path, **options: Any
-) -> RemovalResult: ...
 @checked()
 def remove(
     base: nn.Module | str | Path,
@@ -51,7 +44,7 @@ def remove(
     force: bool = False,
     progress: bool | Progress = True,
     command: str | None = None,
-    **loading: Any,
+    **loading: Unpack[LoadOptions],
 ) -> RemovalResult:
     """Remove what a model has learned from data, and keep what it has learned from other data.
 
@@ -101,7 +94,7 @@ def remove(
     rows = {name: value for name, value in given.items() if value is not None}
     module = base if isinstance(base, nn.Module) else None
     for name, value in rows.items():
-        if isinstance(value, str | os.PathLike) is (module is not None):
+        if isinstance(value, str | Path) is (module is not None):
             expected = "a path or name, for a model on disk" if module is None else "batches, for a module"
             raise InputError(f"{name} is {type(value).__name__}, but must be {expected}")
     wrong = {"output": output} if module is None else {"out": out, **loading}
@@ -127,14 +120,14 @@ def remove(
     with shown(progress, "batches") as settings["progress"]:
         if module is not None:
             loss = loss_named(output)
-            batches = {n: Dataset(as_batches(n, cast("Iterable[Any]", value)), loss) for n, value in rows.items()}
+            batches = {n: Dataset(as_batches(n, value), loss) for n, value in rows.items()}
             result = _remove_rows(module, batches, **settings)
             result.seconds = time.perf_counter() - begun
             return result
         if out is None:
             raise InputError("out is None, but must be the folder to write, for a model on disk")
         sources = {name: str(value) for name, value in rows.items()}
-        options = complete(cast("LoadOptions", loading), remove)
+        options = complete(loading, remove)
         return _remove_on_disk(str(base), Path(out), sources, options, settings, command, force)
 
 
@@ -189,22 +182,17 @@ def _remove_on_disk(
     from ..cards.card import evaluation
     from ..cards.provenance import input_entry
     from ..checkpoints.sidecars import code_notes
-    from ..engine.input_state import changed, model_paths, state_of
     from ..refinement.influence import Dataset
-    from ..refinement.model_io import write_folder
-    from ..refinement.rows import RowBatches
-    from ..refinement.streaming import load_trainable, open_model_files
+    from ..refinement.model_io import open_model_files, write_folder
     from ..report.refinement import removal_card, removal_page
     from ..tasks import tokenizer_of, with_data
-    from ..tasks.data import data_paths, dataset_metadata
+    from ..tasks.data import dataset_metadata
     from ..tasks.model_args import BASIC_KEYS, ModelArgs
     from ..tasks.model_files import folder_of
     from ..tasks.models import device_of
 
     begun = time.perf_counter()
-    models = [path for reference in (base, tokenizer_of(options)) for path in model_paths(reference)]
-    data = [path for source in sources.values() for path in data_paths(source)]
-    with AtomicDir(out, "removal", reads=[*models, *data], force=force) as staging:
+    with new_folder(out, "removal", [base, tokenizer_of(options)], list(sources.values()), force) as staging:
         if (folder_of(base) / "modules.json").is_file():
             raise InputError(
                 f"{base}: a sentence-transformers folder. Kronecker curvature requires that every layer runs once per "
@@ -217,13 +205,10 @@ def _remove_on_disk(
         with contextlib.closing(opened.checkpoint):
             if opened.missing:
                 raise InputError(f"{base}: these weights are not in its files:\n{listed(opened.missing)}")
-            before = state_of(models) + state_of(data, deep=True)
-            files = load_trainable(opened, device_of(options["device"]))
+            files = opened.trainable(device_of(options["device"]))
             tasks = {name: with_data(files.module, files.info, source, **options) for name, source in sources.items()}
-            rows = {n: Dataset(RowBatches(task, range(task.examples)), task.loss) for n, task in tasks.items()}
+            rows = {n: Dataset(list(task.batches()), task.loss) for n, task in tasks.items()}
             result = _remove_rows(files.module, rows, round_weights=files.round_weights, **settings)
-            if path := changed(before, state_of(models) + state_of(data, deep=True)):
-                raise MachineError(f"{path}: changed during the removal, so nothing was written. Run it again.")
             notes = [note for task in tasks.values() for note in task.notes]
             result.notes = list(dict.fromkeys([*notes, *code_notes(files.checkpoint), *result.notes]))
             result.seconds = time.perf_counter() - begun

@@ -8,10 +8,11 @@ stages. A `RowStream` then runs the rows of a task through the model stage by st
 from __future__ import annotations
 
 import contextlib
-import copy
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,7 +21,6 @@ from torch.utils import _pytree as pytree
 
 from ..curvature.losses import MASKED, decoder_inputs, unwrapped
 from ..errors import InputError
-from .hidden_cache import CachedTensor, HiddenCache
 from .layers import Layer, LayerInput, find_layers
 
 WHOLE = "model"
@@ -70,79 +70,78 @@ class Structure:
 class WeightSource(Protocol):
     """Loads weights into a module, and frees them."""
 
-    def load(self, names: Sequence[str], within: Sequence[str] = ()) -> None: ...
+    def load(self, names: Sequence[str]) -> None: ...
+
+    def set(self, name: str, value: Tensor) -> None: ...
 
     def free(self, names: Sequence[str]) -> None: ...
 
 
 class BlockModel:
-    """A model with its structure. ``source`` loads the weights of a stage, unless all are in memory.
+    """A model with its structure. ``source`` loads the weights of a stage, unless all are in memory."""
 
-    A streamed model keeps the weights that were changed in ``changed``, and applies them whenever it loads a stage.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        structure: Structure,
-        source: WeightSource | None = None,
-        store: HiddenCache | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, structure: Structure, source: WeightSource | None = None) -> None:
         self.module, self.structure, self.source = module, structure, source
         self.layers = find_layers(module)
-        self.changed: dict[str, CachedTensor] = {}
-        self._store = store
-        self._loaded: Stage | None = None
         self._weights = weights_by_block(module, [name for blocks in structure.lists for name in blocks])
-
-    def copy(self) -> BlockModel:
-        """A model with the same weights, to be changed."""
-        module = copy.deepcopy(self.module) if self.source is None else self.module
-        return BlockModel(module, self.structure, self.source, self._store)
+        self._kept: dict[str, CachedTensor] = {}
 
     def weights_of(self, stage: Stage) -> list[str]:
         """Names of the parameters and buffers that a stage uses."""
         return self._weights[stage.name if stage.is_block else ""]
 
     @contextlib.contextmanager
-    def loaded(self, stage: Stage, layers: Sequence[Layer] | None = None) -> Iterator[None]:
-        """Hold the weights of a stage in memory, or only those of the modules of some layers.
-
-        Inside another such block for the same stage this does nothing.
-        """
-        if self.source is None or self._loaded == stage:
+    def loaded(self, stage: Stage) -> Iterator[None]:
+        """Hold the weights of a stage in memory."""
+        if self.source is None:
             yield
             return
-        names = every = self.weights_of(stage)
-        if layers is not None:
-            paths = {layer.path for layer in layers}
-            names = [name for name in every if name.rpartition(".")[0] in paths]
-        self.source.load(names, every)
-        self._loaded = stage
+        names = self.weights_of(stage)
+        self.source.load(names)
         try:
-            with torch.no_grad():
-                for name in names:
-                    if name in self.changed:
-                        self.module.get_parameter(name).copy_(self.changed[name].get())
             yield
         finally:
-            self._loaded = None
             self.source.free(names)
 
-    def store(self, stage: Stage, layers: Sequence[str]) -> None:
-        """Keep the weights of changed layers of a stage beyond the time that it is loaded."""
-        if self.source is None or self._store is None:
-            return
-        changed = {name for layer in layers for name in self.layers[layer].parameters}
-        for name in self.weights_of(stage):
-            if name in changed:
-                self.changed[name] = self._store.put(self.module.get_parameter(name).detach().clone())
-
-    def drop_changes(self) -> None:
-        """Free the changed weights of a streamed model."""
-        for value in self.changed.values():
+    def keep(self, layers: Sequence[Layer], cache: HiddenCache) -> None:
+        """Keep loaded weights of layers in a cache, in place of those that were kept before."""
+        for value in self._kept.values():
             value.drop()
-        self.changed = {}
+        names = {} if self.source is None else dict.fromkeys(name for layer in layers for name in layer.parameters)
+        self._kept = {name: cache.put(self.module.get_parameter(name)) for name in names}
+
+    @contextlib.contextmanager
+    def with_kept(self) -> Iterator[None]:
+        """Use the weights that were kept. Those of the other layers are not in memory."""
+        if self.source is None:
+            yield
+            return
+        for name, value in self._kept.items():
+            self.source.set(name, value.get())
+        try:
+            yield
+        finally:
+            self.source.free(list(self._kept))
+
+
+def finished_modules(
+    module: nn.Module, solved: Sequence[Sequence[Layer]], later: Sequence[Sequence[Layer]]
+) -> list[str]:
+    """The outermost modules that contain layers of ``solved`` groups, and no layer of ``later`` groups."""
+    unfinished = {""}
+    for path in (layer.path for group in later for layer in group):
+        while path not in unfinished:
+            unfinished.add(path)
+            path = path.rpartition(".")[0]
+    finished = {}
+    for path in (layer.path for group in solved for layer in group):
+        outermost = None
+        while path not in unfinished:
+            if not isinstance(module.get_submodule(path), nn.ModuleList | nn.ModuleDict):  # these are not called
+                outermost = path
+            path = path.rpartition(".")[0]
+        finished[outermost] = True
+    return [path for path in finished if path is not None]
 
 
 def stored_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -233,66 +232,132 @@ class _Reached(Exception):
 
 
 class RowStream:
-    """The rows of one task on their way through one model, stage by stage.
+    """Rows of one task on their way through one model, stage by stage.
 
     It caches the output of the current block and the arguments of the blocks, such as masks and position biases. Call
-    `layer_inputs` as often as needed for the layers of a stage, then `run_stage` to move to the next stage.
-    `run_stage` can capture the inputs of a block's modules, for `layer_inputs` to return afterwards.
+    `layer_inputs` for the groups of layers of a stage in turn, then `run_stage` to move to the next stage.
     """
 
     def __init__(self, model: BlockModel, batches: Sequence[Batch], cache: HiddenCache) -> None:
         self.model, self.batches, self.cache = model, list(batches), cache
         self._calls: list[dict[str, Call]] = [{} for _ in self.batches]
         self._outputs: list[dict[Link, Any]] = [{} for _ in self.batches]
-        """For every batch the outputs of blocks that are still needed: a `CachedTensor`, or the value itself."""
+        """For every batch the outputs of blocks that are still needed."""
+        self._results: list[dict[str, CachedTree]] = [{} for _ in self.batches]
+        """For every batch the outputs of modules in this stage whose layers are all solved."""
         self._captured: dict[str, list[CachedTensor]] = {}
         self._arguments: list[Any] = []
         """The arguments that a block was run with last."""
 
-    def close(self) -> None:
+    def drop(self) -> None:
         """Drop all hidden states."""
         for batch in range(len(self.batches)):
             self._drop_arguments(batch)
+            self._drop_results(batch)
             for value in self._outputs[batch].values():
                 _drop(value)
             self._outputs[batch] = {}
-        self.drop_captured()
+        self._drop_captured()
 
     @torch.no_grad()
-    def run_stage(self, stage: Stage, capture: Sequence[str] = ()) -> None:
-        """Run all rows through a stage, and capture the inputs of some modules of a block."""
-        for batch in range(len(self.batches)):
-            if stage.is_block:
-                self._run_block(stage, batch, capture)
-            elif stage.index < len(self.model.structure.lists):
-                self._record_arguments(stage, batch)
+    def run_stage(self, stage: Stage, capture: Collection[str] = ()) -> None:
+        """Run all rows through a stage. Capture the inputs of some modules, for `captured_inputs`.
 
-    def _run_block(self, stage: Stage, batch: int, capture: Sequence[str]) -> None:
-        """Run a block, and cache what later stages need of its output."""
-        blocks = self.model.structure.lists[stage.index]
-        later = blocks[blocks.index(stage.name) + 1 :]
-        with contextlib.ExitStack() as stack:
-            for path in capture:
-                child, hook = self.model.module.get_submodule(path), partial(self._capture, path)
-                stack.callback(child.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            leaves = pytree.tree_leaves(self._runner(batch, stage)())
-        outputs = self._outputs[batch]
-        needed = {leaf for name in later for leaf in self._calls[batch][name].leaves if isinstance(leaf, Link)}
-        passed = [link for link in outputs if link.block in blocks and link not in needed]
-        for index, leaf in enumerate(leaves):
-            if not later or Link(stage.name, index) in needed:
-                outputs[Link(stage.name, index)] = self.cache.put(leaf) if isinstance(leaf, Tensor) else leaf
-        for link in passed:  # only now: an output may be an input that was passed on
-            _drop(outputs.pop(link))
+        Without modules to capture, the code after the last block is left to `finish`.
+        """
+        self._drop_captured()
+        is_last = stage == self.model.structure.stages[-1]
+        for batch in range(len(self.batches)):
+            with contextlib.ExitStack() as stack:
+                for path in capture:
+                    child, hook = self.model.module.get_submodule(path), partial(self._capture, path)
+                    stack.callback(child.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                stack.enter_context(self._replayed(batch))
+                if stage.is_block:
+                    self._run_block(stage, batch)
+                elif not is_last:
+                    self._record_arguments(stage, batch)
+                elif capture:
+                    self._run_outside(batch, stage)
+            self._drop_results(batch)
 
     def _capture(self, path: str, child: nn.Module, args: Any, kwargs: Any) -> None:
         self._captured.setdefault(path, []).append(self.cache.put(input_of(args, kwargs)))
 
-    def drop_captured(self, but: Collection[str] = ()) -> None:
-        """Drop the captured inputs of all modules except those in ``but``."""
-        for path in self._captured.keys() - set(but):
-            for value in self._captured.pop(path):
+    def _drop_captured(self) -> None:
+        for values in self._captured.values():
+            for value in values:
                 value.drop()
+        self._captured = {}
+
+    def captured_inputs(self, path: str) -> Iterator[LayerInput]:
+        """For every batch what a module read in this stage, without the positions that count."""
+        return (LayerInput(cached.get()) for cached in self._captured.get(path, []))
+
+    @torch.no_grad()
+    def layer_inputs(self, stage: Stage, path: str, finished: Sequence[str] = ()) -> Iterator[LayerInput]:
+        """For every batch what a module reads.
+
+        ``finished``: modules before it whose weights no longer change. Each of them runs once in a stage.
+        """
+
+        def reached(child: nn.Module, args: Any, kwargs: Any) -> None:
+            raise _Reached((args, kwargs))
+
+        for batch, inputs in enumerate(self.batches):
+            hook = self.model.module.get_submodule(path).register_forward_pre_hook(reached, with_kwargs=True)
+            with self._replayed(batch, finished):
+                args, kwargs = _until(hook, self._runner(batch, stage))
+            values, others = input_of(args, kwargs), tensors_in((args, kwargs))
+            counted = counted_positions(self.model.module, inputs, values, self._is_encoded(stage, values))
+            yield LayerInput(values, counted, next((t for t in others if not t.is_floating_point()), None))
+
+    @contextlib.contextmanager
+    def _replayed(self, batch: int, finished: Sequence[str] = ()) -> Iterator[None]:
+        """Let modules return their output from an earlier run, and keep the outputs of ``finished`` ones."""
+        results = self._results[batch]
+
+        def keep(path: str, child: nn.Module, args: Any, result: Any) -> None:
+            results[path] = self.cache.put_tree(result)
+
+        with contextlib.ExitStack() as stack:
+            for path, cached in results.items():
+                module = self.model.module.get_submodule(path)
+                stack.enter_context(replaced_forward(module, lambda *args, value=cached, **kwargs: value.get()))
+            for path in finished:
+                if path not in results:
+                    child = self.model.module.get_submodule(path)
+                    stack.callback(child.register_forward_hook(partial(keep, path)).remove)
+            yield
+        inner = [path for path in results if any(path.startswith(f"{outer}.") for outer in results)]
+        self._drop_results(batch, inner)
+
+    def _drop_results(self, batch: int, paths: Collection[str] | None = None) -> None:
+        for path in list(self._results[batch]) if paths is None else paths:
+            self._results[batch].pop(path).drop()
+
+    def hidden(self, stage: Stage) -> Iterator[Tensor]:
+        """For every batch the first output of the block that the rows went through last."""
+        return (_value(outputs[Link(stage.name, 0)]) for outputs in self._outputs)
+
+    @torch.no_grad()
+    def finish(self, batch: int) -> Any:
+        """Run the code after the last block; return what the model returns."""
+        return self._run_outside(batch, self.model.structure.stages[-1])
+
+    def _run_block(self, stage: Stage, batch: int) -> None:
+        """Run a block, and cache what later stages need of its output."""
+        blocks = self.model.structure.lists[stage.index]
+        later = blocks[blocks.index(stage.name) + 1 :]
+        leaves = pytree.tree_leaves(self._runner(batch, stage)())
+        outputs = self._outputs[batch]
+        needed = {leaf for name in later for leaf in self._calls[batch][name].leaves if isinstance(leaf, Link)}
+        passed = [link for link in outputs if link.block in blocks and link not in needed]
+        for index, leaf in enumerate(leaves):
+            if not later or index == 0 or Link(stage.name, index) in needed:
+                outputs[Link(stage.name, index)] = self.cache.put(leaf) if isinstance(leaf, Tensor) else leaf
+        for link in passed:  # only now: an output may be an input that was passed on
+            _drop(outputs.pop(link))
 
     def _record_arguments(self, stage: Stage, batch: int) -> None:
         """Record the arguments of the blocks that follow code outside the blocks."""
@@ -326,9 +391,7 @@ class RowStream:
                         stub = partial(self._earlier_block, batch, name, is_last)
                     else:
                         stub = partial(self._later_block, name, is_last, recorded, placeholders)
-                    block = self.model.module.get_submodule(name)
-                    block.forward = stub
-                    stack.callback(delattr, block, "forward")
+                    stack.enter_context(replaced_forward(self.model.module.get_submodule(name), stub))
             try:
                 return forward(self.model.module, self.batches[batch])
             except _Reached as reached:
@@ -375,28 +438,6 @@ class RowStream:
         args, kwargs = pytree.tree_unflatten(leaves, call.spec)
         return partial(self.model.module.get_submodule(stage.name), *args, **kwargs)
 
-    @torch.no_grad()
-    def layer_inputs(self, stage: Stage, path: str) -> Iterator[LayerInput]:
-        """For every batch what a module reads. Captured inputs come without the positions that count."""
-        if path in self._captured:
-            yield from (LayerInput(cached.get()) for cached in self._captured[path])
-            return
-
-        def reached(child: nn.Module, args: Any, kwargs: Any) -> None:
-            raise _Reached((args, kwargs))
-
-        for batch, inputs in enumerate(self.batches):
-            hook = self.model.module.get_submodule(path).register_forward_pre_hook(reached, with_kwargs=True)
-            args, kwargs = _until(hook, self._runner(batch, stage))
-            values, others = input_of(args, kwargs), tensors_in((args, kwargs))
-            counted = counted_positions(self.model.module, inputs, values, self._is_encoded(stage, values))
-            yield LayerInput(values, counted, next((t for t in others if not t.is_floating_point()), None))
-
-    def hidden(self, stage: Stage, batch: int) -> Tensor:
-        """The first output of the block that the rows went through last."""
-        value: Tensor = _value(self._outputs[batch][Link(stage.name, 0)])
-        return value
-
     def _is_encoded(self, stage: Stage, values: Tensor) -> bool:
         """Whether a value has a position per token of the encoder, in a model with encoder and decoder."""
         if not stage.is_block or len(self.model.structure.lists) < 2:
@@ -406,17 +447,19 @@ class RowStream:
         others = (leaf for leaf in self._arguments[1:] if isinstance(leaf, Tensor))  # the first is the hidden state
         return any(leaf.data_ptr() == values.data_ptr() and leaf.shape == values.shape for leaf in others)
 
-    @torch.no_grad()
-    def finish(self, batch: int, until: nn.Module | None = None) -> Any:
-        """Run the code after the blocks; with ``until``, only to the output of that module."""
-        run = self._runner(batch, self.model.structure.stages[-1])
-        if until is None:
-            return run()
 
-        def reached(child: nn.Module, args: Any, result: Any) -> None:
-            raise _Reached(result)
-
-        return _until(until.register_forward_hook(reached), run)
+@contextlib.contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Call something else in place of a module's forward."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 def _until(hook: Any, run: Callable[[], Any]) -> Any:
@@ -458,3 +501,118 @@ def counted_positions(module: nn.Module, batch: Batch, values: Tensor, encoded: 
         if mask is not None and values.dim() == 2 and len(values) == mask.numel():
             return torch.as_tensor(mask).reshape(-1).bool()
     return None
+
+
+# --- cached hidden states
+
+
+class CachedTensor:
+    """A tensor in a `HiddenCache`: in memory, or in a file."""
+
+    def __init__(self, cache: HiddenCache, tensor: Tensor, path: Path | None) -> None:
+        self._cache, self._path = cache, path
+        self._tensor: Tensor | None = tensor if path is None else None
+        self._dtype, self._shape, self._device = tensor.dtype, tensor.shape, tensor.device
+        if path is not None:
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tofile(path)
+
+    def get(self) -> Tensor:
+        """Return the tensor, read from its file if it has one."""
+        if self._tensor is not None:
+            return self._tensor
+        size = self._shape.numel()
+        if not size:
+            return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        stored = torch.from_file(str(self._path), size=size, dtype=self._dtype)
+        return stored.reshape(self._shape).to(self._device)
+
+    def drop(self) -> None:
+        """Give back the memory, or delete the file."""
+        if self._tensor is not None:
+            self._cache.take_back(self._tensor)
+            self._tensor = None
+        elif self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+class CachedTree(NamedTuple):
+    """What a module returned, with its tensors in a `HiddenCache`."""
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+
+    def get(self) -> Any:
+        """Return the value."""
+        leaves = [leaf.get() if isinstance(leaf, CachedTensor) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def drop(self) -> None:
+        """Give back the memory."""
+        for leaf in self.leaves:
+            if isinstance(leaf, CachedTensor):
+                leaf.drop()
+
+
+class HiddenCache:
+    """Keeps hidden states in memory up to a limit in bytes, and the others in temporary files.
+
+    A dropped tensor's memory is used for the next one of its shape. Without that, small hidden states that stay lie
+    between large blocks that are freed, and the C library's heap grows with every block of the model.
+    """
+
+    def __init__(self, limit: int, folder: Path | None = None) -> None:
+        self.limit, self.nbytes, self.peak, self.spilled = limit, 0, 0, 0
+        self._folder = folder
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._number = 0
+        self._unused: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def put(self, tensor: Tensor) -> CachedTensor:
+        """Keep a tensor."""
+        if unused := self._unused.get(_layout(tensor)):
+            return CachedTensor(self, unused.pop().copy_(tensor), None)
+        size = _bytes_held(tensor)
+        if self.nbytes + size > self.limit:
+            self.free_unused()
+        if self.nbytes + size <= self.limit:
+            self.nbytes += size
+            self.peak = max(self.peak, self.nbytes)
+            # A view, such as an expanded mask, is kept as it is: a copy would be larger.
+            return CachedTensor(self, tensor.detach().clone() if tensor.is_contiguous() else tensor, None)
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="gradmerge-hidden-", dir=self._folder)
+        self._number += 1
+        self.spilled += tensor.nbytes
+        return CachedTensor(self, tensor, Path(self._temporary.name) / str(self._number))
+
+    def put_tree(self, value: Any) -> CachedTree:
+        """Keep all tensors in a value."""
+        leaves, spec = pytree.tree_flatten(value)
+        return CachedTree([self.put(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+    def take_back(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor for the next one of its shape."""
+        if tensor.is_contiguous():
+            self._unused.setdefault(_layout(tensor), []).append(tensor)
+        else:
+            self.nbytes -= _bytes_held(tensor)
+
+    def free_unused(self) -> None:
+        """Free the memory of dropped tensors."""
+        self.nbytes -= sum(_bytes_held(tensor) for tensors in self._unused.values() for tensor in tensors)
+        self._unused = {}
+
+    def close(self) -> None:
+        """Free what is unused, and delete the files."""
+        self.free_unused()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape
+
+
+def _bytes_held(tensor: Tensor) -> int:
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())

@@ -17,8 +17,10 @@ The calibrated weight W solves
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -27,9 +29,8 @@ from torch import Tensor
 from ..curvature.losses import unwrapped
 from ..errors import InputError
 from ..progress import NoProgress, Progress
-from .blocks import Batch, BlockModel, RowStream, Stage
-from .distances import Distances, measure
-from .hidden_cache import HiddenCache
+from .blocks import Batch, BlockModel, CachedTensor, CachedTree, HiddenCache, RowStream, Stage, finished_modules
+from .distances import Distances, Outputs, measure_outputs, relative_distance, stream_outputs
 from .layers import ExpertLayer, Layer, LayerInput
 from .rows import TaskRows, count_rows, join_batches
 
@@ -75,24 +76,11 @@ class PassReport:
     """Module of experts → the experts that no token was routed to. They keep the merge's weights."""
 
 
-@dataclass
-class Calibration:
-    """A calibrated model, and how it was chosen."""
-
-    model: BlockModel
-    chosen: str
-    """The candidate that was closest to the fine-tuned models on held-out rows; `MERGE` if none was closer."""
-    distances: dict[str, Distances]
-    """Candidate → distances on held-out rows; `MERGE` is the model before calibration."""
-    report: PassReport
-    notes: list[str] = field(default_factory=list)
-
-
-# --- one layer
+# --- one group of layers
 
 
 class InputProducts(NamedTuple):
-    """A_t and C_t of a group of layers, of shape (groups, inputs, inputs)."""
+    """A_t and C_t of layers that read the same input, of shape (groups, inputs, inputs)."""
 
     inputs: Tensor
     mixed: Tensor
@@ -103,9 +91,7 @@ def input_products(
     inputs: Iterable[LayerInput],
     teacher_layer: Layer,
     teacher_inputs: Iterable[LayerInput],
-    alpha: float,
-    *,
-    scaled: bool = True,
+    settings: Settings,
 ) -> InputProducts:
     """A_t and C_t from a layer's inputs in the model calibrated so far, and in the fine-tuned model.
 
@@ -118,8 +104,8 @@ def input_products(
         for (groups, rows), (_, target_rows) in zip(layer.rows(merged), teacher_rows, strict=True):
             total[groups].baddbmm_(rows.mT, rows)
             mixed[groups].baddbmm_(target_rows.mT, rows)
-    mixed.lerp_(total, 1 - alpha)
-    if scaled:
+    mixed.lerp_(total, 1 - settings.alpha)
+    if settings.scaled:
         norm = total.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)[:, None, None]
         total /= norm
         mixed /= norm
@@ -128,42 +114,46 @@ def input_products(
 
 @dataclass
 class Solution:
-    """A solved layer."""
+    """Solved layers that read the same input."""
 
-    matrix: Tensor
+    matrices: list[Tensor]
     ridge: float
     """λ, which is larger than the setting if the system was singular."""
     idle: list[int]
     """The groups that had no input. They keep B."""
     steps: int = 0
-    """Steps of conjugate gradients."""
+    """Steps of conjugate gradients for the layer that took most."""
     residual: float = 0.0
-    """Relative residual of conjugate gradients."""
+    """The largest relative residual of conjugate gradients."""
 
 
 def solve(
-    terms: Iterable[tuple[InputProducts, Tensor]],
-    anchor: Tensor,
+    terms: Iterable[tuple[InputProducts, Sequence[Tensor]]],
+    anchors: Sequence[Tensor],
     settings: Settings,
-    factors: Sequence[Tensor] | None = None,
+    factors: Sequence[Sequence[Tensor] | None],
 ) -> Solution:
-    """Solve the equation for one layer in float64; without ``factors`` G_t is the identity and ε is 0.
+    """Solve the equation in float64 for layers that read the same input.
 
     All matrices have a leading dimension for the groups of a layer, which are solved independently.
 
     Args:
-        terms: For every task A_t and C_t, and W_t. Without ``factors``, those of one task are needed at a time.
-        anchor: B.
+        terms: For every task A_t and C_t, and W_t of every layer. Read once: without G, those of one task are in
+            memory at a time.
+        anchors: B of every layer.
         settings: The numbers of the equation.
-        factors: G_t for every task.
+        factors: For every layer the G_t of every task; None for the identity, where ε is 0.
     """
-    terms = terms if factors is None else list(terms)
-    anchor = anchor.double()
-    total, right = None, torch.zeros_like(anchor)
-    for products, weight in terms:
+    anchors = [anchor.double() for anchor in anchors]
+    total, rights, kept = None, [torch.zeros_like(anchor) for anchor in anchors], []
+    for products, weights in terms:
         total = products.inputs.to(torch.float64, copy=True) if total is None else total.add_(products.inputs)
-        right += weight @ products.mixed  # as precise as the products are
+        for right, weight in zip(rights, weights, strict=True):
+            right += weight @ products.mixed  # as precise as the products are
+        if any(factors):
+            kept.append((products, weights))
     assert total is not None
+    spectrum = torch.linalg.eigh(total) if kept else None
     diagonal = total.diagonal(dim1=1, dim2=2)
     mean = diagonal.mean(1)[:, None]
     idle = mean[:, 0] == 0
@@ -178,42 +168,52 @@ def solve(
         ridge = max(10 * ridge, SMALLEST_RIDGE)
     damping = (ridge * mean)[:, :, None]
     del total, diagonal
-    matrix = torch.cholesky_solve(right.add_(damping * anchor).mT, root).mT
-    matrix[idle] = anchor[idle]
-    solution = Solution(matrix, ridge, idle.nonzero()[:, 0].tolist())
-    if factors is not None:
-        all_products, teachers = [p for p, _ in terms], [w for _, w in terms]
-        refined = _conjugate_gradients(matrix, all_products, teachers, anchor, damping, factors, settings)
-        solution.matrix, solution.steps, solution.residual = refined
+    solution = Solution([], ridge, idle.nonzero()[:, 0].tolist())
+    for index, (right, anchor, outputs) in enumerate(zip(rights, anchors, factors, strict=True)):
+        matrix = torch.cholesky_solve(right.add_(damping * anchor).mT, root).mT
+        matrix[idle] = anchor[idle]
+        if outputs is not None and spectrum is not None:
+            layer_terms = [(products, weights[index]) for products, weights in kept]
+            found = _conjugate_gradients(matrix, layer_terms, outputs, anchor, damping, spectrum, settings)
+            matrix, steps, residual = found
+            solution.steps, solution.residual = max(solution.steps, steps), max(solution.residual, residual)
+        solution.matrices.append(matrix)
     return solution
 
 
 def _conjugate_gradients(
     start: Tensor,
-    products: Sequence[InputProducts],
-    teachers: Sequence[Tensor],
+    terms: Sequence[tuple[InputProducts, Tensor]],
+    factors: Sequence[Tensor],
     anchor: Tensor,
     damping: Tensor,
-    factors: Sequence[Tensor],
+    input_spectrum: tuple[Tensor, Tensor],
     settings: Settings,
 ) -> tuple[Tensor, int, float]:
-    """Solve with output factors, preconditioned in the eigenbases of the mean G and of Σ A."""
+    """Solve for one layer with output factors, preconditioned in the eigenbases of the mean G and of Σ A.
+
+    Returns the matrix, the number of steps, and the relative residual.
+    """
     identity = torch.eye(start.shape[1], dtype=start.dtype, device=start.device)
     outputs = [factor.double() + settings.epsilon * identity for factor in factors]
-    inputs = [p.inputs.double() for p in products]
-    output_values, output_basis = torch.linalg.eigh(sum_of(outputs) / len(outputs))
-    input_values, input_basis = torch.linalg.eigh(sum_of(inputs))
+    inputs = [products.inputs.double() for products, _ in terms]
+    output_values, output_basis = torch.linalg.eigh(torch.stack(outputs).mean(0))
+    input_values, input_basis = input_spectrum
     spectrum = output_values.clamp(min=0)[:, :, None] * input_values.clamp(min=0)[:, None, :] + damping
 
     def apply(matrix: Tensor) -> Tensor:
-        return damping * matrix + sum_of(g @ matrix @ a for g, a in zip(outputs, inputs, strict=True))
+        result = damping * matrix
+        for g, a in zip(outputs, inputs, strict=True):
+            result += g @ matrix @ a
+        return result
 
     def precondition(matrix: Tensor) -> Tensor:
         result: Tensor = output_basis @ ((output_basis.mT @ matrix @ input_basis) / spectrum) @ input_basis.mT
         return result
 
-    right = sum_of(g @ w.double() @ p.mixed.double() for g, w, p in zip(outputs, teachers, products, strict=True))
-    right = right + damping * anchor
+    right = damping * anchor
+    for g, (products, weight) in zip(outputs, terms, strict=True):
+        right += g @ weight.double() @ products.mixed.double()
     matrix, residual = start, right - apply(start)
     goal = settings.tolerance * float(right.norm())
     direction = conditioned = precondition(residual)
@@ -231,142 +231,212 @@ def _conjugate_gradients(
     return matrix, steps, float(residual.norm()) / max(float(right.norm()), 1e-300)
 
 
-def sum_of(tensors: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
-    """The sum of at least one tensor."""
-    parts = iter(tensors)
-    total = next(parts)
-    for tensor in parts:
-        total = total + tensor
-    return total
-
-
 # --- all layers
 
+FIT, HELD_OUT = PARTS = TaskRows._fields
+"""The parts of a task's rows."""
 
-class TaskStreams(NamedTuple):
-    """The rows of a task on their way through the merge and through the task's fine-tuned model."""
+Streams = Mapping[str, RowStream]
+"""Part of a task's rows → these rows on their way through a model."""
 
-    task: str
-    merged: RowStream
-    teacher: RowStream
-    factors: Factors
 
-    def run_teacher(self, stage: Stage, capture: Sequence[str] = ()) -> None:
-        """Run the rows through a stage of the fine-tuned model, and capture the inputs of some modules."""
-        with self.teacher.model.loaded(stage):
-            self.teacher.run_stage(stage, capture)
+@dataclass
+class CalibrationInputs:
+    """A merge, its fine-tuned models, and unlabeled rows."""
 
-    def products(self, stage: Stage, layers: Sequence[Layer], settings: Settings) -> tuple[InputProducts, list[Tensor]]:
-        """A_t and C_t of layers that read the same input, and W_t of each of them, until other weights are loaded."""
-        first, model = layers[0], self.teacher.model
-        teachers = [model.layers[layer.name] for layer in layers]
-        with model.loaded(stage, teachers if stage.is_block else None):
-            inputs = (self.merged.layer_inputs(stage, first.path), self.teacher.layer_inputs(stage, first.path))
-            products = input_products(first, inputs[0], teachers[0], inputs[1], settings.alpha, scaled=settings.scaled)
+    merged: BlockModel
+    teachers: Mapping[str, BlockModel]
+    """Task → fine-tuned model with the same blocks."""
+    rows: Mapping[str, TaskRows]
+    cache: HiddenCache
+    """Holds the hidden states of all rows in all models."""
+    store: HiddenCache
+    """Holds new weights."""
+    settings: Settings = field(default_factory=Settings)
+    keep: Callable[[Layer], bool] = lambda layer: False
+    """Says for which layers the merge keeps its weights."""
+    shared_head: bool = True
+    """Whether the fine-tuned models share their head, so that answers can be compared."""
+
+    def groups(self, stage: Stage) -> list[list[Layer]]:
+        """The layers of a stage that are solved, in groups that read the same input, in the order in which they run."""
+        layers = self.merged.layers
+        groups = [[layers[name] for name in group] for group in self.merged.structure.groups.get(stage.name, [])]
+        return [solved for group in groups if (solved := [layer for layer in group if not self.keep(layer)])]
+
+    def streams(self, model: BlockModel, task: str, parts: Sequence[str] = PARTS) -> Streams:
+        rows = self.rows[task]._asdict()
+        return {part: RowStream(model, rows[part] if part in parts else [], self.cache) for part in PARTS}
+
+
+@dataclass
+class Candidate:
+    """A way to calibrate the merge, and what comes out of it."""
+
+    name: str
+    epsilon: float | None = None
+    """ε; None for G = I."""
+    solved_with: Sequence[str] = (FIT,)
+    """The parts of the rows that the layers are solved with; empty for the merge as it is."""
+    report: PassReport = field(default_factory=PassReport)
+    distances: Distances = field(default_factory=Distances)
+    """On held-out rows, unless the layers are solved with them."""
+    weights: dict[str, CachedTensor] = field(default_factory=dict)
+    """Parameter → new value, if the layers are solved with all rows."""
+    streams: Mapping[str, Streams] = field(default_factory=dict)
+    """Task → its rows on their way through the candidate."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the layers are solved with all rows."""
+        return len(self.solved_with) == len(PARTS)
+
+    @contextlib.contextmanager
+    def own_weights(self, inputs: CalibrationInputs, stage: Stage) -> Iterator[None]:
+        """Let the candidate change the merge's weights of a stage, and restore them at the end."""
+        solved = {name for group in inputs.groups(stage) for layer in group for name in layer.parameters}
+        names = [name for name in inputs.merged.weights_of(stage) if name in solved or name in self.weights]
+        parameters = {name: inputs.merged.module.get_parameter(name).data for name in names if self.solved_with}
+        before = {name: parameter.clone() for name, parameter in parameters.items()}
+        for name in parameters.keys() & self.weights.keys():  # several stages run the code outside the blocks
+            parameters[name].copy_(self.weights[name].get())
+            self.weights.pop(name).drop()
+        yield
+        is_run_again = not stage.is_block and stage != inputs.merged.structure.stages[-1]
+        for name, parameter in parameters.items():
+            if self.is_final or is_run_again:
+                self.weights[name] = inputs.store.put(parameter)
+            parameter.copy_(before[name])
+
+    def drop(self) -> None:
+        """Drop all hidden states, and the weights of a candidate that is not final."""
+        for stream in (stream for streams in self.streams.values() for stream in streams.values()):
+            stream.drop()
+        for value in {} if self.is_final else self.weights.values():
+            value.drop()
+
+
+class Teacher:
+    """A fine-tuned model, and the rows of its task on their way through it."""
+
+    def __init__(self, inputs: CalibrationInputs, task: str) -> None:
+        self.task, self.model, self._cache = task, inputs.teachers[task], inputs.cache
+        self.streams = inputs.streams(self.model, task)
+        self._outputs: list[CachedTree] = []
+
+    def run(self, stage: Stage, groups: Sequence[Sequence[Layer]]) -> None:
+        """Run all rows through a stage. Keep the weights of the layers to solve, and what they read."""
+        layers = [self.model.layers[layer.name] for group in groups for layer in group]
+        with self.model.loaded(stage):
+            for stream in self.streams.values():
+                stream.run_stage(stage, {layer.path for layer in layers})
+            self.model.keep(layers, self._cache)
+            if stage == self.model.structure.stages[-1]:
+                outputs = stream_outputs(self.streams[HELD_OUT])
+                self._outputs = [self._cache.put_tree((one.representation, one.logits)) for one in outputs]
+
+    def outputs(self) -> Iterator[Outputs]:
+        """What the model returns for the held-out rows, after the last stage."""
+        return (Outputs(*outputs.get()) for outputs in self._outputs)
+
+    def terms(
+        self, candidate: Candidate, stage: Stage, group: Sequence[Layer], finished: Sequence[str], settings: Settings
+    ) -> tuple[InputProducts, list[Tensor]]:
+        """A_t and C_t of layers that read the same input, and W_t of each of them."""
+        first, layers = group[0], [self.model.layers[layer.name] for layer in group]
+        own, other = candidate.streams[self.task], self.streams
+        inputs = chain(*(own[part].layer_inputs(stage, first.path, finished) for part in candidate.solved_with))
+        targets = chain(*(other[part].captured_inputs(first.path) for part in candidate.solved_with))
+        with self.model.with_kept():
+            products = input_products(first, inputs, layers[0], targets, settings)
             if not all(bool(matrix.isfinite().all()) for matrix in products):
                 raise InputError(f"{stage.name}: the inputs of {first.name} are not finite on the rows of {self.task}")
-            return products, [layer.matrix() for layer in teachers]
+            return products, [layer.matrix() for layer in layers]
+
+    def drop(self) -> None:
+        """Drop all hidden states."""
+        self.model.keep([], self._cache)
+        for stream in self.streams.values():
+            stream.drop()
+        for outputs in self._outputs:
+            outputs.drop()
 
 
+@torch.no_grad()
 def calibrate_layers(
-    merged: BlockModel,
-    teachers: Mapping[str, BlockModel],
-    rows: Mapping[str, Sequence[Batch]],
-    cache: HiddenCache,
-    settings: Settings,
-    *,
+    inputs: CalibrationInputs,
+    candidates: Sequence[Candidate],
     factors: Mapping[str, Factors] | None = None,
-    keep: Callable[[Layer], bool] = lambda layer: False,
     advance: Callable[[int], None] = lambda amount: None,
-) -> PassReport:
-    """Solve the layers of ``merged`` in place, in forward order.
+) -> None:
+    """Solve the layers of candidates in forward order, and measure their distances on held-out rows.
+
+    All candidates go through a stage before the next stage begins. So every weight is read once, and the rows run
+    through the fine-tuned models once.
 
     Args:
-        merged: The merge. Its weights change stage by stage.
-        teachers: Task → fine-tuned model with the same blocks.
-        rows: Task → batches of unlabeled rows.
-        cache: Holds the hidden states of all rows in all models.
-        settings: The numbers of the equation.
+        inputs: The models and the rows. The weights of the merge are as before at the end.
+        candidates: What to solve; the results are written into them.
         factors: Task → layer → G, which is scaled here. Layers without factors have G = I.
-        keep: Says for which layers the merge keeps its weights.
         advance: Called with 1 after every stage.
     """
-    report = PassReport()
-    streams = [
-        TaskStreams(
-            task,
-            RowStream(merged, batches, cache),
-            RowStream(teachers[task], batches, cache),
-            {} if factors is None else factors[task],
-        )
-        for task, batches in rows.items()
-    ]
+    merged = inputs.merged
+    teachers = [Teacher(inputs, task) for task in inputs.rows]
+    for candidate in candidates:
+        parts = PARTS if candidate.solved_with else (HELD_OUT,)
+        candidate.streams = {task: inputs.streams(merged, task, parts) for task in inputs.rows}
     try:
         for stage in merged.structure.stages:
-            groups = [[merged.layers[name] for name in group] for group in merged.structure.groups.get(stage.name, [])]
-            groups = [solved for group in groups if (solved := [layer for layer in group if not keep(layer)])]
-            if stage.is_block:  # a fine-tuned model does not change, so that one pass is enough for all groups
-                for stream in streams:
-                    stream.run_teacher(stage, list(dict.fromkeys(layers[0].path for layers in groups)))
+            groups = inputs.groups(stage)
+            for teacher in teachers:
+                teacher.run(stage, groups)
             with merged.loaded(stage):
-                for number, layers in enumerate(groups):  # the next group sees the calibrated layers
-                    _solve_group(streams, stage, layers, settings, report)
-                    for stream in streams:
-                        stream.teacher.drop_captured(but=[later[0].path for later in groups[number + 1 :]])
-                merged.store(stage, report.layers)
-                for stream in streams:
-                    stream.merged.run_stage(stage)
-            if not stage.is_block:
-                for stream in streams:
-                    stream.run_teacher(stage)
+                for candidate in candidates:
+                    with candidate.own_weights(inputs, stage):
+                        for number, group in enumerate(groups if candidate.solved_with else []):
+                            finished = finished_modules(merged.module, groups[:number], groups[number:])
+                            terms = (
+                                teacher.terms(candidate, stage, group, finished, inputs.settings)
+                                for teacher in teachers
+                            )
+                            _solve_group(candidate, group, terms, inputs.settings, factors)
+                        _run_stage(candidate, stage, teachers, inputs.shared_head)
             advance(1)
     finally:
-        for stream in streams:
-            stream.merged.close()
-            stream.teacher.close()
-        cache.free_unused()
-    return report
+        for teacher in teachers:
+            teacher.drop()
+        for candidate in candidates:
+            candidate.drop()
+        inputs.cache.free_unused()
 
 
 def _solve_group(
-    streams: Sequence[TaskStreams], stage: Stage, layers: Sequence[Layer], settings: Settings, report: PassReport
+    candidate: Candidate,
+    group: Sequence[Layer],
+    terms: Iterable[tuple[InputProducts, list[Tensor]]],
+    settings: Settings,
+    factors: Mapping[str, Factors] | None,
 ) -> None:
-    """Solve layers that read the same input: one set of products, one solve per layer."""
-    anchors = [layer.matrix() for layer in layers]
-    scaled = [_scaled_factors([stream.factors.get(layer.name) for stream in streams]) for layer in layers]
-    terms: Iterable[tuple[InputProducts, list[Tensor]]]
-    terms = (stream.products(stage, layers, settings) for stream in streams)
-    if any(scaled):
-        terms = [(products, [weight.clone() for weight in weights]) for products, weights in terms]
-    solutions: dict[int, Solution] = {}
-    for index, factors in enumerate(scaled):
-        if factors is not None:
-            layer_terms = [(products, weights[index]) for products, weights in terms]
-            solutions[index] = solve(layer_terms, anchors[index], settings, factors)
-    if plain := [index for index, factors in enumerate(scaled) if factors is None]:
-        # With G = I the outputs are independent, so that all layers are one solve.
-        stacked = ((products, _joined([weights[index] for index in plain])) for products, weights in terms)
-        solution = solve(stacked, _joined([anchors[index] for index in plain]), settings)
-        parts = solution.matrix.split([anchors[index].shape[1] for index in plain], 1)
-        solutions |= {index: replace(solution, matrix=part) for index, part in zip(plain, parts, strict=True)}
-    for index, layer in enumerate(layers):
-        solution = solutions[index]
-        if not bool(solution.matrix.isfinite().all()):
+    """Solve layers that read the same input, and set their weights. The next group sees them."""
+    report = candidate.report
+    used: list[list[Tensor] | None] = [None] * len(group)
+    if candidate.epsilon is not None and factors is not None:
+        settings = replace(settings, epsilon=candidate.epsilon)
+        used = [_scaled_factors([of_task.get(layer.name) for of_task in factors.values()]) for layer in group]
+    solution = solve(terms, [layer.matrix() for layer in group], settings, used)
+    for layer, matrix in zip(group, solution.matrices, strict=True):
+        if not bool(matrix.isfinite().all()):
             raise InputError(f"{layer.name}: the calibrated weight is not finite. Try a larger ridge.")
-        layer.set_matrix(solution.matrix)
+        layer.set_matrix(matrix)
         report.layers.append(layer.name)
-        report.most_steps = max(report.most_steps, solution.steps)
         if solution.ridge > settings.ridge:
             report.ridges[layer.name] = solution.ridge
         if solution.residual > settings.tolerance:
             report.residuals[layer.name] = solution.residual
         if isinstance(layer, ExpertLayer) and solution.idle:
             idle = report.idle_experts.setdefault(layer.path, set())
-            idle.update(layer.experts[group] for group in solution.idle)
-
-
-def _joined(matrices: Sequence[Tensor]) -> Tensor:
-    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), 1)
+            idle.update(layer.experts[expert] for expert in solution.idle)
+    report.most_steps = max(report.most_steps, solution.steps)
 
 
 def _scaled_factors(factors: Sequence[Tensor | None]) -> list[Tensor] | None:
@@ -380,6 +450,22 @@ def _scaled_factors(factors: Sequence[Tensor | None]) -> list[Tensor] | None:
             return None
         scaled.append(factor / mean.to(factor.dtype))
     return scaled
+
+
+def _run_stage(candidate: Candidate, stage: Stage, teachers: Sequence[Teacher], shared_head: bool) -> None:
+    """Run the rows through a calibrated stage, and measure the distances on held-out rows."""
+    for teacher in teachers:
+        streams = candidate.streams[teacher.task]
+        for stream in streams.values():
+            stream.run_stage(stage)
+        own, other, distances = streams[HELD_OUT], teacher.streams[HELD_OUT], candidate.distances
+        if candidate.is_final:
+            continue
+        if stage.is_block:
+            pairs = zip(own.hidden(stage), other.hidden(stage), strict=True)
+            distances.blocks.setdefault(stage.name, {})[teacher.task] = relative_distance(pairs)
+        if stage == own.model.structure.stages[-1]:
+            measure_outputs(distances, teacher.task, own, teacher.outputs(), shared_head)
 
 
 # --- the choice of G
@@ -396,91 +482,78 @@ CANDIDATES: Mapping[str, Mapping[str, float | None]] = {
 }
 
 
+@dataclass
+class Calibration:
+    """A calibrated merge, and how it was chosen."""
+
+    chosen: str
+    """The candidate that was closest to the fine-tuned models on held-out rows; `MERGE` if none was closer."""
+    weights: dict[str, CachedTensor]
+    """Parameter → new value, for the layers that were solved."""
+    report: PassReport
+    distances: dict[str, Distances] = field(default_factory=dict)
+    """Candidate → distances on held-out rows; `MERGE` is the model before calibration."""
+
+
 def calibrate_model(
-    merged: BlockModel,
-    teachers: Mapping[str, BlockModel],
-    rows: Mapping[str, TaskRows],
-    cache: HiddenCache,
-    settings: Settings,
-    *,
+    inputs: CalibrationInputs,
     curvature: str = "auto",
-    find_factors: Callable[[str, Sequence[Batch], int], Factors] | None = None,
-    keep: Callable[[Layer], bool] = lambda layer: False,
-    shared_head: bool = True,
+    find_factors: Callable[[str, Sequence[Batch], int], dict[str, Tensor]] | None = None,
+    *,
     check: bool = True,
     max_positions: int = 0,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Calibrate a copy of a merge with the G that brings it closest to the fine-tuned models on held-out rows.
+    """Calibrate a merge with the G that brings it closest to the fine-tuned models on held-out rows.
 
     Every candidate is solved with nine tenths of the rows and compared on the last tenth. The closest one is solved
-    again with all rows. If no candidate is closer than the merge, the merge is returned.
+    again with all rows. If no candidate is closer than the merge, nothing changes.
 
     Args:
-        merged: The merge, which is not changed.
-        teachers: Task → fine-tuned model.
-        rows: Task → its rows.
-        cache: Holds hidden states.
-        settings: The numbers of the equation; a candidate brings its own ε.
+        inputs: The models and the rows.
         curvature: ``none``, ``merge`` or ``auto``, a key of `CANDIDATES`.
         find_factors: Task, batches and number of the first row → Σ g gᵀ per layer. None: only G = I is possible.
-        keep: Says for which layers the merge keeps its weights.
-        shared_head: Whether the fine-tuned models share their head, so that answers can be compared.
         check: Compare with the merge. Without it the first candidate is solved with all rows.
         max_positions: Join batches up to this number of tokens or patches, since small passes leave a GPU idle. 0 joins
             none.
         progress: Receives the number of finished stages.
     """
-    progress = progress or NoProgress()
-    pad_token = getattr(getattr(unwrapped(merged.module), "config", None), "pad_token_id", None) or 0
-    candidates = dict(CANDIDATES[curvature])
-    notes: list[str] = []
-    if find_factors is None:
-        candidates = {PLAIN: None}
-    fit = {task: task_rows.fit for task, task_rows in rows.items()}
-    held_out = {task: task_rows.held_out for task, task_rows in rows.items()}
-    all_rows = {task: [*task_rows.fit, *task_rows.held_out] for task, task_rows in rows.items()}
-    passes = len(candidates) + 1 if check else 1
-    progress.begin("calibrating", passes * len(merged.structure.stages))
-    factors: dict[str, dict[str, Tensor]] = {}
-    if find_factors is not None and any(epsilon is not None for epsilon in candidates.values()):
-        factors = {task: dict(find_factors(task, batches, 0)) for task, batches in (fit if check else all_rows).items()}
-
-    def solve_candidate(name: str, batches: Mapping[str, Sequence[Batch]]) -> tuple[BlockModel, PassReport]:
-        epsilon, model = candidates[name], merged.copy()
-        candidate_settings = replace(settings, epsilon=epsilon or 0.0)
-        used_factors = factors if epsilon is not None else None
-        report = calibrate_layers(
-            model,
-            teachers,
-            {
-                task: [joined for _, joined in join_batches(task_batches, max_positions, pad_token)]
-                for task, task_batches in batches.items()
-            },
-            cache,
-            candidate_settings,
-            factors=used_factors,
-            keep=keep,
-            advance=progress.advance,
-        )
-        return model, report
-
+    progress, stages = progress or NoProgress(), len(inputs.merged.structure.stages)
+    epsilons = CANDIDATES[curvature] if find_factors is not None else {PLAIN: None}
+    rows, factors = inputs.rows, {}
+    if find_factors is not None:
+        for task, (fit, held_out) in rows.items():
+            factors[task] = find_factors(task, fit if check else [*fit, *held_out], 0)
+    inputs = replace(inputs, rows=_joined(inputs, max_positions))
     if not check:
-        name = next(iter(candidates))
-        model, report = solve_candidate(name, all_rows)
-        return Calibration(model, name, {}, report, notes)
-    distances = {MERGE: measure(merged, teachers, held_out, cache, shared_head)}
-    for name in candidates:
-        model, report = solve_candidate(name, fit)
-        distances[name] = measure(model, teachers, held_out, cache, shared_head)
-        model.drop_changes()
-    chosen = min(distances, key=lambda name: distances[name].total)
-    if chosen == MERGE:
-        notes.append("no candidate is closer to the fine-tuned models than the merge on held-out rows")
-        return Calibration(merged, MERGE, distances, PassReport(), notes)
-    if candidates[chosen] is not None and find_factors is not None:
-        for task, batches in held_out.items():
-            for layer, factor in find_factors(task, batches, count_rows(fit[task])).items():
-                factors[task][layer] += factor
-    model, report = solve_candidate(chosen, all_rows)
-    return Calibration(model, chosen, distances, report, notes)
+        final = Candidate(*next(iter(epsilons.items())), PARTS)
+        progress.begin("calibrating", stages)
+        calibrate_layers(inputs, [final], factors, progress.advance)
+        return Calibration(final.name, final.weights, final.report)
+
+    tried = [Candidate(MERGE, solved_with=()), *(Candidate(name, epsilon) for name, epsilon in epsilons.items())]
+    # Without other candidates, that with all rows is solved at the same time.
+    finals = [Candidate(PLAIN, solved_with=PARTS)] if find_factors is None else []
+    progress.begin("calibrating", stages if finals else 2 * stages)
+    calibrate_layers(inputs, [*tried, *finals], factors, progress.advance)
+    distances = {candidate.name: candidate.distances for candidate in tried}
+    chosen = min(tried, key=lambda candidate: candidate.distances.total)
+    if chosen.name == MERGE:
+        return Calibration(MERGE, {}, PassReport(), distances)
+    if not finals:
+        finals = [Candidate(chosen.name, chosen.epsilon, PARTS)]
+        if chosen.epsilon is not None and find_factors is not None:
+            for task, (fit, held_out) in rows.items():
+                for layer, factor in find_factors(task, held_out, count_rows(fit)).items():
+                    factors[task][layer] += factor
+        calibrate_layers(inputs, finals, factors, progress.advance)
+    return Calibration(chosen.name, finals[0].weights, finals[0].report, distances)
+
+
+def _joined(inputs: CalibrationInputs, max_positions: int) -> dict[str, TaskRows]:
+    """All rows in larger batches."""
+    pad_token = getattr(getattr(unwrapped(inputs.merged.module), "config", None), "pad_token_id", None) or 0
+    return {
+        task: TaskRows(*([batch for _, batch in join_batches(part, max_positions, pad_token)] for part in rows))
+        for task, rows in inputs.rows.items()
+    }

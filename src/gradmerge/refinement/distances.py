@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 from ..curvature.batches import examples_in
 from ..curvature.losses import MASKED, unwrapped
 from ..tasks.models import representation_modules
-from .blocks import Batch, BlockModel, RowStream, counted_positions, forward, input_of
-from .hidden_cache import HiddenCache
+from .blocks import Batch, RowStream, counted_positions, forward, input_of
 
 
 @dataclass
@@ -38,66 +37,35 @@ class Distances:
         return sum(values) / len(values)
 
 
-@torch.no_grad()
-def measure(
-    model: BlockModel,
-    teachers: Mapping[str, BlockModel],
-    rows: Mapping[str, Sequence[Batch]],
-    cache: HiddenCache,
-    shared_head: bool,
-) -> Distances:
-    """Measure the distances of a model from its teachers, block by block."""
-    distances = Distances()
-    streams = {
-        task: (RowStream(model, batches, cache), RowStream(teachers[task], batches, cache))
-        for task, batches in rows.items()
-    }
-    stages = model.structure.stages
-    try:
-        for stage in stages:
-            with model.loaded(stage):
-                for task, (own, other) in streams.items():
-                    with teachers[task].loaded(stage):
-                        for stream in (own, other):
-                            stream.run_stage(stage)
-                        if stage == stages[-1]:
-                            _measure_outputs(distances, task, own, other, shared_head)
-                    if stage.is_block:
-                        pairs = [(own.hidden(stage, n), other.hidden(stage, n)) for n in range(len(own.batches))]
-                        distances.blocks.setdefault(stage.name, {})[task] = _relative(pairs)
-    finally:
-        for pair in streams.values():
-            for stream in pair:
-                stream.close()
-        cache.free_unused()
-    return distances
-
-
-def _relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+def relative_distance(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     """‖h − h_t‖² / ‖h_t‖² over all pairs."""
-    difference = sum(float((own.double() - other.double()).square().sum()) for own, other in pairs)
-    size = sum(float(other.double().square().sum()) for _, other in pairs)
+    difference = size = 0.0
+    for own, other in pairs:
+        difference += float((own.double() - other.double()).square().sum())
+        size += float(other.double().square().sum())
     return difference / max(size, 1e-300)
 
 
-def _measure_outputs(distances: Distances, task: str, own: RowStream, other: RowStream, shared_head: bool) -> None:
+@torch.no_grad()
+def measure_outputs(
+    distances: Distances, task: str, stream: RowStream, targets: Iterable[Outputs], shared_head: bool
+) -> None:
+    """Measure the distances of what a model returns for the rows of a stream from what the fine-tuned model returns."""
     pairs, divergence, terms = [], 0.0, 0
-    for index, batch in enumerate(own.batches):
-        outputs, teacher_outputs = (_finished(stream, index, batch, shared_head) for stream in (own, other))
-        pairs.append((outputs.representation, teacher_outputs.representation))
-        if outputs.logits is not None and teacher_outputs.logits is not None:
-            divergences = answer_divergence(own.model.module, outputs.logits, teacher_outputs.logits)
+    for found, target in zip(stream_outputs(stream), targets, strict=True):
+        pairs.append((found.representation, target.representation))
+        if shared_head and found.logits is not None and target.logits is not None:
+            divergences = answer_divergence(stream.model.module, found.logits, target.logits)
             divergence, terms = divergence + float(divergences.double().sum()), terms + len(divergences)
-    distances.representations[task] = _relative(pairs)
+    distances.representations[task] = relative_distance(pairs)
     if terms:
         distances.answers[task] = divergence / terms
 
 
-def _finished(stream: RowStream, index: int, batch: Batch, with_head: bool) -> Outputs:
-    module = stream.model.module
-    _, encoder = representation_modules(module)
-    run = partial(stream.finish, index, None if with_head else encoder)
-    return Outputs.of(module, batch, run, with_head)
+def stream_outputs(stream: RowStream) -> Iterator[Outputs]:
+    """What the model of a stream returns for every batch, after the last block."""
+    for number, batch in enumerate(stream.batches):
+        yield Outputs.of(stream.model.module, batch, partial(stream.finish, number))
 
 
 @dataclass

@@ -36,7 +36,6 @@ from ..errors import InputError
 from ..progress import NoProgress, Progress
 from ..tasks.metrics import ratio_rows, standard_errors
 from ..text import Measured
-from .kronecker_basis import KroneckerBasis
 from .rows import count_rows, sample_rows
 
 #: λ relative to the mean eigenvalue of S.
@@ -216,19 +215,19 @@ def remove_influence(
         )
     result = RemovalResult(model, before, before, budget, until)
     sample = Dataset(sample_rows(retain.batches, SAMPLE_ROWS), retain.loss)
-    forgotten, reached = before.forget, False
+    forgotten, reached, level = before.forget, False, math.inf if until is None else until
     try:
         for number in range(1, steps + 1):
             curvature = run.curvature(sample, max_kronecker_dim)
             basis = KroneckerBasis(curvature, retain_size / curvature.examples)
             damping = DAMPING * basis.mean()
             if number > 1:
-                run.correct(basis, damping, retain_size / count_rows(retain.batches))
+                run.correct(basis, damping, retain_size / count_rows(retain.batches), level)
                 forgotten = run.loss(forget)
             direction = basis.solve(run.gradient(forget), damping)
             del curvature, basis
             limit = before.retain * (1 + budget * number / steps)
-            trials = run.try_lengths(direction, limit, forgotten, math.inf if until is None else until)
+            trials = run.try_lengths(direction, limit, forgotten, level)
             lengths = {trial.forget: trial.s for trial in trials if trial.allowed and trial.forget is not None}
             forgotten, s = max(lengths.items(), default=(forgotten, 0.0))
             run.take(direction, s)
@@ -327,8 +326,11 @@ class _Run:
             max_kronecker_dim=max_kronecker_dim,
         )
 
-    def correct(self, basis: KroneckerBasis, damping: float, scale: float) -> None:
-        """Lower the loss on the held-out rows by steps along the gradient of the retain set."""
+    def correct(self, basis: KroneckerBasis, damping: float, scale: float, until: float) -> None:
+        """Lower the loss on the held-out rows by steps along the gradient of the retain set.
+
+        None raises the loss on the forget set above ``until``.
+        """
         kept = self.loss(self.held_out)
         for _ in range(CORRECTIONS):
             gradient = {name: -scale * value for name, value in self.gradient(self.retain).items()}
@@ -336,7 +338,7 @@ class _Run:
             for s in (2.0**-halvings for halvings in range(HALVINGS)):
                 self.move(direction, s)
                 loss = self.loss(self.held_out)
-                if loss < kept:
+                if loss < kept and self.loss(self.forget) <= until:
                     kept, best = loss, s
                 elif best:
                     break
@@ -376,3 +378,47 @@ def _errors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[s
     used = {"retain": ratio_rows(rise["retain"], before["retain"])}
     groups: dict[str, Mapping[str, Tensor]] = {"before": before, "after": after, "rise": rise, "used": used}
     return {name: standard_errors(rows) for name, rows in groups.items()}
+
+
+class KroneckerBasis:
+    """The eigenvalues of a curvature, multiplied by ``scale``, and the eigenvectors of its layers.
+
+    S is the curvature of a layer, G ⊗ A / T. In the eigenvectors of G and A it is diagonal, so that adding λ and
+    dividing are exact. Parameters without factors have a diagonal.
+    """
+
+    def __init__(self, curvature: Curvature, scale: float = 1.0) -> None:
+        self._transposed = curvature.transposed
+        self._vectors: dict[str, tuple[Tensor, Tensor]] = {}
+        self._values = {name: scale * value for name, value in curvature.diagonal.items()}
+        for name, layer in curvature.layers.items():
+            out_values, out_vectors = torch.linalg.eigh(layer.outputs.double())
+            in_values, in_vectors = torch.linalg.eigh(layer.inputs.double())
+            values = torch.outer(out_values.clamp(min=0), in_values.clamp(min=0)) * (scale / max(layer.tokens, 1))
+            self._vectors[name] = out_vectors.to(layer.outputs), in_vectors.to(layer.inputs)
+            self._values[name] = values.to(layer.outputs)
+
+    def mean(self) -> float:
+        """The mean eigenvalue."""
+        total = sum(float(values.double().sum()) for values in self._values.values())
+        return total / sum(values.numel() for values in self._values.values())
+
+    def solve(self, gradient: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
+        """Return (S + λ)⁻¹ g by parameter name."""
+        solution: dict[str, Tensor] = {}
+        for name, values in self._values.items():
+            if name not in self._vectors:
+                solution[name] = gradient[name] / (values + damping)
+                continue
+            out_vectors, in_vectors = self._vectors[name]
+            bias = name.removesuffix("weight") + "bias"
+            transposed, shape = name in self._transposed, gradient[name].shape
+            matrix = gradient[name].T if transposed else gradient[name].flatten(1)
+            with_bias = len(in_vectors) > matrix.shape[1]
+            if with_bias:
+                matrix = torch.cat([matrix, gradient[bias][:, None]], 1)
+            matrix = out_vectors @ ((out_vectors.T @ matrix @ in_vectors) / (values + damping)) @ in_vectors.T
+            if with_bias:
+                matrix, solution[bias] = matrix[:, :-1], matrix[:, -1].contiguous()
+            solution[name] = (matrix.T if transposed else matrix).reshape(shape)
+        return solution

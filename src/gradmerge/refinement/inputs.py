@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import fnmatch
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,12 +25,12 @@ from ..tasks import LoadOptions
 from ..tasks.loading import read_unlabeled
 from ..tasks.model_args import BASIC_KEYS, ModelArgs
 from ..tasks.model_files import folder_of
-from ..tasks.models import device_of, encoder_prefix
+from ..tasks.models import device_of, encoder_prefix, with_encoder_of
 from ..text import listed, nearest
 from ..urls import is_url, url_of
 from .layers import Layer
+from .model_io import AnyModel, ModelFiles, open_model_files
 from .rows import TaskRows, cut_batch, hold_out
-from .streaming import ModelFiles, open_model_files
 
 #: Rows per task, unless the user gives another limit.
 LIMIT = 256
@@ -39,8 +40,8 @@ LIMIT = 256
 class MergeInputs:
     """An opened merge with its teachers and rows."""
 
-    merged: ModelFiles
-    teachers: dict[str, ModelFiles]
+    merged: AnyModel
+    teachers: Mapping[str, AnyModel]
     rows: dict[str, TaskRows]
     """Task → rows on the device."""
     device: torch.device
@@ -57,6 +58,15 @@ class MergeInputs:
         if not self.shared_head and not layer.path.startswith(encoder_prefix(self.merged.module)):
             return True
         return self.excludes(self.merged.tensors_of(layer.parameters[0]))
+
+    def with_head(self, task: str) -> nn.Module:
+        """A module with all weights of the merge, and with the head of a task."""
+        whole = self.merged.whole(self.device)
+        if self.shared_head:
+            return whole
+        teacher = self.teachers[task]
+        head = copy.deepcopy(teacher.whole(self.device))
+        return with_encoder_of(whole, head, self.merged.reference, teacher.reference)
 
     def excludes(self, tensors: Sequence[str]) -> bool:
         """Whether the merge's recipe excludes one of these tensors."""
@@ -154,9 +164,9 @@ def opened_inputs(
         yield MergeInputs(opened, files, rows, device, shared, excluded, notes, stack)
 
 
-def shares_head(merged: ModelFiles, teachers: Mapping[str, ModelFiles], excluded: Sequence[str]) -> bool:
+def shares_head(merged: AnyModel, teachers: Mapping[str, AnyModel], excluded: Sequence[str]) -> bool:
     """Whether the merge has one head for all tasks: same classes, same shapes, and not excluded from the merge."""
-    if merged.info.task in ("causal-lm", "seq2seq", "embedding"):
+    if merged.task in ("causal-lm", "seq2seq", "embedding"):
         return True
     stored = [merged.tensors_of(name) for name in _head(merged.module)]
     if [] in stored or any(fnmatch.fnmatchcase(n, pattern) for names in stored for n in names for pattern in excluded):
@@ -179,29 +189,30 @@ def _head(module: nn.Module) -> dict[str, list[int]]:
     return {name: list(p.shape) for name, p in module.named_parameters() if prefix and not name.startswith(prefix)}
 
 
-def differences(merged: nn.Module, teacher: nn.Module, shared_head: bool) -> list[str]:
-    """Name the parameters, of the encoder only or of the whole model, whose shapes differ."""
-    prefix = "" if shared_head else encoder_prefix(merged)
-    ours, theirs = (
-        {name: list(p.shape) for name, p in model.named_parameters() if name.startswith(prefix)}
-        for model in (merged, teacher)
-    )
-    return [
-        f"{name} is {theirs.get(name, 'missing')} in the fine-tuned model, and {ours.get(name, 'missing')} in the merge"
-        for name in {**ours, **theirs}
-        if ours.get(name) != theirs.get(name)
-    ]
+def check_teachers(merged: AnyModel, teachers: Mapping[str, AnyModel], shared_head: bool) -> None:
+    """Raise with all differences in names, shapes and vocabulary between the merge and its teachers.
 
-
-def check_teachers(merged: ModelFiles, teachers: Mapping[str, ModelFiles], shared_head: bool) -> None:
-    """Raise with all differences in names, shapes and vocabulary between the merge and its teachers."""
+    Without a shared head, only the encoders are compared.
+    """
     prefix = "" if shared_head else encoder_prefix(merged.module)
-    wrong = [f"{merged.reference}: {n} is not in its files" for n in merged.missing if n.startswith(prefix)]
+
+    def shapes(model: AnyModel) -> dict[str, list[int]]:
+        return {name: list(p.shape) for name, p in model.module.named_parameters() if name.startswith(prefix)}
+
+    ours = shapes(merged)
+    wrong = [f"{merged.reference}: {name} is not in its files" for name in merged.missing if name.startswith(prefix)]
     for task, teacher in teachers.items():
-        lines = differences(merged.module, teacher.module, shared_head)
+        theirs = shapes(teacher)
+        lines = [
+            f"{name} is {theirs.get(name, 'missing')} in the fine-tuned model, and {ours.get(name, 'missing')} in the "
+            "merge"
+            for name in {**ours, **theirs}
+            if ours.get(name) != theirs.get(name)
+        ]
         lines += [f"{name} is not in the files" for name in teacher.missing]
-        if (tokens := token_difference(merged.checkpoint, teacher.checkpoint)) is not None:
-            lines += tokens.lines
+        if isinstance(merged, ModelFiles) and isinstance(teacher, ModelFiles):
+            tokens = token_difference(merged.checkpoint, teacher.checkpoint)
+            lines += [] if tokens is None else tokens.lines
         wrong += [f"{task}, {teacher.reference}: {line}" for line in lines]
     if wrong:
         raise InputError(f"the fine-tuned models do not fit the merge {merged.reference}:\n{listed(wrong)}")

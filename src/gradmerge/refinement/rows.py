@@ -15,48 +15,12 @@ from ..curvature.batches import batch_rows, examples_in, values_of
 from ..curvature.losses import MASKED
 from ..errors import InputError
 from ..io.reader import bytes_of
-from ..quiet import quiet_transformers
-from ..tasks import LoadedTask
 
 #: One row of this many is held out.
 HELD_OUT = 10
-#: Batches of loaded data are cached up to this many bytes. Larger data is tokenized again in every pass.
-CACHE_BYTES = 1_000_000_000
 
 
-class RowBatches(Sequence[Any]):
-    """Some rows of loaded data as batches, made when they are read."""
-
-    def __init__(self, loaded: LoadedTask, rows: Sequence[int]) -> None:
-        self._loaded, self._rows = loaded, rows
-        self._cache: dict[int, Any] | None = {}
-
-    @property
-    def rows(self) -> int:
-        return len(self._rows)
-
-    def __len__(self) -> int:
-        return -(-len(self._rows) // self._loaded.batch_size)
-
-    def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        if self._cache is not None and number in self._cache:
-            return self._cache[number]
-        size = self._loaded.batch_size
-        with quiet_transformers():
-            batch = self._loaded.data.batch(self._rows[number * size : (number + 1) * size])
-        if self._cache is not None:
-            self._cache[number] = batch
-            if len(self._cache) == 1 and _nbytes(batch) * len(self) > CACHE_BYTES:
-                self._cache = None
-        return batch
-
-    def select(self, rows: Sequence[int]) -> RowBatches:
-        return RowBatches(self._loaded, [self._rows[row] for row in rows])
-
-
-def as_batches(name: str, batches: Iterable[Any]) -> Sequence[Any]:
+def as_batches(name: str, batches: Any) -> Sequence[Any]:
     """Return batches that can be read several times. Raises InputError if they have no row."""
     ready = batches if isinstance(batches, Sequence) and not isinstance(batches, str) else list(batches)
     if not count_rows(ready):
@@ -65,7 +29,7 @@ def as_batches(name: str, batches: Iterable[Any]) -> Sequence[Any]:
 
 
 def count_rows(batches: Sequence[Any]) -> int:
-    return batches.rows if isinstance(batches, RowBatches) else sum(map(examples_in, batches))
+    return sum(map(examples_in, batches))
 
 
 class TaskRows(NamedTuple):
@@ -161,8 +125,6 @@ def _join(batch: Any, other: Any, max_positions: int, pad_token: int) -> Any:
 
 def select_rows(batches: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
     """The rows of batches with these indices, which must be sorted."""
-    if isinstance(batches, RowBatches):
-        return batches.select(rows)
     sizes = [examples_in(batch) for batch in batches]
     chosen = torch.zeros(sum(sizes), dtype=torch.bool)
     chosen[rows] = True
@@ -204,7 +166,3 @@ def _digests(batches: Iterable[Any]) -> Iterator[bytes]:
 def _permutation(count: int, purpose: str) -> list[int]:
     seed = int.from_bytes(hashlib.sha256(f"gradmerge {purpose}".encode()).digest()[:7], "little")
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def _nbytes(batch: Any) -> int:
-    return sum(value.nbytes for value in values_of(batch) if isinstance(value, Tensor))

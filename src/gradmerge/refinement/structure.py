@@ -16,6 +16,7 @@ from ..errors import InputError
 from .blocks import (
     Batch,
     BlockModel,
+    HiddenCache,
     RowStream,
     Structure,
     WeightSource,
@@ -25,7 +26,6 @@ from .blocks import (
     tensors_in,
     weights_by_block,
 )
-from .hidden_cache import HiddenCache
 from .layers import Layer, LinearLayer, find_layers
 
 
