@@ -223,27 +223,23 @@ class DataEvaluator(Evaluator):
         """Evaluate the base and every fine-tuned model on all data, once. An interrupted call keeps its results."""
         if self.alone_is_known:
             return
-        inputs = self.plan.inputs
-        if inputs.base is not None:
-            self._evaluate_alone(BASE, self.model)
-        for name, checkpoint in zip(self.names, inputs.tuned, strict=True):
-            if name in self.outcomes_alone and len(self.outcomes_alone[name].metrics) == len(self.tasks):
+        models = dict(zip(self.names, self.plan.inputs.tuned, strict=True))
+        for name in [*([BASE] if self.plan.inputs.base is not None else []), *models]:
+            known = self.outcomes_alone.get(name)
+            if known is not None and len(known.metrics) == len(self.tasks):
                 continue
             try:
-                model = self.model_with(state_of(checkpoint))
+                model = self.model if name == BASE else self.model_with(state_of(models[name]))
             except InputError:  # its head does not fit the config of the merges
                 continue
-            self._evaluate_alone(name, model)
+            found = self.outcomes_alone.setdefault(name, Outcome(Setting({})))
+            for task in self.tasks:
+                try:
+                    if task not in found.metrics:
+                        found.metrics[task], found.rows[task] = self.data[task].evaluate(model)
+                except InputError as error:
+                    raise InputError(f"{name} on the data of {task}: {error}") from error
         self.alone_is_known = True
-
-    def _evaluate_alone(self, name: str, model: nn.Module) -> None:
-        found = self.outcomes_alone.setdefault(name, Outcome(Setting({})))
-        for task in self.tasks:
-            try:
-                if task not in found.metrics:
-                    found.metrics[task], found.rows[task] = self.data[task].evaluate(model)
-            except InputError as error:
-                raise InputError(f"{name} on the data of {task}: {error}") from error
 
     def _lost_shares(
         self, metrics: Mapping[str, Mapping[str, Any]], rows: Mapping[str, Rows]
@@ -447,27 +443,20 @@ class TaskData:
     loaded: LoadedTask
     before_batch: Callable[[], None] = lambda: None
     """Called before every batch; an exception ends the evaluation."""
-    _kept: list[dict[str, Tensor]] | None = field(default=None, init=False, repr=False)
+    _kept: list[dict[str, Tensor]] = field(default_factory=list, init=False, repr=False)
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """The batches of the data, which are kept from one model to the next unless they are too large."""
-        if self._kept is not None:
-            for batch in self._kept:
-                self.before_batch()
-                yield batch
-            return
         kept: list[dict[str, Tensor]] = []
         nbytes = 0
-        for batch in self.loaded.batches():
+        for batch in self._kept or self.loaded.batches():
             self.before_batch()
+            kept.append(batch)
             nbytes += sum(value.nbytes for value in batch.values())
-            if nbytes <= MAX_KEPT:
-                kept.append(batch)
-            else:
+            if nbytes > MAX_KEPT:
                 kept.clear()
             yield batch
-        if nbytes <= MAX_KEPT:
-            self._kept = kept
+        self._kept = kept
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, Any], Rows]:
         """The task's metrics, and for every row its first metric and the loss."""
