@@ -21,13 +21,12 @@ from ..report.page import write_report
 from ..text import to_json
 from ..urls import redact
 from .diagnose import provenance, recipe_text, report_folder
-from .merge import merge, merged_first, number_of_threads, recipe_of_models
+from .merge import merged_first, number_of_threads, recipe_of_models
 
 if TYPE_CHECKING:
     from ..compare.evaluate import Evaluator
     from ..compare.ranking import Outcome, Preview
     from ..compare.settings import Overrides, Weights
-    from ..engine.run import MergeResult
     from ..recipe import Recipe
     from ..tasks import LoadOptions
 
@@ -136,11 +135,6 @@ def preview(
     return found
 
 
-def merge_best(found: Preview, out: str | Path, **settings: Any) -> MergeResult:
-    """Merge the best setting to disk; ``settings`` are those of :func:`gradmerge.merge`."""
-    return merge(best_recipe(found), out, **settings)
-
-
 def best_recipe(found: Preview) -> Recipe:
     """The recipe with the method, weights and changes of the best setting."""
     from ..compare.settings import recipe_with
@@ -166,11 +160,10 @@ def write_preview(
 
     merged = "merged" if folder is not None else OUT
     found.commands = next_commands(found.recipe, data, columns=columns, out=str(save_best or merged))
-    del found.commands["merge"]
+    found.commands.pop("merge", None)
     if folder is not None and save_best is None:
-        found.commands["merge"] = shlex.join(
-            ["gradmerge", "merge", os.path.relpath(folder.out / "recipe.yml"), "-o", merged]
-        )
+        written = os.path.relpath(folder.out / "recipe.yml")
+        found.commands["merge"] = shlex.join(["gradmerge", "merge", written, "-o", merged])
     found.verdict = preview_verdict(found)
     if folder is None:
         return
@@ -178,13 +171,8 @@ def write_preview(
     write_report(folder.folder, preview_page(found, recipe_text(found.recipe), facts, [command] if command else []))
     (folder.folder / "preview.csv").write_text(settings_table(found).csv(), "utf-8")
     (folder.folder / "preview.json").write_text(redact(to_json(as_json(found))) + "\n", "utf-8")
-    best = found.best()
-    if best is not None:
-        tied = len(found.all_tied())
-        which = "The best setting of the preview"
-        if tied > 1:
-            which = f"Of {tied} tied settings, {'the recipe’s own' if best is found.own else 'the simplest'}"
-        header = f"# {which}: {best.setting.name}\n# gradmerge merge recipe.yml -o merged\n"
+    if (best := found.best()) is not None:
+        header = f"# {best.setting.name}\n# gradmerge merge recipe.yml -o merged\n"
         (folder.folder / "recipe.yml").write_text(header + recipe_documents(best_recipe(found), folder.out), "utf-8")
 
 
@@ -232,9 +220,8 @@ def _row(found: Preview, row: Outcome) -> dict[str, Any]:
     }
     if found.criterion.shares:
         shares = {task: lost_share(row, task) for task in found.tasks}
-        facts["lost_share"] = {
-            task: {"value": share, "standard_error": getattr(share, "error", None)} for task, share in shares.items()
-        }
+        errors = {task: getattr(share, "error", None) for task, share in shares.items()}
+        facts["lost_share"] = {t: {"value": share, "standard_error": errors[t]} for t, share in shares.items()}
     return facts
 
 
@@ -245,7 +232,5 @@ def _best(found: Preview, method: str | None) -> dict[str, Any] | None:
     close = found.as_good(method)
     spans = found.spans([row for row in close if row.setting.method == best.setting.method])
     tied = "tied" if found.measured else "within_1_percent"
-    return {
-        **_row(found, best),
-        tied: {"settings": len(close), "weights": {t: list(span) for t, span in spans.items()}},
-    }
+    weights = {task: list(span) for task, span in spans.items()}
+    return {**_row(found, best), tied: {"settings": len(close), "weights": weights}}

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..api.preview import as_json, merge_best, preview as preview_recipe
+from ..api.merge import merge
+from ..api.preview import as_json, best_recipe, preview as preview_recipe
 from .options import (
     READING,
     Printing,
@@ -90,7 +91,7 @@ def preview(
     if save_best is not None:
         with progress(printing.silent) as shown:
             reading = {name: options[name] for name in READING if name in options}
-            merge_best(found, save_best, force=options["force"], progress=shown, **reading)
+            merge(best_recipe(found), save_best, force=options["force"], progress=shown, **reading)
     if printing.json:
         more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if save_best is not None else {})
         print_json({**as_json(found), **more})
