@@ -22,6 +22,7 @@ import math
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,10 @@ def _names_of_groups(model: nn.Module, groups: Sequence[Group]) -> list[list[str
     Without names in the state, one group has all; two groups are the Trainer's, with and without weight decay.
     """
     if all("param_names" in group for group in groups):
-        return [[re.sub(r"^(_orig_mod\.|module\.)+", "", str(name)) for name in g["param_names"]] for g in groups]
+        named = [[re.sub(r"^(_orig_mod\.|module\.)+", "", str(name)) for name in g["param_names"]] for g in groups]
+        if len(set(chain(*named))) < sum(map(len, named)):
+            raise InputError("the optimizer names a parameter twice. Save the checkpoint again.")
+        return named
     names = [name for name, _ in model.named_parameters()]
     if len(groups) == 1:
         return [names]
