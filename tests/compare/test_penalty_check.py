@@ -206,5 +206,4 @@ def test_training_under_a_penalty_its_record_and_the_ratio_agree(place: Path, tm
     recipe = recipe_of(place, models=[str(tmp_path / "one")])
     found = gm.diagnose(recipe, data={"one": data}, device="cpu", progress=False)
     assert found.penalty_checks["one"].penalty == "recorded" and (found.penalty_checks["one"].ratio or 1) < 0.05
-    assert any("was trained under the penalty recorded beside the model" in sentence for sentence in found.verdict)
     assert found.prediction.cost("gradient-matching", "one").first_order != 0
