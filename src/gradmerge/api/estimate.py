@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from ..arguments import checked
 from ..display import Displayed
@@ -136,64 +136,17 @@ def estimate_curvature(
 
     on_disk: Any = {"out": out, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
     on_disk |= {"resume": resume, "force": force, "save_every": save_every, "processes": processes}
-    both: Any = {"kind": kind, "seed": seed, "max_kronecker_dim": max_kronecker_dim}
+    estimating: dict[str, Any] = {"kind": kind, "seed": seed, "max_kronecker_dim": max_kronecker_dim}
     if isinstance(model, nn.Module) is isinstance(batches, str | os.PathLike):
         expected = "batches in memory, for a module" if isinstance(model, nn.Module) else "a path or name, like model"
         raise InputError(f"batches is {type(batches).__name__}, but must be {expected}")
     if isinstance(model, nn.Module):
         _refuse(on_disk | {n: v for n, v in loading.items() if n != "device"}, "a model on disk, not for a module")
-        both |= {"accumulate_on": accumulate_on or "device", "output": output, "device": loading.get("device")}
-        return _estimate_module(model, cast(Iterable[Any], batches), likelihood, progress, **both)
+        estimating |= {"accumulate_on": accumulate_on or "device", "output": output, "device": loading.get("device")}
+        return _estimate_module(model, cast(Iterable[Any], batches), likelihood, progress, **estimating)
     _refuse({"output": output}, "a module, not for a model on disk")
     if out is None:
         raise InputError("out is None, but must be the folder to write, for a model on disk: out=…")
-    on_disk |= {"accumulate_on": accumulate_on, "likelihood": likelihood, "progress": progress}
-    return estimate_to_disk(str(model), str(batches), **on_disk, **both, **loading)
-
-
-def _refuse(options: Mapping[str, Any], whose: str) -> None:
-    """Raise if one of these options is set, because it would have no effect."""
-    parameters = inspect.signature(estimate_curvature).parameters
-    for name, value in options.items():
-        if name not in parameters or value != parameters[name].default:
-            raise InputError(f"{name} is an option for {whose}")
-
-
-def _estimate_module(
-    model: nn.Module, batches: Iterable[Any], likelihood: str, progress: bool | Progress, **options: Any
-) -> Curvature:
-    """``estimate_curvature`` of a module."""
-    from ..curvature.batches import with_progress
-    from ..curvature.estimate import estimate_curvature as estimate_in_memory, expert_notes
-
-    _check_kind(options["kind"], options["max_kronecker_dim"])
-    with shown(progress, "batches") as bar:
-        result = estimate_in_memory(model, with_progress(batches, bar, "estimating"), likelihood, **options)
-    result.notes += expert_notes(model, result)
-    return result
-
-
-def estimate_to_disk(
-    model: str,
-    source: str,
-    out: str | Path,
-    *,
-    likelihood: str,
-    kind: str,
-    at_delta: str | Path | None,
-    max_kronecker_dim: int,
-    seed: int,
-    precision: str,
-    shard_size: int,
-    resume: bool,
-    force: bool,
-    progress: bool | Progress,
-    save_every: float,
-    processes: bool,
-    accumulate_on: str | None,
-    **loading: Unpack[LoadOptions],
-) -> Estimate:
-    """``estimate_curvature`` of a model on disk."""
     from ..curvature.curvature import write_curvature_card
     from ..curvature.estimate import expert_notes
     from ..curvature.format import KINDS
@@ -204,22 +157,22 @@ def estimate_to_disk(
     from ..tasks.model_args import ModelArgs
     from .saved_sums import SavedSums, estimate_with_saves
 
-    options = complete(loading, estimate_to_disk, None)
+    options = complete(cast("LoadOptions", loading), estimate_curvature, None)
     args = ModelArgs.parse(options["model_args"])
     check_estimate_options(likelihood, kind, precision, at_delta, max_kronecker_dim, accumulate_on, args)
     begun = time.perf_counter()
-    base = None if at_delta is None else str(at_delta)
+    model, source, base = str(model), str(batches), None if at_delta is None else str(at_delta)
     models = [path for reference in (model, base, args.tokenizer) for path in model_paths(reference)]
     data = data_paths(source)
     group = join() if processes else SINGLE
-    output: AbstractContextManager[AtomicDir | None] = nullcontext()
+    output_dir: AbstractContextManager[AtomicDir | None] = nullcontext()
     if group.is_first:
         # A model's curvature may be in its folder, where merges look for it.
         paths = model_paths(model)
-        output = AtomicDir(
+        output_dir = AtomicDir(
             Path(out), f"estimate of {KINDS[kind]}", force=force, resume=resume, reads=[*models, *data], inside=paths
         )
-    with output as staging, shown(progress if group.is_first else False, "examples") as bar:
+    with output_dir as staging, shown(progress if group.is_first else False, "examples") as bar:
         folder = Path(group.all_gather(None if staging is None else str(staging.folder))[0])
         files = state_of(models) + state_of(data, deep=True)
         nbytes = 4 if accumulate_on in (None, "device") else 0
@@ -227,7 +180,6 @@ def estimate_to_disk(
         _check_task(loaded, kind, likelihood)
         group.check_equal(loaded.shared_facts())
         notes = _subtract_base(loaded, base, options) if base is not None else []
-        estimating: dict[str, Any] = {"kind": kind, "seed": seed, "max_kronecker_dim": max_kronecker_dim}
         request = {
             **estimating,
             **{name: options[name] for name in ("limit", "max_length", "dtype")},
@@ -273,6 +225,28 @@ def estimate_to_disk(
         processes=group.world_size,
         notes=[*loaded.notes, *notes],
     )
+
+
+def _refuse(options: Mapping[str, Any], whose: str) -> None:
+    """Raise if one of these options is set, because it would have no effect."""
+    parameters = inspect.signature(estimate_curvature).parameters
+    for name, value in options.items():
+        if name not in parameters or value != parameters[name].default:
+            raise InputError(f"{name} is an option for {whose}")
+
+
+def _estimate_module(
+    model: nn.Module, batches: Iterable[Any], likelihood: str, progress: bool | Progress, **options: Any
+) -> Curvature:
+    """``estimate_curvature`` of a module."""
+    from ..curvature.batches import with_progress
+    from ..curvature.estimate import estimate_curvature as estimate_in_memory, expert_notes
+
+    _check_kind(options["kind"], options["max_kronecker_dim"])
+    with shown(progress, "batches") as bar:
+        result = estimate_in_memory(model, with_progress(batches, bar, "estimating"), likelihood, **options)
+    result.notes += expert_notes(model, result)
+    return result
 
 
 def _check_task(loaded: LoadedTask, kind: str, likelihood: str) -> None:
