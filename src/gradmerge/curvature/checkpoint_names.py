@@ -125,7 +125,12 @@ def stored_sources(model: nn.Module) -> dict[str, str]:
     shapes = [p.shape if p.dim() != 3 else (*p.shape[:2], 2) for p in model.parameters()]
     coded = {name: torch.tensor(float(k)).expand(shapes[k]) for k, name in enumerate(names)}
     stored = _reverted(model, _untied(model, coded))
-    return {n: names[int(v[(0,) * v.dim()])] for n, v in stored.items() if v.numel() and _is_one_number(v)}
+    # All entries of an expanded number are equal; they need not be read.
+    return {
+        n: names[int(v[(0,) * v.dim()])]
+        for n, v in stored.items()
+        if v.numel() and (v.untyped_storage().nbytes() == v.element_size() or bool(v.min() == v.max()))
+    }
 
 
 def stored_unchanged(model: nn.Module) -> dict[str, str]:
@@ -134,11 +139,6 @@ def stored_unchanged(model: nn.Module) -> dict[str, str]:
     parts = Counter(sources.values())
     known = {name: parameter.shape for name, parameter in model.named_parameters()}
     return {source: file for file, source in sources.items() if parts[source] == 1 and shapes[file] == known[source]}
-
-
-def _is_one_number(value: Tensor) -> bool:
-    """Return whether all entries are the same, without reading each of an expanded number."""
-    return value.untyped_storage().nbytes() == value.element_size() or bool(value.min() == value.max())
 
 
 def for_files(model: Any) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None:

@@ -237,13 +237,11 @@ class LayerFormula(ABC):
         """Report that the formula does not fit the shapes of this batch."""
         self.recorder.unfit.add(self)
 
-    def expect_product(self, output: Tensor, x: Tensor) -> None:
-        """Note a product with a matrix: the output has as many rows as the input."""
-        self.note_rows(x)
-        if output.shape[:-1].numel() != x.shape[:-1].numel():
-            self.unfit()
-        self.recorder.expect_shape(self, output.shape, 1)
-        self.recorder.expect_shape(self, x.shape, 1)
+    def expect(self, *values: Tensor, axes: int = 1) -> None:
+        """Note tensors that must have all tokens of every example; the last ``axes`` are those of one token."""
+        for value in values:
+            self.note_rows(value)
+            self.recorder.expect_shape(self, value.shape, axes)
 
     def note_rows(self, value: Tensor) -> None:
         """Note the numbers of rows and tokens of an input, by which `fits` recognizes whole examples."""
@@ -342,9 +340,7 @@ class OutputFormula(LayerFormula):
             self.unfit()  # the module does not map a tensor to a tensor
             return output
         x = inputs[0].to(output.device)
-        for value in map(self.channels_last, (output, x)):
-            self.note_rows(value)
-            self.recorder.expect_shape(self, value.shape, self.axes)
+        self.expect(self.channels_last(output), self.channels_last(x), axes=self.axes)
         for name, entry in self.sums.items():
             self.recorder.note_use(entry, self.kind if name == "weight" else DirectGradient)
         return self.tap(output, self.use, x)

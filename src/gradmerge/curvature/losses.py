@@ -319,10 +319,6 @@ class BatchLosses:
         labels = labels_of(batch)
         loss = self._loss or loss_of(self._model, labels)
         try:
-            config = getattr(self._model, "config", None)
-            words = getattr(config, "vocab_size", None) if getattr(config, "is_encoder_decoder", False) else None
-            if isinstance(loss, TokenLoss) and isinstance(batch, Mapping) and isinstance(words, int):
-                check_classes(labels, words, masked=True)  # labels may be the decoder's inputs
             logits = self.logits(batch)
             loss.check(logits.shape, labels)
         except InputError as error:

@@ -64,14 +64,6 @@ def input_device(model: nn.Module) -> torch.device:
     return spread_device(model) or next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of a transformer by path: the modules in lists that are in no other list."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    children = ((name, model.get_submodule(name).named_children()) for name in outer)
-    return {f"{name}.{index}": block for name, blocks in children for index, block in blocks}
-
-
 def offloaded_modules(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
     """Return (path, module, hook) of every module whose weights accelerate's hook loads when the module runs."""
     result = []

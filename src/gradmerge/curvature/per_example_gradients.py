@@ -188,7 +188,7 @@ class FunctionFormula(InsideFormula):
         result = function(*plain, **named)
         if function is F.linear and second is not None:
             bias = what_is(args[2] if len(args) > 2 else kwargs.get("bias"))
-            self.expect_product(result, plain[0])
+            self.expect(result, plain[0])
             self.recorder.note_use(second, OuterGradient)
             if bias is not None:
                 self.recorder.note_use(bias, DirectGradient)
@@ -212,12 +212,10 @@ class FunctionFormula(InsideFormula):
         elif self.shared:
             self.unfit()  # the examples have different rows
             return F.embedding(*args, **kwargs)
-        shape = ids[..., None].shape
-        self.note_rows(ids[..., None])
-        if not self.fits(shape, 1):
+        self.expect(ids[..., None])
+        if not self.fits(ids[..., None].shape, 1):
             self.unfit()
             return F.embedding(*args, **kwargs)
-        self.recorder.expect_shape(self, shape, 1)
         self.recorder.note_use(entry, RowGradient, self.per_example(ids[..., None])[..., 0])
         rows = F.embedding(ids, *args[1:], **kwargs)
         return self.tap(rows, functools.partial(self._use_rows, entry, padding), ids)
