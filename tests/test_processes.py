@@ -60,7 +60,7 @@ def measured(place: Path, out: Path, several: bool) -> dict[str, Any]:
         assert done.examples == (1 if name == "few" else ROWS)
     gm.estimate_curvature(place / "gpt2", place / "texts.txt", out=out / "gpt2", **more)
     numbers = gm.evaluate(bert, rows, **more)
-    written = gm.evaluate(place / "gpt2", place / "texts.jsonl", generation=gm.Generation(max_new_tokens=4), **more)
+    written = gm.evaluate(place / "gpt2", place / "texts.jsonl", metrics="exact-match", max_new_tokens=4, **more)
     return {"bert": numbers, "gpt2": written}
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from .refinement.influence import RemovalResult as RemovalResult
     from .rules import METHODS as METHODS
     from .tasks.data import Rows as Rows, read_rows as read_rows
-    from .tasks.generation import Generation as Generation
     from .training.curvature_callback import CurvatureCallback as CurvatureCallback
     from .training.prior_adamw import PriorAdamW as PriorAdamW
     from .training.prior_trainer import PriorTrainer as PriorTrainer
@@ -70,7 +69,6 @@ _NAMES = {
     "refinement.influence": "RemovalResult",
     "rules": "METHODS",
     "tasks.data": "Rows read_rows",
-    "tasks.generation": "Generation",
     "training.curvature_callback": "CurvatureCallback",
     "training.prior_adamw": "PriorAdamW",
     "training.prior_trainer": "PriorTrainer",

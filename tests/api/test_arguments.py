@@ -47,7 +47,7 @@ def test_a_wrong_argument_is_named(name: str, arguments: tuple[Any, ...], keywor
 
 
 #: Classes that users make themselves. Other classes are results, which explain their fields.
-CLASSES = {"Curvature", "CurvatureCallback", "Generation", "PriorAdamW", "PriorTrainer"}
+CLASSES = {"Curvature", "CurvatureCallback", "PriorAdamW", "PriorTrainer"}
 EXPLAINED = sorted(CLASSES | {name for name in gm.__all__ if inspect.isfunction(getattr(gm, name))})
 
 

@@ -129,7 +129,7 @@ def test_the_prompt_of_a_conversation_ends_before_the_last_answer(tmp_path: Path
     words: Any = loaded.data.tokenizer
     assert words.decode(first.ids, skip_special_tokens=True) == "who is it ? the"
     with pytest.raises(gm.InputError, match="row 2"):
-        gm.evaluate(model, rows, generation=gm.Generation(), device="cpu")
+        gm.evaluate(model, rows, metrics="exact-match", device="cpu")
 
 
 # Scores of texts against counts by hand, and their standard errors.
@@ -195,7 +195,7 @@ def test_an_evaluation_has_both_the_loss_and_the_scores_of_generated_texts(tmp_p
     answers = generate(loaded, loaded.model, range(6), 4)
     rows[0]["completion"] = answers[0]  # one answer is right
     write_jsonl(data, rows)
-    found = gm.evaluate(model, data, generation=gm.Generation(max_new_tokens=4), device="cpu", progress=False)
+    found = gm.evaluate(model, data, metrics="exact-match", max_new_tokens=4, device="cpu", progress=False)
     want = torch.tensor([normalize(a) == normalize(row["completion"]) for a, row in zip(answers, rows, strict=True)])
     assert found["exact_match"] == float(want.double().mean()) > 0
     assert found["examples"] == plain["examples"] == 6

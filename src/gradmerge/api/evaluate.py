@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..progress import Progress, shown
 
 if TYPE_CHECKING:
-    from ..tasks import Generation, LoadOptions
+    from ..tasks import LoadOptions
 
 
 @checked()
@@ -23,7 +23,8 @@ def evaluate(
     source: str | Path | None = None,
     *,
     head: str | Path | None = None,
-    generation: Generation | None = None,
+    metrics: Sequence[str] | str | None = None,
+    max_new_tokens: int | None = None,
     lm_eval: Sequence[str] | str | None = None,
     lm_eval_tasks: str | Path | None = None,
     card: bool = False,
@@ -38,7 +39,10 @@ def evaluate(
         source: A file or folder of data, or `org/name:split` of the Hub, as in `gradmerge evaluate --data`.
         head: Evaluate with the head of this model instead of the model's own, such as for a merge of encoders whose
             tasks have different heads.
-        generation: Also generate an answer to every row of the data, and score it.
+        metrics: Also generate an answer to every row of the data, greedily, and score it: `exact-match`, `rouge`,
+            `bleu`, `chrf`. All but the first need ``pip install 'gradmerge[metrics]'``.
+        max_new_tokens: With ``metrics``: the maximum number of tokens of an answer. Default: 64, or what the model has
+            positions for.
         lm_eval: Tasks of the lm-evaluation-harness, such as `arc_easy,hellaswag`, with or without data; ``limit``,
             ``batch_size`` and ``device`` hold too.
         lm_eval_tasks: A folder with task files for ``lm_eval``. It runs Python functions that they
@@ -57,11 +61,12 @@ def evaluate(
 
     >>> evaluate("./yelp", "reviews.jsonl", columns={"text": "review", "label": "stars"})  # doctest: +SKIP
     {'task': 'classify', 'accuracy': 0.971, …}
-    >>> evaluate("./chat", "dialogues.jsonl", generation=Generation(["rouge"]))["rougeL"]  # doctest: +SKIP
+    >>> evaluate("./chat", "dialogues.jsonl", metrics="rouge")["rougeL"]  # doctest: +SKIP
     0.412
     """
     from .. import tasks
     from ..distributed import SINGLE, join
+    from ..tasks.generation import Generation
     from ..tasks.lm_eval import LMEval, language_model
     from .measured_card import MeasuredCard
 
@@ -71,13 +76,16 @@ def evaluate(
     if source is None:
         if lm_eval is None:
             raise InputError("there is nothing to evaluate on. Give data, or tasks of the harness (lm_eval)")
-        for name, value in (("generation", generation), ("head", head)):
+        for name, value in (("metrics", metrics), ("head", head)):
             if value is not None:
                 raise InputError(f"{name}: needs data")
+    if max_new_tokens is not None and metrics is None:
+        raise InputError("max_new_tokens: goes with metrics, such as metrics='exact-match'")
+    generation = None if metrics is None else Generation(metrics, max_new_tokens)
     if lm_eval_tasks is not None and lm_eval is None:
         raise InputError("lm_eval_tasks: needs lm_eval, which names tasks of the folder")
     harness = LMEval(lm_eval, lm_eval_tasks) if lm_eval is not None and group.is_first else None
-    metrics: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     facts: dict[str, Any] = {"notes": []}
     loaded = None
     if source is not None:
@@ -85,16 +93,16 @@ def evaluate(
         group.check_equal(loaded.shared_facts())
         with shown(progress if group.is_first else False, "examples") as bar:
             bar.begin("evaluating", len(group.share(loaded.examples)) * (1 if generation is None else 2))
-            metrics = tasks.evaluate(loaded, advance=bar.advance, generation=generation, processes=group)
+            found = tasks.evaluate(loaded, advance=bar.advance, generation=generation, processes=group)
         columns = {role: list(names) for role, names in loaded.columns.items()}
         facts = {"columns": columns, "device": str(loaded.device), "notes": loaded.notes}
     if harness is not None:
         module, tokenizer = language_model(str(model), options, loaded)
-        metrics["lm_eval"] = harness.evaluate(module, tokenizer, options["limit"], options["batch_size"])
+        found["lm_eval"] = harness.evaluate(module, tokenizer, options["limit"], options["batch_size"])
     if lm_eval is not None:
-        metrics = group.all_gather(metrics)[0]
+        found = group.all_gather(found)[0]
         if group.world_size > 1:
             facts["notes"].append("lm_eval ran in the first process only")
     if measured_card is not None:
-        measured_card.add(None if source is None else str(source), metrics)
-    return metrics | facts
+        measured_card.add(None if source is None else str(source), found)
+    return found | facts

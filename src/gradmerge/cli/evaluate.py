@@ -5,10 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, get_args
 
-import typer
-
 from ..api.evaluate import evaluate as evaluate_model
-from ..errors import InputError
 from ..text import Measured, one_line
 from .options import Data, Model, Printing, command
 from .output import heavy_imports, print_json, print_notes, print_table, progress
@@ -23,23 +20,12 @@ EXAMPLE = (
 )
 
 
-@command(api=evaluate_model, without=["generation", "processes"], processes=True)
+@command(api=evaluate_model, without=["processes"], processes=True)
 def evaluate(
     *,
     model: Model,
     data: Annotated[str | None, *get_args(Data)[1:]] = None,
     options: dict[str, Any],
-    metrics: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            help="Have the model write an answer to every row, greedily, and score it: exact-match, rouge, bleu, chrf.",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="With --metrics: tokens of an answer at most.", show_default="64"),
-    ] = None,
     printing: Printing,
 ) -> None:
     """Evaluate a model on labeled data, or with lm-eval.
@@ -47,14 +33,11 @@ def evaluate(
     On data: accuracy and F1, errors of a regression, or loss and perplexity; with --metrics also scores of answers.
     """
     with heavy_imports():
-        from ..tasks import MEANINGS, TASK_MEANINGS, Generation
+        from ..tasks import MEANINGS, TASK_MEANINGS
 
-    if max_new_tokens is not None and metrics is None:
-        raise InputError("--max-new-tokens: goes with --metrics, such as --metrics exact-match")
-    generation = None if metrics is None else Generation([metrics], max_new_tokens)
     start = time.perf_counter()
     with progress(printing.silent, "examples") as bar:
-        found = evaluate_model(model, data, generation=generation, progress=bar, processes=True, **options)
+        found = evaluate_model(model, data, progress=bar, processes=True, **options)
     if printing.json:
         facts = {"model": model} | ({} if data is None else {"data": data})
         print_json({**facts, **found, "seconds": time.perf_counter() - start})

@@ -69,6 +69,7 @@ READING = ("threads", "allow_pickle", "allow_config", "dequantize", "allow_code"
 METAVARS = {
     "base": "MODEL",
     "head": "MODEL",
+    "metrics": "A,B",
     "lm_eval": "TASK,...",
     "lm_eval_tasks": "DIR",
     "include": "GLOB",
@@ -92,7 +93,7 @@ METAVARS = {
 #: Option for loading models and data → default.
 LOADING: dict[str, Any] = {**DEFAULTS}
 #: Options that are at least 1.
-COUNTS = ("limit", "batch_size")
+COUNTS = ("limit", "batch_size", "max_new_tokens")
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or if it is empty.")]
 
 Settings = Annotated[

@@ -2,7 +2,6 @@
 
 from ..load_options import LoadOptions
 from .evaluate import evaluate, measure
-from .generation import Generation
 from .loading import LoadedTask, complete, load_task, tokenizer_of, with_data
 from .metrics import MEANINGS, TASK_MEANINGS
 from .model_files import LoadingInfo
@@ -11,7 +10,6 @@ from .models import load_model
 __all__ = [
     "MEANINGS",
     "TASK_MEANINGS",
-    "Generation",
     "LoadOptions",
     "LoadedTask",
     "LoadingInfo",
