@@ -176,9 +176,10 @@ class LabelMetrics(Metrics):
         predicted, labels = collected
         hits, total = 2.0 * (predicted & labels).double(), predicted.double() + labels.double()
         occurs = total.any(0)
+        of_label, of_total = hits[:, occurs], total[:, occurs]
         return {
             "micro_f1": ratio_rows(hits.sum(1), total.sum(1)),
-            "macro_f1": influence_rows(lambda w: (w @ hits / (w @ total))[occurs].mean(), len(hits)),
+            "macro_f1": influence_rows(lambda w: (w @ of_label / (w @ of_total)).mean(), len(hits)),
             "exact_match": (predicted == labels).all(-1).double(),
             "loss_per_example": losses,
         }
