@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
 from gradmerge.demo import run_demo
-from gradmerge.demo.tables import EVERY
+from gradmerge.demo.run import EVERY
 from gradmerge.engine.executor import one_thread_each
 from gradmerge.errors import InputError
 

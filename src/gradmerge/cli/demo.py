@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,7 +36,7 @@ def demo(
     with heavy_imports():
         from ..demo import Settings, run_demo
         from ..demo.digits import REMOVED
-        from ..demo.tables import merge_table, removal_table
+        from ..demo.run import EVERY, REST
 
     begun = time.perf_counter()
 
@@ -50,11 +51,20 @@ def demo(
         print_json({**results, "folder": str(out), "seconds": round(seconds, 1)})
         return
     images = results["images"]["test"]
-    merging = f"Accuracy on {images} test images per task in percent with its standard error, and the mean loss:\n"
-    removing = f"\nRemoving {REMOVED} from the joint model; KL is the distance to the target on {REMOVED} in nats:\n"
-    for title, (columns, rows) in ((merging, merge_table(results)), (removing, removal_table(results))):
-        echo(title)
-        print_table(columns, rows, right=range(1, len(columns)))
+    echo(f"Accuracy on {images} test images per task in percent with its standard error, and the mean loss:\n")
+    columns = ["model", *EVERY, "mean ± error", "loss"]
+    rows = [_cells(row, EVERY) for row in results["merging"]]
+    print_table(columns, rows, right=range(1, len(columns)))
+    echo(f"\nRemoving {REMOVED} from the joint model; KL is the distance to the target on {REMOVED} in nats:\n")
+    columns = ["model", REMOVED, *REST, "rest, mean ± error", "rest, loss", "KL"]
+    rows = [[*_cells(row, (REMOVED, *REST)), f"{row['kl']:.3f}"] for row in results["removal"]]
+    print_table(columns, rows, right=range(1, len(columns)))
     if not printing.quiet:
         echo(f"\nDone in {seconds:.0f} s. Commands that repeat the steps: {out / 'commands.sh'}")
         echo(f"Reports: {out / 'preview' / 'report.html'}, {out / 'diagnose' / 'report.html'}")
+
+
+def _cells(row: Mapping[str, Any], tasks: Sequence[str]) -> list[str]:
+    """Return a model's name, accuracies in percent, their mean with its standard error, and the mean loss."""
+    scores = [f"{100 * row['scores'][task]:.1f}" for task in tasks]
+    return [row["name"], *scores, f"{100 * row['mean']:.1f} ± {100 * row['mean_error']:.1f}", f"{row['mean_loss']:.3f}"]

@@ -6,11 +6,14 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 import yaml
+from torch import Tensor
 
 from ..api.calibrate import calibrate
 from ..api.diagnose import diagnose
@@ -22,8 +25,8 @@ from ..api.remove import remove
 from ..engine.executor import one_thread_each
 from ..io.atomic_dir import AtomicDir
 from ..progress import NoProgress, Progress
+from ..tasks.metrics import standard_error
 from ..text import to_json
-from . import tables
 from .digits import BASE, REMOVED, TASKS, Settings, load_digits, predictions, read_split, train, write_data
 
 #: Names of recipes, and of the models that they make.
@@ -36,6 +39,16 @@ TRAININGS = [
     (f"joint-{REMOVED}", "models/joint", REMOVED, 12),
     (f"without-{REMOVED}", "models/base", "rest", 13),
 ]
+EVERY = (BASE, *TASKS)
+REST = tuple(task for task in EVERY if task != REMOVED)
+#: Folder → name in the table of removals.
+REMOVAL_MODELS = {
+    "models/joint": "before",
+    "removed/negation": "negation",
+    "removed/removal": "gradient matching",
+    "removed/influence": "influence function",
+    f"models/without-{REMOVED}": "trained without it (target)",
+}
 #: Arguments that are positional on the command line.
 _POSITIONAL = ("model", "recipe", "merged")
 #: Commands with another name than their function.
@@ -203,17 +216,58 @@ def _best_weight() -> float:
 
 def _results(settings: Settings, steps: list[Step]) -> dict[str, Any]:
     """Evaluate all models on the test images."""
-    merging, removal = tables.merging_models(_best_weight(), settings.unlabeled), tables.REMOVAL_MODELS
-    predicted = predictions([*merging, *removal], tables.EVERY)
+    merging, removal = merging_models(_best_weight(), settings.unlabeled), REMOVAL_MODELS
+    predicted = predictions([*merging, *removal], EVERY)
     labels = read_split(Path("data", f"{BASE}.npz"), "test")[1]  # the same for every task
     return {
         "seed": settings.seed,
         "images": {"train": settings.train, "valid": settings.valid, "test": settings.test},
         "unlabeled": settings.unlabeled,
         "tuned_weight": _best_weight(),
-        "merging": [tables.row(name, folder, predicted, labels, tables.EVERY) for folder, name in merging.items()],
-        "removal": [tables.row(name, folder, predicted, labels, tables.REST) for folder, name in removal.items()],
+        "merging": [row(name, folder, predicted, labels, EVERY) for folder, name in merging.items()],
+        "removal": [row(name, folder, predicted, labels, REST) for folder, name in removal.items()],
         "commands": [shlex.join(step.words) for step in steps],
+    }
+
+
+def merging_models(weight: float, unlabeled: int) -> dict[str, str]:
+    """Return folder → name in the table of merges."""
+    return {
+        "models/base": "base",
+        **{f"models/{task}": f"fine-tuned on {task}" for task in TASKS},
+        "merged/average": "average",
+        "merged/task-arithmetic": "task-arithmetic, weight 1",
+        "merged/task-arithmetic-tuned": f"task-arithmetic, tuned: {weight:g}",
+        "merged/ties": "ties",
+        "merged/regmean": "regmean",
+        "merged/fisher-averaging": "fisher-averaging",
+        "merged/gradient-matching": "gradient-matching, weight 1",
+        "improved/calibrated": f"gradient-matching + calibrate, {unlabeled} unlabeled images",
+        "improved/distilled": "… + distill, the same images",
+        "models/joint": "trained on all (target)",
+    }
+
+
+def row(
+    name: str, folder: str, predicted: Mapping[str, Mapping[str, Tensor]], labels: Tensor, tasks: Sequence[str]
+) -> dict[str, Any]:
+    """Return one model in a table, from ln p of every class for the test images of each task.
+
+    The mean is over ``tasks``. Its standard error is over digits, each of which is in every task.
+    """
+    found, target = predicted[folder], predicted[f"models/without-{REMOVED}"][REMOVED]
+    right = {task: (logs.argmax(1) == labels).double() for task, logs in found.items()}
+    losses = {task: float(F.nll_loss(logs, labels)) for task, logs in found.items()}
+    by_digit = torch.stack([right[task] for task in tasks]).mean(0)
+    return {
+        "name": name,
+        "folder": folder,
+        "scores": {task: float(rows.mean()) for task, rows in right.items()},
+        "losses": losses,
+        "mean": float(by_digit.mean()),
+        "mean_error": standard_error(by_digit),
+        "mean_loss": sum(losses[task] for task in tasks) / len(tasks),
+        "kl": float(F.kl_div(found[REMOVED], target, reduction="batchmean", log_target=True)),
     }
 
 
