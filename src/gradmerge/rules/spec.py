@@ -3,7 +3,7 @@
 A rule is written once, as an annotated function::
 
     @rule("task-arithmetic", matching_form=("w_t", "I", "0"), reference="Ilharco et al., ICLR 2023")
-    def task_arithmetic(base: Tensor, tuned: Sequence[Tensor], weights: Numbers) -> Tensor:
+    def task_arithmetic(base: Tensor, tuned: Tensors, weights: Numbers) -> Tensor:
         '''θ_0 + Σ w_t Δ_t.'''
 
 Its positional parameters are *inputs*, named as in :data:`INPUTS`. Its keyword-only parameters are *options*, whose
