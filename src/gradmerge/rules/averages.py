@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import Annotated
 
 import torch
@@ -64,20 +62,13 @@ def weighted_average(
 _TINY = 1e-6
 
 
-def _by_row(base: Tensor, tuned: Tensors) -> Tensor:
-    """Model Stock for every vector along the last axis, each with its angle."""
-    shape = base.shape or (1,)
-    deltas = [(model - base).reshape(shape).double() for model in tuned]
-    norms = [delta.norm(dim=-1, keepdim=True) for delta in deltas]
-    cosine = torch.zeros_like(norms[0])
-    pairs = list(itertools.combinations(range(len(deltas)), 2))
-    for i, j in pairs:
-        dot = (deltas[i] * deltas[j]).sum(-1, keepdim=True)
-        cosine += (dot / (norms[i] * norms[j]).clamp_(min=_TINY)).clamp_(-1, 1) / len(pairs)
-    divisor = 1 + (len(deltas) - 1) * cosine
-    share = torch.where(divisor.abs() < _TINY, 0.0, cosine / divisor)  # t / T
-    step = share * torch.stack(deltas).sum(0)
-    return step.reshape(base.shape).to(base.dtype).add_(base)
+def _stock_share(inner: Tensor) -> Tensor:
+    """t/T = c / (1 + (T − 1) c) from the inner products of the Δ_t: T × T, or T × T × rows."""
+    norms = inner[range(len(inner)), range(len(inner))].sqrt()
+    i, j = torch.triu_indices(len(inner), len(inner), 1)
+    cosine = (inner[i, j] / (norms[i] * norms[j]).clamp_(min=_TINY)).clamp_(-1, 1).mean(0)
+    divisor = 1 + (len(inner) - 1) * cosine
+    return torch.where(divisor.abs() < _TINY, 0.0, cosine / divisor)
 
 
 @rule(
@@ -100,19 +91,12 @@ def model_stock(
     If the models agree (c = 1) the result is their mean. If the Δ_t are orthogonal (c = 0) they count as noise and the
     result is the base. Meant for models that were fine-tuned on the same task.
     """
-    count = len(tuned)
-    if count < 2:
+    if len(tuned) < 2:
         raise ValueError("needs at least two fine-tuned models, because it uses the angles between them")
-    if filter_wise:
-        return _by_row(base, tuned)
-    assert products is not None
-    inner = square(products)
-    norms = inner.diagonal().sqrt().tolist()
-    cosines = [
-        max(-1.0, min(1.0, float(inner[i, j]) / max(norms[i] * norms[j], _TINY)))
-        for i, j in itertools.combinations(range(count), 2)
-    ]
-    cosine = math.fsum(cosines) / len(cosines)
-    divisor = 1 + (count - 1) * cosine
-    share = 0.0 if abs(divisor) < _TINY else cosine / divisor
-    return spanned(base, tuned, [share] * count)
+    if not filter_wise:
+        assert products is not None
+        return spanned(base, tuned, [float(_stock_share(square(products)))] * len(tuned))
+    deltas = [(model - base).reshape(base.shape or (1,)).double() for model in tuned]
+    inner = torch.stack([torch.stack([(x * y).sum(-1, keepdim=True) for y in deltas]) for x in deltas])
+    step = _stock_share(inner) * torch.stack(deltas).sum(0)
+    return step.reshape(base.shape).to(base.dtype).add_(base)
