@@ -60,8 +60,8 @@ def _array(values: Tensor) -> np.ndarray:
     return values.reshape(-1).detach().cpu().numpy()
 
 
-#: The inner products of the base (if any) and the models, for :func:`square`.
-PRODUCTS = Sums(lambda base, tuned: inner_products([*([] if base is None else [base]), *tuned]))
+#: The inner products of the base and the models, for :func:`square`.
+PRODUCTS = Sums(lambda base, tuned: inner_products([base, *tuned]))
 #: The inner products of the Δ_t, or of the models if there is no base.
 DELTA_PRODUCTS = Sums(lambda base, tuned: inner_products(tuned, base))
 

@@ -11,11 +11,21 @@ from torch import Tensor
 from .measures import DELTA_PRODUCTS, PRODUCTS, Sums, inner_products, normalized, spanned, square
 from .spec import Help, Numbers, Tensors, negative_weights, rule
 
+_TINY = 1e-7
+_STRAIGHT = 1e-16  # of the squared sine
+#: Vectors count as opposite if their cosine is this close to −1; the arc between them would be rounding error.
+_OPPOSITE = 1e-7
 
-def arc_factors(cosine: float, t: float) -> tuple[float, float]:
-    """The factors of two vectors that give the point at t on the arc between them."""
-    angle = math.acos(max(-1.0, min(1.0, cosine)))
-    return math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+
+def arc_factors(cosine: Tensor, t: float) -> tuple[Tensor, Tensor]:
+    """The factors of two vectors that give the point at t on the arc between them, or on the line if there is no arc.
+
+    There is none between parallel and opposite vectors.
+    """
+    straight = ~((1 - cosine.square() > _STRAIGHT) & (1 + cosine > _OPPOSITE))  # also if it is NaN
+    angle = torch.where(straight, 0.0, cosine).acos_()
+    first, second = ((1 - t) * angle).sin() / angle.sin(), (t * angle).sin() / angle.sin()
+    return torch.where(straight, 1 - t, first), torch.where(straight, t, second)
 
 
 @rule(
@@ -45,17 +55,10 @@ def slerp(
     if zeros == "arc":
         norms = [1.0 if norm <= 1e-8 else norm for norm in norms]
     cosine = dot / (norms[0] * norms[1]) if norms[0] * norms[1] > 0 else 1.0
-    if not abs(cosine) <= parallel or abs(cosine) >= 1:  # also if it is NaN
-        from_base, from_tuned = 1.0 - t, t
-    else:
-        from_base, from_tuned = arc_factors(cosine, t)
-    return (base * from_base).add_(tuned[0], alpha=from_tuned)
-
-
-_TINY = 1e-7
-_STRAIGHT = 1e-16  # of the squared sine
-#: Vectors count as opposite if their cosine is this close to −1; the arc between them would be rounding error.
-_OPPOSITE = 1e-7
+    factors = [1.0 - t, t]
+    if abs(cosine) <= parallel:
+        factors = [float(factor) for factor in arc_factors(torch.tensor(cosine, dtype=torch.float64), t)]
+    return spanned(None, [base, *tuned], factors)
 
 
 def _along(first: Tensor, second: Tensor, t: float, axis: int) -> Tensor:
@@ -63,11 +66,8 @@ def _along(first: Tensor, second: Tensor, t: float, axis: int) -> Tensor:
     vectors = [x.double() for x in (first, second)]
     norms = [x.norm(dim=axis, keepdim=True).clamp_(min=_TINY) for x in vectors]
     cosine = (vectors[0] * vectors[1]).sum(axis, keepdim=True).div_(norms[0] * norms[1]).clamp_(-1, 1)
-    straight = (1 - cosine.square() <= _STRAIGHT) | (1 + cosine <= _OPPOSITE)
-    angle = torch.where(straight, 0.0, cosine).acos_()
-    factors = [((1 - t) * angle).sin() / angle.sin(), (t * angle).sin() / angle.sin()]
-    a, b = (torch.where(straight, line, factor) for line, factor in zip((1 - t, t), factors, strict=True))
-    return (vectors[0].mul_(a) + vectors[1].mul_(b)).to(first.dtype)
+    factors = arc_factors(cosine, t)
+    return (vectors[0].mul_(factors[0]) + vectors[1].mul_(factors[1])).to(first.dtype)
 
 
 @rule(
@@ -109,9 +109,8 @@ def nuslerp(
         return merged if base is None else merged.add_(base)
     assert products is not None
     norms = [max(math.sqrt(product), _TINY) for product in (products[0], products[2])]
-    cosine = products[1] / (norms[0] * norms[1])
-    straight = 1 - cosine * cosine <= _STRAIGHT or not _OPPOSITE - 1 < cosine < 1  # also if it is NaN
-    return spanned(base, tuned, (1.0 - t, t) if straight else arc_factors(cosine, t))
+    cosine = torch.tensor(products[1] / (norms[0] * norms[1]), dtype=torch.float64)
+    return spanned(base, tuned, [float(factor) for factor in arc_factors(cosine, t)])
 
 
 _SMALL = 1e-8
