@@ -171,16 +171,6 @@ def test_a_store_that_fails_at_the_end_leaves_an_unfinished_result(s3: Any, monk
     assert not {".gradmerge", "model-00001-of-00002.safetensors"} & set(files_at(s3, "bucket/failed"))
 
 
-def test_an_error_leaves_nothing_at_the_url(s3: Any, tmp_path: Path) -> None:
-    state = near(random_state(0), 3)
-    state["layers.1.norm.weight"][0] = float("nan")
-    s3.put(str(write_model(tmp_path / "nan", state)), "bucket/nan", recursive=True)
-    asked = {"method": "average", "models": ["s3://bucket/a", "s3://bucket/nan"], "output": {"shard_size": 500}}
-    with pytest.raises(gm.InputError, match=r"s3://bucket/nan: layers\.1\.norm\.weight"):
-        gm.merge(asked, "s3://bucket/none", threads=1)
-    assert files_at(s3, "bucket/none") == {}
-
-
 def test_an_input_that_changes_during_the_merge_is_an_error(s3: Any) -> None:
     class Change(Stop):
         def advance(self, amount: int) -> None:
