@@ -18,7 +18,7 @@ from ..curvature.per_example_gradients import is_conv1d
 from ..engine.executor import LocalExecutor
 from ..engine.run import check_merge, damping_and_penalties
 from ..progress import NoProgress
-from ..recipe import Recipe, plain
+from ..recipe import Recipe, in_words, plain
 from ..tasks import LoadOptions, complete
 from ..tasks.data import read_rows
 from ..tasks.model_args import ModelArgs
@@ -48,7 +48,7 @@ class JobSize:
     memory_parts: dict[str, int] = field(default_factory=dict)
     """What the memory is used for, where that is known."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What the job would do: numbers, texts, and tables as lists of mappings."""
+    """What the job would do: numbers, texts, mappings, and lists of these."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -68,11 +68,19 @@ class JobSize:
         disk, memory = ("" if n is None else f" ({size(n)} free)" for n in (self.free_disk, self.free_memory))
         parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in self.memory_parts.items() if nbytes)
         return [
+            *(f"{name.replace('_', ' ')}: {_text(value)}" for name, value in self.facts.items() if value),
             f"reads: {size(self.bytes_read)}",
             f"writes: {written}{disk}",
             f"memory: about {size(self.memory)}{memory}{f': {parts}' if parts else ''}",
             f"fits: {'yes' if self.fits else 'no, it needs more than is free'}",
         ]
+
+
+def _text(fact: Any) -> str:
+    """Return a fact on one line: a number, a text, a mapping, or a list of these."""
+    if isinstance(fact, dict):
+        return ", ".join(f"{key} {size(value) if key == 'bytes' else in_words(value)}" for key, value in fact.items())
+    return "; ".join(map(_text, fact)) if isinstance(fact, list) else in_words(fact)
 
 
 def free_disk(out: Path | None) -> int | None:

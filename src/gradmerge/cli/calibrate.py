@@ -10,7 +10,7 @@ import typer
 from ..api.calibrate import calibrate as calibrate_model
 from ..load_options import DEFAULTS
 from .options import DryRun, Printing, command, named
-from .output import heavy_imports, print_result, print_table, progress, typed
+from .output import heavy_imports, print_dry_run, print_result, print_table, progress, typed
 from .stdio import echo
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ def calibrate(
     if dry_run:
         with heavy_imports():
             from ..api.calibrate import dry_run_calibrate
-            from .dry_run import print_dry_run
 
         loading: Any = {name: value for name, value in options.items() if name in (*DEFAULTS, "cache_memory")}
         print_dry_run(dry_run_calibrate(merged, sources, teachers=teachers, out=out, **loading), printing)

@@ -19,7 +19,7 @@ from .options import (
     Printing,
     command,
 )
-from .output import Notes, heavy_imports, print_json, print_notes, progress
+from .output import Notes, heavy_imports, print_dry_run, print_json, print_notes, progress
 from .stdio import echo
 
 EXAMPLE = (
@@ -54,7 +54,6 @@ def estimate(
     if dry_run:
         with heavy_imports():
             from ..api.dry_run import dry_run_estimate
-            from .dry_run import print_dry_run
 
         for name in ("seed", "resume", "force"):
             del options[name]

@@ -10,7 +10,7 @@ import typer
 from ..api.extract_lora import extract_lora as extract
 from ..text import one_line, size
 from .options import Model, Printing, command
-from .output import heavy_imports, print_json, print_notes, print_table, progress
+from .output import heavy_imports, print_result, print_table, progress
 from .stdio import echo
 
 EXAMPLE = (
@@ -40,11 +40,7 @@ def extract_lora(
 
     with progress(printing.silent) as bar:
         result = extract(model, out, progress=bar, **options)
-    if printing.json:
-        print_json(result.to_dict() | {"model": model, "base": options["base"], "rank": options["rank"]})
-        return
-    print_notes(result.notes, printing.quiet)
-    if printing.quiet:
+    if not print_result(result, printing, model=model, base=options["base"], rank=options["rank"]):
         return
     share, loss = result.lost_share or 0.0, "without loss"
     if share > LOSSLESS:

@@ -11,7 +11,7 @@ from ..api.merge import merge as merge_models
 from ..errors import InputError
 from ..text import size
 from .options import DryRun, Printing, Settings, command, from_environment, method_names
-from .output import heavy_imports, print_json, print_notes, progress
+from .output import heavy_imports, print_dry_run, print_result, progress
 from .stdio import echo
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ def run_recipe(recipe: Recipe, out: Path | None, options: dict[str, Any], dry_ru
     if dry_run:
         with heavy_imports():
             from ..api.dry_run import dry_run_merge
-            from .dry_run import print_dry_run
 
         names = ("threads", "allow_pickle", "allow_config", "dequantize")
         print_dry_run(dry_run_merge(recipe, out, **{name: options[name] for name in names}), printing)
@@ -97,11 +96,7 @@ def run_recipe(recipe: Recipe, out: Path | None, options: dict[str, Any], dry_ru
         raise InputError("give a folder for the result: -o OUT")
     with heavy_imports(), progress(printing.silent) as shown:
         result = merge_models(recipe, out, progress=shown, **options)
-    if printing.json:
-        print_json(result.to_dict() | {"method": recipe.method})
-        return
-    print_notes(result.notes, printing.quiet)
-    if printing.quiet:
+    if not print_result(result, printing, method=recipe.method):
         return
     if result.already_done:
         echo(f"{out} is already complete")

@@ -171,13 +171,20 @@ def print_notes(texts: Iterable[str], quiet: bool) -> None:
         note(text, quiet)
 
 
-def print_result(result: Any, printing: Any) -> bool:
-    """Print a result as JSON, or its notes. Return whether text about it follows."""
+def print_result(result: Any, printing: Any, **more: Any) -> bool:
+    """Print a result as JSON, with more keys, or its notes. Return whether text about it follows."""
     if printing.json:
-        print_json(result.to_dict())
+        print_json(result.to_dict() | more)
         return False
     print_notes(map(str, result.notes), printing.quiet)
     return not printing.quiet
+
+
+def print_dry_run(job: Any, printing: Any) -> None:
+    """Print what a job would do, and its size."""
+    print_result(job, printing)
+    for line in () if printing.json else job.lines():
+        echo(line)
 
 
 def print_verdict(sentences: Iterable[str]) -> None:
