@@ -8,10 +8,11 @@ import torch
 from gradmerge.compare.diagnose import Diagnosis, PenaltyCheck
 from gradmerge.compare.predict import Prediction
 from gradmerge.compare.ranking import Outcome
-from gradmerge.compare.settings import Setting
+from gradmerge.compare.settings import make_setting
 from gradmerge.recipe import make_recipe
 from gradmerge.report.advice import diagnosis_verdict as verdict
 from gradmerge.report.comparison import measured_table
+from gradmerge.rules import METHODS
 from gradmerge.tasks.metrics import standard_errors
 
 OWN, OTHER, THIRD = "gradient-matching", "average", "task-arithmetic"
@@ -45,7 +46,9 @@ def diagnosis(
                 task: {"accuracy": counts[task] / 120, "standard_errors": standard_errors(one)}
                 for task, one in rows.items()
             }
-            found.outcomes[model] = Outcome(Setting({}), metrics, rows=rows)
+            method = model if model in METHODS else OWN
+            changes = {"base.penalty": "none"} if model == without_penalty else {}
+            found.outcomes[model] = Outcome(make_setting(recipe, method, changes), metrics, rows=rows)
         found.rank_measured()
     return found
 

@@ -143,8 +143,9 @@ class Diagnosis(Displayed):
         """Set ``measured`` from the outcomes of the merges."""
         merges, tasks = [*self.merges.values()], [*self.examples]
         criterion, axis = set_scores(merges, True), Axis("")
+        models = task_names(self.recipe)
         self.measured = Preview(
-            self.recipe, tasks, [], True, criterion, merges, merges[0], axis, examples=self.examples
+            self.recipe, tasks, models, True, criterion, merges, merges[0], axis, examples=self.examples
         )
 
     def _line(self) -> list[str]:
@@ -195,42 +196,53 @@ def find_costs(
 
         progress.begin("comparing", plan.total_read)
         plan.note(notes_on(recipe, plan, threads))
-        candidates = _candidates(recipe, plan, checkpoint(merged))
+        merge = checkpoint(merged)
+        settings = _settings(recipe, recipe.method if merge is None else merge.label)
+        candidates = _candidates(recipe, plan, settings, merge)
         prediction = predict(plan, tasks, candidates, threads=threads, advance=progress.advance)
         found = Diagnosis(recipe, next(iter(candidates)), prediction)
         if given:
             evaluator = DataEvaluator(recipe, [], given, loading, threads=threads, plan=plan, **allowed)
             opened.callback(evaluator.close)
-            _measure(found, evaluator, candidates, checkpoint(target))
+            _measure(found, evaluator, candidates, settings, checkpoint(target))
             found.notes += evaluator.notes()
         found.notes = list(dict.fromkeys([*plan.notes, *found.notes]))
         return found
 
 
-def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> dict[str, Candidate]:
-    """The recipe's merge first, then the merges it is compared with. The plan's notes say which are left out."""
-    found: dict[str, Candidate] = {}
-    if merged is not None:
-        found[merged.label] = merged
-    elif recipe.rule.fallback is not None:
-        raise InputError(f"{recipe.method} works on whole matrices: merge it first, and diagnose the result (merged=)")
-    else:
-        found[recipe.method] = plan_of(plan, recipe)
+def _settings(recipe: Recipe, own: str) -> dict[str, Setting]:
+    """The setting that is diagnosed, by the name ``own``, and those that it is compared with."""
+    found = {own: make_setting(recipe, recipe.method)}
     if recipe.rule.removes:
         weights = [mapped(weight, operator.neg) for weight in recipe.weights]
-        negated = Setting({"method": "task-arithmetic", **dict(zip(weight_keys(recipe), weights, strict=True))})
-        return found | {REFERENCES[1]: plan_of(plan, recipe_with(recipe, negated))}
-    for method in OTHERS:
+        negated = {"method": "task-arithmetic", **dict(zip(weight_keys(recipe), weights, strict=True))}
+        return found | {REFERENCES[1]: Setting(negated)}
+    return found | {method: make_setting(recipe, method) for method in OTHERS if method != own}
+
+
+def _candidates(
+    recipe: Recipe, plan: Plan, settings: Mapping[str, Setting], merged: Checkpoint | None
+) -> dict[str, Candidate]:
+    """Name → merge. The plan's notes say which are left out."""
+    found: dict[str, Candidate] = {}
+    if merged is None and recipe.rule.fallback is not None:
+        raise InputError(f"{recipe.method} works on whole matrices: merge it first, and diagnose the result (merged=)")
+    for number, (name, setting) in enumerate(settings.items()):
         try:
-            if method not in found:
-                found[method] = plan_of(plan, recipe_with(recipe, make_setting(recipe, method)))
+            found[name] = merged if merged and not number else plan_of(plan, recipe_with(recipe, setting))
         except InputError as error:
-            plan.note([f"{method} is not compared: {error}"])
+            if not number:
+                raise
+            plan.note([f"{name} is not compared: {error}"])
     return found
 
 
 def _measure(
-    found: Diagnosis, evaluator: DataEvaluator, candidates: Mapping[str, Candidate], target: Checkpoint | None
+    found: Diagnosis,
+    evaluator: DataEvaluator,
+    candidates: Mapping[str, Candidate],
+    settings: Mapping[str, Setting],
+    target: Checkpoint | None,
 ) -> None:
     """Evaluate all models on the data, and compute what needs gradients."""
     evaluator.evaluate_models_alone()
@@ -244,7 +256,7 @@ def _measure(
     def gradients_of(name: str, state: State) -> dict[str, State]:
         """Evaluate a model on all tasks; returns the gradient of each."""
         model = evaluator.model_with(state, name)
-        found.outcomes[name] = evaluator.outcome(Setting({"method": name}), model)
+        found.outcomes[name] = evaluator.outcome(settings.get(name, Setting({})), model)
         if evaluator.failures:
             raise InputError(evaluator.failures[0])
         return {task: data[task].gradient(model) for task in evaluator.tasks}

@@ -219,12 +219,6 @@ class Preview(Displayed):
             return row is other or (apart is not None and apart.tied)
         return abs(row.score - other.score) <= CLOSE * abs(other.score) + 1e-12
 
-    def is_better(self, row: Outcome, other: Outcome) -> bool:
-        """Whether one score is better than another, by more than a tie."""
-        if row.score is None or other.score is None or self.are_alike(row, other):
-            return False
-        return (row.score > other.score) == self.criterion.higher
-
     def as_good(self, method: str | None = None) -> list[Outcome]:
         """The setting of a method, or of all, with the best score, then those that are like it.
 

@@ -322,19 +322,11 @@ def _penalty_results(found: Diagnosis) -> list[str]:
 
 
 def _without_penalty(found: Diagnosis) -> str:
-    """The advice for models that were trained without the penalty; with data, from a measurement."""
-    none, compared = "`base.penalty: none`", found.measured
-    if compared is None or not found.without_penalty:
-        return f". To compare with {none}, on data: {_preview(found, '--set', 'base.penalty=none')}"
-    row, own = found.outcomes[found.without_penalty], compared.reference
-    how = _comparison(compared, row, own)
-    if compared.are_alike(row, own):
-        return f"; but with {none} the merge is tied with this one ({how}), so there is no reason to change it."
-    if compared.is_better(row, own):
-        command = found.commands.get("merge", f"gradmerge merge {RECIPE}")
-        better = f". With {none} the merge measured better ({how})"
-        return f"{better}. To merge without it: `{command} --set base.penalty=none -o merged`"
-    return f"; but with {none} the merge measured worse ({how}): leave it as it is."
+    """What to do about models that were trained without the penalty."""
+    none = "`base.penalty: none`"
+    if found.without_penalty:
+        return f"; the merge with {none} is among those that were measured."
+    return f". To compare with {none}, on data: {_preview(found, '--set', 'base.penalty=none')}"
 
 
 def _comparison(compared: Preview, row: Outcome, other: Outcome) -> str:
@@ -346,25 +338,16 @@ def _comparison(compared: Preview, row: Outcome, other: Outcome) -> str:
 
 
 def _measured_advice(found: Diagnosis, compared: Preview) -> list[str]:
-    own, predicted = compared.reference, _predicted_winner(found)
-    others = {name: row for name, row in found.merges.items() if name not in (found.own, found.without_penalty)}
+    own, best = compared.reference, compared.best()
     where = "" if len(found.examples) == len(found.prediction.tasks) else f" on the data of {', '.join(found.examples)}"
-    better = [name for name, row in others.items() if compared.is_better(row, own)]
-    if better:
-        name = min(better, key=lambda name: compared.ranked().index(others[name]))
-        what = f"**{name} measured better** than {found.own}{where}: {_comparison(compared, others[name], own)}."
-        if predicted != name and _worst(found, name) > _worst(found, found.own):
-            what += " The prediction from curvature says otherwise; trust the measurement."
+    name = next((name for name, row in found.merges.items() if row is best), found.own)
+    if best is not None and name != found.own:
+        what = f"**{name} measured better** than {found.own}{where}: {_comparison(compared, best, own)}."
+        if name == found.without_penalty:
+            command = found.commands.get("merge", f"gradmerge merge {RECIPE}")
+            return [f"{what} To merge without the penalty: `{command} --set base.penalty=none -o merged`"]
         return [f"{what} To compare other weights: {_compare_with(found, name)}"]
-    words = f"No other method measured better than {found.own}{where} by more than two standard errors"
-    tied = [name for name, row in others.items() if compared.are_alike(row, own)]
-    words += f"; tied with it: {', '.join(tied)}." if tied else "."
-    if predicted != found.own:
-        result = "the two are tied" if predicted in tied else "it is worse"
-        words += (
-            f" Curvature predicts that the worst task of {predicted} loses less; measured, {result} "
-            f"({_comparison(compared, others[predicted], own)}). Trust the measurement."
-        )
+    words = f"No other merge measured better than {found.own}{where} by more than two standard errors."
     losses = {task: _loss(found, task) for task in found.examples}
     if losses.get(BASE) and losses[BASE] == max(losses.values()):
         return [words, _smaller_weights(found, "the base's own data has the clearest loss")]
