@@ -79,6 +79,7 @@ def forked(program: Callable[[], object], folder: Path) -> Ended:
         status = 0
         try:
             os.chdir(folder)
+            sys.argv = ["block.py"]
             file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
             os.dup2(file, 1)
             os.dup2(file, 2)

@@ -110,6 +110,7 @@ def push(
 def _commit(package: Package, repo: str, private: bool, revision: str | None, progress: bool) -> str:
     """Commit the files that have changed, and remove earlier shards; return the commit's URL."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     from .hub_files import page_card, stem_of
 
@@ -117,7 +118,10 @@ def _commit(package: Package, repo: str, private: bool, revision: str | None, pr
     if token is None:
         raise InputError(f"the Hub needs a token. {LOG_IN}.")
     api = HfApi(token=token, library_name="gradmerge", library_version=__version__)
-    with _hub_errors(repo, token), _progress_bars(progress):
+    with _hub_errors(repo, token), contextlib.ExitStack() as stack:
+        if not progress and not are_progress_bars_disabled():
+            disable_progress_bars()
+            stack.callback(enable_progress_bars)
         api.create_repo(repo, private=private or None, exist_ok=True)
         if private and api.model_info(repo).private is False:
             raise InputError(f"{repo}: exists and is public. Make it private in its settings, then push again.")
@@ -130,18 +134,6 @@ def _commit(package: Package, repo: str, private: bool, revision: str | None, pr
         operations += [CommitOperationDelete(n) for n in sorted(present - files.keys()) if stem_of(n) in stems]
         message = f"{package.kind.capitalize()} by gradmerge {__version__}"
         return str(api.create_commit(repo, operations, commit_message=message, revision=revision).commit_url)
-
-
-@contextlib.contextmanager
-def _progress_bars(shown: bool) -> Iterator[None]:
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    hides = not shown and not are_progress_bars_disabled()
-    if hides:
-        disable_progress_bars()
-    yield
-    if hides:
-        enable_progress_bars()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.lora import is_adapter
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.sidecars import sidecars
-from ..curvature.curvature import curvature_card
 from ..curvature.format import STEM, open_curvature
 from ..engine.output import JOURNAL
 from ..errors import InputError
@@ -49,7 +48,8 @@ def stem_of(name: str) -> str | None:
 
 def page_card(package: Package, present: Collection[str]) -> dict[str, Path | bytes]:
     """The card of curvature, which the page of a repository without a card of its own shows."""
-    return {CARD: package.files[f"{STEM}/{CARD}"]} if package.kind == STEM and CARD not in present else {}
+    card = package.files.get(f"{STEM}/{CARD}")
+    return {CARD: card} if package.kind == STEM and card is not None and CARD not in present else {}
 
 
 def collect_files(out: Path, repo: str) -> Package:
@@ -73,10 +73,8 @@ def _has_curvature(folder: Path) -> bool:
 
 def _curvature_files(folder: Path, inside: str) -> dict[str, Path | bytes]:
     with open_curvature(str(folder)) as file:
-        paths = file.files()
-        files: dict[str, Path | bytes] = {f"{inside}/{CARD}": curvature_card(file).encode()} if inside == STEM else {}
-    paths += [path for path in (folder / CARD, folder / f"{STEM}.safetensors.index.json") if path.is_file()]
-    return files | {f"{inside}/{path.name}": path for path in paths}
+        paths = [*file.files(), folder / CARD, folder / f"{STEM}.safetensors.index.json"]
+    return {f"{inside}/{path.name}": path for path in paths if path.is_file()}
 
 
 def _model_files(out: Path, repo: str) -> Package:
@@ -106,11 +104,9 @@ def _weight_files(out: Path) -> dict[str, Path | bytes]:
     """Return the weights of a model or an adapter, and the small files that go with them."""
     checkpoint = Checkpoint(str(out), folder=out)
     if is_adapter(out):
-        stored = open_files(out, "adapter_model")
-        if not stored:
-            raise InputError(f"{out}: an adapter without adapter_model.safetensors")
-        paths = [file.path for file in stored]
-        close_files(stored)
+        paths = [out / "adapter_model.safetensors"]
+        if not paths[0].is_file():
+            raise InputError(f"{paths[0]}: is missing")
     else:
         with open_checkpoint(out) as checkpoint:
             paths = checkpoint.files()

@@ -430,7 +430,7 @@ class Workbench:
         spec = chart.properties(width="container", background="transparent").to_dict()
         del spec["$schema"]  # it names a newer version than Gradio's
         spec["usermeta"] = {"embedOptions": {"actions": False, "renderer": "svg"}}
-        spec["config"]["legend"] |= {"orient": "bottom", "columns": 2}
+        spec["config"]["legend"] |= {"offset": 27, "columns": 2}  # above the title of the axis
         text = json.dumps(spec)
         for name, color in LIGHT.items():
             text = text.replace(f'"{color}"', f'"var(--gm-{name})"')
