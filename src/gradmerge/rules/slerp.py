@@ -118,6 +118,11 @@ _SMALL = 1e-8
 _CANCELLED = 1e-6
 
 
+def _length(factors: Tensor, inner: Tensor) -> float:
+    """The length of a sum of vectors with these factors and inner products."""
+    return math.sqrt(max(0.0, float(factors @ inner @ factors)))
+
+
 @rule(
     "multislerp",
     matching_form=("w_t, and by length", "on a sphere", "0"),
@@ -147,7 +152,7 @@ def multislerp(
     inner, shares = square(products), torch.tensor(weights, dtype=torch.float64)
     lengths = inner.diagonal().sqrt()
     factors = shares / (lengths + _SMALL)
-    length = math.sqrt(max(0.0, float(factors @ inner @ factors)))
+    length = _length(factors, inner)
     if length < _CANCELLED:
         return spanned(base, tuned, weights)
     return spanned(base, tuned, (factors * (float(shares @ lengths) / length)).tolist())
@@ -155,25 +160,19 @@ def multislerp(
 
 def _mean_direction(inner: Tensor, shares: Tensor, steps: int, tolerance: float) -> Tensor:
     """The factors with which unit vectors with these inner products combine to their mean on the sphere."""
-
-    def length(factors: Tensor) -> float:
-        return math.sqrt(max(0.0, float(factors @ inner @ factors)))
-
-    mean, start = shares, length(shares)
+    start = _length(shares, inner)
     mean = torch.eye(len(shares), dtype=torch.float64)[0] if start < tolerance else shares / start
     for _ in range(steps):
-        tangent = torch.zeros_like(mean)
-        for i, (cosine, share) in enumerate(zip((inner @ mean).tolist(), shares.tolist(), strict=True)):
-            angle = math.acos(max(-1.0, min(1.0, cosine)))
-            if tolerance <= angle <= math.pi - 1e-6:  # no direction leads to the opposite point
-                pull = share * angle / math.sin(angle)
-                tangent -= pull * cosine * mean
-                tangent[i] += pull
-        step = length(tangent)
+        cosines = (inner @ mean).clamp_(-1, 1)
+        angles = cosines.acos()
+        has_direction = (angles >= tolerance) & (angles <= math.pi - 1e-6)  # none leads to the opposite point
+        pulls = torch.where(has_direction, shares * angles / angles.sin(), 0.0)
+        tangent = pulls - (pulls @ cosines) * mean
+        step = _length(tangent, inner)
         if step < tolerance:
             break
         mean = math.cos(step) * mean + math.sin(step) / step * tangent
-        if (end := length(mean)) > tolerance:
+        if (end := _length(mean, inner)) > tolerance:
             mean = mean / end
     return mean
 
