@@ -23,7 +23,6 @@ from .method import is_rule_file, load_rule
 from .schema import Base, Origin, Recipe
 
 MAX_BYTES = 1_000_000
-MAX_LAYERS = 1000
 
 
 @checked()
@@ -208,8 +207,6 @@ def _check_slices(recipe: Recipe) -> None:
                     f"{where}: {stop - first} layers, but slices[{number}].models[0] has {lengths[number]}; all models "
                     "of a slice need the same number"
                 )
-    if sum(lengths) > MAX_LAYERS:
-        raise InputError(f"slices: {sum(lengths)} layers; at most {MAX_LAYERS} are possible")
     counts = [len(part.models) for part in recipe.slices]
     if len(set(counts)) > 1 and recipe.resolved_options.get("scope") == "model":
         number = next(i for i, count in enumerate(counts) if count != counts[0])
