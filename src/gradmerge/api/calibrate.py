@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..refinement.calibrate import Calibration, Settings
     from ..refinement.distances import Distances
     from ..refinement.inputs import MergeInputs
+    from ..refinement.model_io import AnyModel
     from ..tasks import LoadOptions
     from .dry_run import JobSize
 
@@ -230,7 +231,7 @@ def _calibrate(
     check: bool,
     seed: int,
     progress: bool | Progress,
-) -> tuple[CalibrationResult, Mapping[str, Any]]:
+) -> tuple[CalibrationResult, AnyModel, Mapping[str, Any]]:
     """Calibrate a merge: of a folder block by block, with weights that stay in their files.
 
     Args:
@@ -239,7 +240,7 @@ def _calibrate(
         curvature: As of :func:`calibrate`, as are the others.
 
     Returns:
-        What was done, and tensor → new value.
+        What was done, the merge, and parameter → new value.
     """
     from ..refinement.blocks import HiddenCache, float32_precision
     from ..refinement.calibrate import CalibrationInputs, calibrate_model
@@ -285,7 +286,7 @@ def _calibrate(
         distances=done.distances,
         notes=[*notes, *_notes_on_layers(done, structure)],
     )
-    return result, inputs.merged.stored_values(done.weights)
+    return result, inputs.merged, done.weights
 
 
 def _block_models(inputs: MergeInputs) -> tuple[BlockModel, dict[str, BlockModel]]:

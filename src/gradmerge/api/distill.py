@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ..refinement.distill import Distillation
     from ..refinement.inputs import MergeInputs
+    from ..refinement.model_io import AnyModel
     from ..tasks import LoadOptions
 
 #: Rows of a task in a step, and their most tokens.
@@ -162,7 +163,6 @@ def distill(
         action="distillation",
         advice="a smaller batch_size or max_length, or a larger device",
         tokens=None if "batch_size" in loading else BATCH_TOKENS,
-        keep_adapter=True,
         force=force,
         command=command,
     )
@@ -177,8 +177,8 @@ def _train(
     lr: float | None,
     seed: int,
     progress: bool | Progress,
-) -> tuple[DistillationResult, Mapping[str, Any]]:
-    """Train a merge. Return what was done, and tensor → new value."""
+) -> tuple[DistillationResult, AnyModel, Mapping[str, Any]]:
+    """Train a merge. Return what was done, the trained model, and parameter → new value."""
     from ..refinement.distill import distill_model
     from ..tasks.models import encoder_prefix
     from .dry_run import free_memory
@@ -202,7 +202,7 @@ def _train(
             progress=bar,
         )
     trained = {n: p for n, p in student.module.named_parameters() if p.requires_grad and done.improved}
-    return DistillationResult(distillation=done), student.stored_values(trained)
+    return DistillationResult(distillation=done), student, trained
 
 
 def _matched(match: str, task: str, shared_head: bool) -> str:

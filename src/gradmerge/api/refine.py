@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..refinement.inputs import MergeInputs
+    from ..refinement.model_io import AnyModel
     from ..tasks import LoadOptions
 
 #: By default, batches of texts with more tokens (with padding) are split: activations and answers take memory for each.
@@ -80,9 +81,9 @@ class RefinementResult(Displayed):
 
 
 Result = TypeVar("Result", bound=RefinementResult)
-Refine = Callable[["MergeInputs", Path | None], tuple[Result, Mapping[str, Any]]]
-"""Computes with the inputs and a folder for temporary files (None for modules). Returns what was done, and parameter or
-tensor of the checkpoint → new value, or what returns it as ``get()``."""
+Refine = Callable[["MergeInputs", Path | None], tuple[Result, "AnyModel", Mapping[str, Any]]]
+"""Computes with the inputs and a folder for temporary files (None for modules). Returns what was done, the model that
+changes, and parameter → new value, or what returns it as ``get()``."""
 
 
 def paths_by_name(parameter: str, values: Mapping[str, Any]) -> dict[str, str]:
@@ -151,7 +152,7 @@ def refine_module(
     shared = shares_head(merge, copies, [])
     check_teachers(merge, copies, shared)
     with contextlib.ExitStack() as stack:
-        result, values = refine(MergeInputs(merge, copies, rows, device, shared, [], [], stack), None)
+        result, _, values = refine(MergeInputs(merge, copies, rows, device, shared, [], [], stack), None)
         for name, value in values.items():
             model.get_parameter(name).data.copy_(value if isinstance(value, torch.Tensor) else value.get())
     model.train(merged.training)
@@ -193,7 +194,6 @@ def refine_folder(
     settings: Mapping[str, Any] | None = None,
     check: bool = True,
     tokens: int | None = None,
-    keep_adapter: bool = False,
     force: bool = False,
     command: str = "",
 ) -> Result:
@@ -211,14 +211,12 @@ def refine_folder(
         settings: More facts for the record.
         check: Hold out rows.
         tokens: Split batches of texts with more tokens.
-        keep_adapter: Write an adapter for an adapter, instead of a full model.
         force: Replace ``out`` if gradmerge wrote it.
         command: What repeats the run, for the report.
     """
     from ..cards.card import as_text, markdown_table
     from ..cards.metadata import name_of
     from ..cards.provenance import input_entry
-    from ..checkpoints.lora import AdapterCheckpoint
     from ..refinement.inputs import find_teachers, model_reference, opened_inputs, recorded_models
     from ..refinement.model_io import ModelFiles, write_folder
 
@@ -231,24 +229,20 @@ def refine_folder(
         opened_inputs(merged, data, references, options, check=check, tokens=tokens) as inputs,
     ):
         with enough_memory(advice):
-            result, tensors = refine(inputs, staging.folder)
+            result, files, changed = refine(inputs, staging.folder)
+        assert isinstance(files, ModelFiles)
         result.output = out
         result.rows = {task: task_rows.number for task, task_rows in inputs.rows.items()}
         result.notes = [*inputs.notes, *result.notes]
         result.seconds = time.perf_counter() - begun
-        assert isinstance(inputs.merged, ModelFiles)
-        checkpoint, info = inputs.merged.checkpoint, inputs.merged.info
-        if keep_adapter and isinstance(checkpoint, AdapterCheckpoint):
-            checkpoint = checkpoint.adapter
         names = {task: name_of(source) for task, source in data.items()}
-        known = {**recorded_models(info.folder), **references}
+        known = {**recorded_models(files.info.folder), **references}
         facts = {**result.facts(), **(settings or {}), "data": names}
         rows = markdown_table(["task", "rows"], [[as_text(task), str(n)] for task, n in result.rows.items()])
         write_folder(
             staging,
-            checkpoint,
-            info,
-            tensors,
+            files,
+            changed,
             action=action,
             card=f"{result.card_text()}\n\n{rows}",
             facts={

@@ -222,9 +222,8 @@ def _remove_on_disk(
             facts = {**sources, "max_kronecker_dim": settings["max_kronecker_dim"], **result.facts()}
             write_folder(
                 staging,
-                files.checkpoint,
-                files.info,
-                files.stored_values({n: p for n, p in files.module.named_parameters() if p.requires_grad}),
+                files,
+                {name: p for name, p in files.module.named_parameters() if p.requires_grad},
                 action="removal",
                 card=removal_card(result),
                 facts={"removal": facts},

@@ -9,8 +9,9 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from ..quiet import quiet_transformers
 from ..tasks.model_files import LoadingInfo, class_name, locate, offline
 from ..tasks.models import load_model
 from ..text import first_line, listed
-from .blocks import stored_values
+from .blocks import CachedTensor, stored_values
 
 SHARD_SIZE = 5_000_000_000
 #: Elements that are read at a time.
@@ -105,13 +106,19 @@ class ModelFiles:
                     tensors = self.tensors_of(name)
                     parameter.copy_(rounded(parameter, types[tensors[0]] if tensors else usual))
 
-    def stored_values(self, changed: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensor of the checkpoint → new value, from parameter → new value; both may be read with ``get()`` instead."""
+    def new_tensors(self, changed: Mapping[str, Tensor | CachedTensor]) -> dict[str, Callable[[], Tensor]]:
+        """Tensor of the checkpoint → what returns its new value, from parameter → new value."""
         return {
-            tensor: value if part is None else PartOfValue(value, part)
+            tensor: partial(_part_of, value, part)
             for name, value in changed.items()
             for tensor, part in self.stored.get(name, {}).items()
         }
+
+
+def _part_of(value: Tensor | CachedTensor, part: Slice | None) -> Tensor:
+    """A new value, or the slice of fused experts' new weights that a tensor of the checkpoint holds."""
+    whole = value if isinstance(value, Tensor) else value.get()
+    return whole.detach() if part is None else slice_of(whole.detach(), part).contiguous()
 
 
 @dataclass
@@ -147,24 +154,8 @@ class ModelInMemory:
     def tensors_of(self, name: str) -> list[str]:
         return [name]
 
-    def stored_values(self, changed: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(changed)
-
 
 AnyModel = ModelFiles | ModelInMemory
-
-
-@dataclass
-class PartOfValue:
-    """A slice of fused experts' new weights, for one tensor of a checkpoint."""
-
-    value: Any
-    part: Slice
-
-    def get(self) -> Tensor:
-        """Return the part."""
-        whole = self.value if isinstance(self.value, Tensor) else self.value.get()
-        return slice_of(whole, self.part).contiguous()
 
 
 def slice_of(weight: Tensor, part: Slice) -> Tensor:
@@ -387,9 +378,8 @@ class CheckpointWeights:
 
 def write_folder(
     staging: AtomicDir,
-    checkpoint: Checkpoint,
-    info: LoadingInfo,
-    changed: Mapping[str, Any],
+    files: ModelFiles,
+    changed: Mapping[str, Tensor | CachedTensor],
     *,
     action: str,
     card: str,
@@ -403,9 +393,8 @@ def write_folder(
 
     Args:
         staging: The temporary folder.
-        checkpoint: The model before, or the adapter.
-        info: Where it is.
-        changed: Tensor of the checkpoint → its new value, or what returns it as ``get()``. All others are copied.
+        files: The model before.
+        changed: Parameter → new value. All others are copied.
         action: What was done, as a tag of the card.
         card: The text of the model card, in Markdown, without its title.
         facts: The facts of the record.
@@ -414,16 +403,17 @@ def write_folder(
         seconds: How long it took.
         notes: What a user should know.
     """
-    folder = info.folder
+    checkpoint, folder = files.checkpoint, files.info.folder
     adapter = is_adapter(folder) and not isinstance(checkpoint, AdapterCheckpoint)  # this is the full model
-    sizes = _write_weights(staging, checkpoint, changed, "adapter_model" if adapter else "model")
+    stem = "adapter_model" if adapter else "model"
+    sizes = _write_weights(staging, checkpoint, files.new_tensors(changed), stem)
     copy_sidecars(checkpoint, staging.folder, "auto")
     base, base_folder = None, None
     if adapter:
         copy_adapter_config(folder, staging.folder)
         name = str(read_adapter_config(folder).get("base_model_name_or_path") or "")
         base = ModelMetadata(name_of(name), ids=(name,) if may_be_hub_id(name, folder) else ())
-        base_folder = info.base_folder
+        base_folder = files.info.base_folder
     write_card(
         staging.folder,
         staging.out.name,
@@ -441,7 +431,9 @@ def write_folder(
     write_record(staging.folder, facts, inputs=inputs, sizes=sizes, timings={"total": seconds}, notes=notes)
 
 
-def _write_weights(staging: AtomicDir, checkpoint: Checkpoint, changed: Mapping[str, Any], stem: str) -> dict[str, int]:
+def _write_weights(
+    staging: AtomicDir, checkpoint: Checkpoint, changed: Mapping[str, Callable[[], Tensor]], stem: str
+) -> dict[str, int]:
     """Write all tensors of a checkpoint, some of them changed; return the bytes of each file."""
     for module in checkpoint.modules:
         (staging.folder / module).mkdir(exist_ok=True)
@@ -455,11 +447,10 @@ def _write_weights(staging: AtomicDir, checkpoint: Checkpoint, changed: Mapping[
             if value is None and (source := tied_to(name, checkpoint)) in changed and source is not None:
                 value = changed[source] if same_values(checkpoint, name, source) else None  # tied, but stored twice
             if value is not None:
-                value = value if isinstance(value, Tensor) else value.get()
-                value = rounded(value.detach().cpu(), TORCH_TYPES[info.dtype])
-                if not bool(value.isfinite().all()):
+                new = rounded(value().cpu(), TORCH_TYPES[info.dtype])
+                if not bool(new.isfinite().all()):
                     raise InputError(f"{name}: the new weight is too large for the type {info.dtype}")
-                writer.write(name, 0, bytes_of(value.contiguous().reshape(-1)))
+                writer.write(name, 0, bytes_of(new.contiguous().reshape(-1)))
                 continue
             for start in range(0, info.numel, CHUNK):
                 block = checkpoint.read(name, start, min(start + CHUNK, info.numel), buffers)
