@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -122,73 +122,53 @@ def distill_model(
         progress: Shows how many steps are done.
     """
     steps = default_steps(rows, match) if steps is None else steps
-    progress = progress or NoProgress()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        raise InputError("the model has no parameters that require gradients")
     done = Distillation(match, steps, default_rate(model) if lr is None else lr)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError("the model has no parameters that require gradients")
     model.eval()
-    pad_token = getattr(getattr(unwrapped(model), "config", None), "pad_token_id", None) or 0
-    guides = {
-        task: Guide(load, rows[task], match, memory // len(teachers), pad_token) for task, load in teachers.items()
-    }
-    passes = Passes(model, guides, match, pad_token)
-    _evaluate(done, 0, passes)
+    lessons = Lessons(model, teachers, rows, match, memory)
+    done.losses.append((0, lessons.held_out_losses()))
     for task, loss in done.losses_at(0).items():
         if not math.isfinite(loss):
             raise InputError(f"{task}: the loss of the merge is not finite. Check the weights for NaN and infinity.")
-    for attempt in range(1 if lr is not None else MAX_RESTARTS + 1):
-        may_stop = lr is None and attempt < MAX_RESTARTS
-        if _train(done, trained, passes, {task: len(one.fit) for task, one in rows.items()}, seed, may_stop, progress):
+    for restarts_left in reversed(range(MAX_RESTARTS + 1 if lr is None else 1)):
+        if _train(done, lessons, seed, restarts_left > 0, progress or NoProgress()):
             break
         done.lr *= RESTART_FACTOR
         done.losses = done.losses[:1]
     return done
 
 
-def _train(
-    done: Distillation,
-    trained: Mapping[str, nn.Parameter],
-    passes: Passes,
-    batches: Mapping[str, int],
-    seed: int,
-    may_stop: bool,
-    progress: Progress,
-) -> bool:
+def _train(done: Distillation, lessons: Lessons, seed: int, may_stop: bool, progress: Progress) -> bool:
     """Train, and keep the weights that are best on held-out rows.
 
     Returns False, with the weights as before, if ``may_stop`` is set and the loss is infinite, or not lower by the
     second evaluation.
     """
     steps, lowest = done.steps, done.mean_losses[0]
-    optimizer = torch.optim.AdamW(
-        trained.values(), done.lr, weight_decay=0.0, fused=all(p.is_cuda for p in trained.values())
-    )
+    trained = [p for p in lessons.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, done.lr, weight_decay=0.0, fused=all(p.is_cuda for p in trained))
     warmup = max(1, round(WARMUP_SHARE * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1, (k + 1) / warmup) * (1 - k / steps))
-    orders = {task: _endless(count, seed + number) for number, (task, count) in enumerate(batches.items())}
+    orders = {task: _endless(one.fit, seed + number) for number, (task, one) in enumerate(lessons.tasks.items())}
     best = _copied(trained)
     every = max(1, steps // EVALUATIONS)
     progress.begin("distilling", steps)
     for step in range(1, steps + 1):
         optimizer.zero_grad(set_to_none=True)
-        for losses in passes.losses([(task, next(order)) for task, order in orders.items()]):
-            loss = torch.stack([value for _, value in losses]).sum()
-            if not bool(loss.isfinite()):
-                if may_stop:
-                    _restore(trained, best)
-                    return False
-                tasks = ", ".join(task for task, _ in losses)
+        if tasks := _backward(lessons, [(task, next(order)) for task, order in orders.items()]):
+            if not may_stop:
                 raise InputError(f"{tasks}: the loss is not finite at step {step}. Try an lr below {done.lr:g}.")
-            loss.backward()
-        nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)
+            _restore(trained, best)
+            return False
+        nn.utils.clip_grad_norm_(trained, MAX_NORM)
         optimizer.step()
         schedule.step()
         progress.advance(1)
         if step % every == 0 or step == steps:
-            value = _evaluate(done, step, passes)
-            if value < lowest:
-                lowest, done.best_step = value, step
+            done.losses.append((step, lessons.held_out_losses()))
+            if done.mean_losses[-1] < lowest:
+                lowest, done.best_step = done.mean_losses[-1], step
                 best = _copied(trained)
             elif may_stop and not done.best_step and step == RESTART_AFTER * every:
                 _restore(trained, best)
@@ -197,31 +177,100 @@ def _train(
     return True
 
 
-class Guide:
-    """What a fine-tuned model returns for the rows of its task.
+def _backward(lessons: Lessons, chosen: Sequence[tuple[str, int]]) -> str:
+    """Add up the gradients of batches. Returns the tasks whose loss is not finite; empty if it is."""
+    for losses in lessons.losses(chosen):
+        loss = torch.stack([value for _, value in losses]).sum()
+        if not bool(loss.isfinite()):
+            return ", ".join(task for task, _ in losses)
+        loss.backward()
+    return ""
 
-    The outputs are computed once, or in every step if they take too much memory.
+
+def _copied(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [p.detach().cpu().clone() for p in parameters]
+
+
+@torch.no_grad()
+def _restore(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+class TaskBatches(NamedTuple):
+    """The batches of a task, and what its fine-tuned model returns for them."""
+
+    batches: Sequence[Batch]
+    fit: int
+    """The number of batches to train on; the others are held out."""
+    target: Callable[[int], Outputs]
+
+
+class Lessons:
+    """The losses of a student on batches of all tasks.
+
+    Small passes leave a GPU idle, so there batches of several tasks share a pass. The first pass with gradients shows
+    how many positions fit.
     """
 
-    def __init__(self, load: Callable[[], nn.Module], rows: TaskRows, match: str, memory: int, pad_token: int) -> None:
-        self.batches, self.match = [*rows.fit, *rows.held_out], match
-        self.held_out = range(len(rows.fit), len(self.batches))
-        self._teacher: nn.Module | None = load()
-        self._outputs: list[Outputs] = []
-        first = teacher_outputs(self._teacher, self.batches[0], match)
-        if first.nbytes * rows.number > memory * count_rows(self.batches[:1]):
-            return
-        positions = JOINED_TEACHER_BATCHES * positions_in(self.batches[0]) if first.representation.is_cuda else 0
-        for numbers, batch in join_batches(self.batches, positions, pad_token):
-            sizes = [count_rows([self.batches[number]]) for number in numbers]
-            self._outputs += teacher_outputs(self._teacher, batch, match).split(sizes)
-        self._teacher = None
+    def __init__(
+        self,
+        model: nn.Module,
+        teachers: Mapping[str, Callable[[], nn.Module]],
+        rows: Mapping[str, TaskRows],
+        match: str,
+        memory: int,
+    ) -> None:
+        self.model, self._match = model, match
+        self._pad_token = getattr(getattr(unwrapped(model), "config", None), "pad_token_id", None) or 0
+        self._device = next(model.parameters()).device
+        self._positions: int | None = None
+        self.tasks = {}
+        for task, (fit, held_out) in rows.items():
+            batches = [*fit, *held_out]
+            self.tasks[task] = TaskBatches(
+                batches, len(fit), self._targets(teachers[task](), batches, memory // len(rows))
+            )
 
-    def target(self, number: int) -> Outputs:
-        """What the fine-tuned model returns for a batch."""
-        if self._teacher is None:
-            return self._outputs[number]
-        return teacher_outputs(self._teacher, self.batches[number], self.match)
+    def _targets(self, teacher: nn.Module, batches: Sequence[Batch], memory: int) -> Callable[[int], Outputs]:
+        """What a fine-tuned model returns: computed once, or in every step if it takes too much memory."""
+        first = teacher_outputs(teacher, batches[0], self._match)
+        if first.nbytes * count_rows(batches) > memory * count_rows(batches[:1]):
+            return lambda number: teacher_outputs(teacher, batches[number], self._match)
+        outputs: list[Outputs] = []
+        positions = JOINED_TEACHER_BATCHES * positions_in(batches[0]) if self._device.type == "cuda" else 0
+        for numbers, batch in join_batches(batches, positions, self._pad_token):
+            sizes = [count_rows([batches[number]]) for number in numbers]
+            outputs += teacher_outputs(teacher, batch, self._match).split(sizes)
+        return outputs.__getitem__
+
+    def losses(self, chosen: Sequence[tuple[str, int]]) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield task and loss of batches, given as task and number, pass by pass."""
+        batches = [self.tasks[task].batches[number] for task, number in chosen]
+        for indices, batch in join_batches(batches, self._positions or 0, self._pad_token):
+            before = self._allocated()
+            targets = [self.tasks[task].target(number) for task, number in (chosen[i] for i in indices)]
+            losses = batch_losses(self.model, batch, [count_rows([batches[i]]) for i in indices], targets, self._match)
+            if self._positions is None and torch.is_grad_enabled():
+                used = self._allocated() - before  # what the positions of the batch keep for the backward pass
+                free = torch.cuda.mem_get_info(self._device)[0] if used > 0 else 0
+                self._positions = int(PASS_SHARE * free / max(used, 1) * positions_in(batch))
+            yield [(chosen[i][0], loss) for i, loss in zip(indices, losses, strict=True)]
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    @torch.no_grad()
+    def held_out_losses(self) -> dict[str, float]:
+        """Task → loss on held-out rows."""
+        held_out = [(task, n) for task, one in self.tasks.items() for n in range(one.fit, len(one.batches))]
+        losses = [loss for losses in self.losses(held_out) for _, loss in losses]
+        sums, counts = dict.fromkeys(self.tasks, 0.0), dict.fromkeys(self.tasks, 0)
+        for (task, number), loss in zip(held_out, losses, strict=True):
+            rows = count_rows([self.tasks[task].batches[number]])
+            sums[task] += rows * float(loss)
+            counts[task] += rows
+        return {task: value / counts[task] for task, value in sums.items()}
 
 
 @torch.no_grad()
@@ -233,41 +282,6 @@ def teacher_outputs(teacher: nn.Module, batch: Batch, match: str) -> Outputs:
         empty = found.representation.new_empty(0)  # a slice would keep the whole
         return replace(found, representation=empty, positions=[0] * count_rows([batch]))
     return found
-
-
-class Passes:
-    """The student's passes over batches of all tasks.
-
-    Small passes leave a GPU idle, so there batches of several tasks share a pass. The first pass with gradients shows
-    how many positions fit.
-    """
-
-    def __init__(self, model: nn.Module, guides: Mapping[str, Guide], match: str, pad_token: int) -> None:
-        self.model, self.guides, self.match, self.pad_token = model, guides, match, pad_token
-        self._positions: int | None = None
-
-    def losses(self, chosen: Sequence[tuple[str, int]]) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield task and loss of batches, given as task and number, pass by pass."""
-        batches = [self.guides[task].batches[number] for task, number in chosen]
-        for indices, batch in join_batches(batches, self._positions or 0, self.pad_token):
-            before = self._allocated()
-            targets = [self.guides[task].target(number) for task, number in (chosen[i] for i in indices)]
-            rows = [count_rows([batches[i]]) for i in indices]
-            losses = batch_losses(self.model, batch, rows, targets, self.match)
-            if self._positions is None and torch.is_grad_enabled():
-                self._positions = self._positions_that_fit(batch, self._allocated() - before)
-            yield [(chosen[i][0], loss) for i, loss in zip(indices, losses, strict=True)]
-
-    def _allocated(self) -> int:
-        device = next(self.model.parameters()).device
-        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-    def _positions_that_fit(self, batch: Batch, used: int) -> int:
-        """How many positions fit into a pass, if those of a batch keep so many bytes for the backward pass."""
-        if used <= 0:
-            return 0
-        free, _ = torch.cuda.mem_get_info(next(self.model.parameters()).device)
-        return int(PASS_SHARE * free / used * positions_in(batch))
 
 
 def batch_losses(
@@ -303,33 +317,8 @@ def autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device.type, torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _copied(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: p.detach().cpu().clone() for name, p in parameters.items()}
-
-
-@torch.no_grad()
-def _restore(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        parameter.copy_(values[name])
-
-
 def _endless(count: int, seed: int) -> Iterator[int]:
     """Numbers of batches in random order, again and again."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(count, generator=generator).tolist()
-
-
-@torch.no_grad()
-def _evaluate(done: Distillation, step: int, passes: Passes) -> float:
-    """The mean over tasks of the loss on held-out rows."""
-    held_out = [(task, number) for task, guide in passes.guides.items() for number in guide.held_out]
-    sizes = [count_rows([passes.guides[task].batches[number]]) for task, number in held_out]
-    found = [one for losses in passes.losses(held_out) for one in losses]
-    sums, counts = dict.fromkeys(passes.guides, 0.0), dict.fromkeys(passes.guides, 0)
-    for (task, loss), rows in zip(found, sizes, strict=True):
-        sums[task] += rows * float(loss)
-        counts[task] += rows
-    losses = {task: value / counts[task] for task, value in sums.items()}
-    done.losses.append((step, losses))
-    return done.mean_losses[-1]
