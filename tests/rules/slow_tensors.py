@@ -57,6 +57,10 @@ def rescaled(deltas, parts, rescale):
     return result
 
 
+def task_arithmetic(base, tuned, weights, normalize=False, scale=1.0):
+    return combined(base, deltas_of(base, tuned), weights, "task-arithmetic", normalize, scale)
+
+
 def ties(base, tuned, weights, density, normalize=True, rescale="none", scale=1.0, vote="strict"):
     deltas, parts = deltas_of(base, tuned), []
     for delta, share in zip(deltas, density, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,8 +90,8 @@ def merge(
     return result
 
 
-def draws(name: str, size: int, models: int) -> list[np.ndarray]:
-    return [uniform(SEED, i, name, 0, size).numpy() for i in range(models)]
+def draws(name: str, shape: tuple[int, ...], models: int) -> list[np.ndarray]:
+    return [uniform(SEED, i, name, 0, int(np.prod(shape))).numpy() for i in range(models)]
 
 
 def masks(name: str, shape: tuple[int, ...], density: Sequence[float]) -> list[np.ndarray]:
@@ -98,17 +99,28 @@ def masks(name: str, shape: tuple[int, ...], density: Sequence[float]) -> list[n
     return [keep_mask(SEED, i, name, 0, size, d).numpy().reshape(shape) for i, d in enumerate(density)]
 
 
-Twin = Callable[..., np.ndarray]
 HALF = [0.5, 0.5]
 D, D2, D3 = [0.5, 0.3, 1.0], [0.5, 0.0, 1.0], [0.6, 0.4, 1.0]
 G, E = [0.1, 0.02, 0.3], [0.2, 0.1, 0.3]
-CASES: dict[str, tuple[str, int, Sequence[float] | None, dict[str, Any], Twin]] = {}
+CASES: dict[str, tuple[str, int, Sequence[float] | None, dict[str, Any]]] = {}
 
 
-def case(name: str, models: int, weights: Any, twin: Twin, **options: Any) -> None:
+def case(name: str, models: int, weights: Sequence[float] | None, **options: Any) -> None:
     label = " ".join([name, *(str(v) for k, v in options.items() if k not in ("seed", "density", "gamma", "epsilon"))])
     label += " negative" * (weights is not None and min(weights) < 0)
-    CASES[label] = (name, models, weights, options, twin)
+    CASES[label] = (name, models, weights, options)
+
+
+def twin(label: str, tensor: str, base: np.ndarray, tuned: list[np.ndarray]) -> Tensor:
+    """What the slow function of the rule's name gives for a tensor; it gets the arguments that it names."""
+    method, models, weights, options = CASES[label]
+    known = {"base": base, "tuned": tuned, "weights": weights, "uniform": draws(tensor, base.shape, models), **options}
+    if isinstance(options.get("density"), float):
+        known["density"] = [options["density"]] * models
+    if method == "dare":
+        known["kept"] = masks(tensor, base.shape, options["density"])
+    function: Callable[..., np.ndarray] = getattr(slow, method.replace("-", "_"))
+    return torch.as_tensor(function(**{n: known[n] for n in inspect.signature(function).parameters if n in known}))
 
 
 for normalize, rescale, vote, ws in (
@@ -118,11 +130,9 @@ for normalize, rescale, vote, ws in (
     (False, "none", "mergekit", W),
 ):
     how = {"normalize": normalize, "rescale": rescale, "scale": 0.8, "vote": vote}
-    case("ties", 3, ws, lambda n, b, t, ws=ws, o=how: slow.ties(b, t, ws, D, **o), density=D, scope="tensor", **how)
+    case("ties", 3, ws, density=D, scope="tensor", **how)
     for combine in ("task-arithmetic", "ties"):
-        how = how | {"combine": combine}
-        crumbs: Twin = lambda n, b, t, ws=ws, o=how: slow.breadcrumbs(b, t, ws, D, G, **o)  # noqa: E731
-        case("breadcrumbs", 3, ws, crumbs, density=D, gamma=G, **how)
+        case("breadcrumbs", 3, ws, density=D, gamma=G, combine=combine, **how)
 for rescale, combine, over in (
     ("expectation", "ties", "auto"),
     ("norm", "task-arithmetic", True),
@@ -131,46 +141,39 @@ for rescale, combine, over in (
     ("expectation", "task-arithmetic", "auto"),
 ):
     how = {"combine": combine, "normalize": over, "rescale": rescale, "scale": 0.9}
-    dropped: Twin = lambda n, b, t, o=how: slow.dare(b, t, W, masks(n, b.shape, D2), D2, **o)  # noqa: E731
-    case("dare", 3, W, dropped, density=D2, seed=SEED, **how)
-    drawn: Twin = lambda n, b, t, o=how: slow.della(b, t, W, draws(n, b.size, 3), D3, E, **o)  # noqa: E731
-    case("della", 3, W, drawn, density=D3, epsilon=E, seed=SEED, **how)
-added: Twin = lambda n, b, t: slow.combined(b, slow.deltas_of(b, t), W, "task-arithmetic", True, 0.7)  # noqa: E731
-case("task-arithmetic", 3, W, added, normalize=True, scale=0.7)
-one_for_all: Twin = lambda n, b, t: slow.ties(b, t, HALF, HALF, rescale="norm")  # noqa: E731
-case("ties", 2, HALF, one_for_all, rescale="norm", density=0.5, scope="tensor")
-case("model-stock", 3, None, lambda n, b, t: slow.model_stock(b, t))
-case("model-stock", 3, None, lambda n, b, t: slow.model_stock(b, t, True), filter_wise=True)
+    case("dare", 3, W, density=D2, seed=SEED, **how)
+    case("della", 3, W, density=D3, epsilon=E, seed=SEED, **how)
+case("task-arithmetic", 3, W, normalize=True, scale=0.7)
+case("ties", 2, HALF, rescale="norm", density=0.5, scope="tensor")
+case("model-stock", 3, None)
+case("model-stock", 3, None, filter_wise=True)
 for axis in ("all", "last", "first"):
-    case("nuslerp", 2, [0.7, 0.4], lambda n, b, t, a=axis: slow.nuslerp(b, t, [0.7, 0.4], a), axis=axis)
+    case("nuslerp", 2, [0.7, 0.4], axis=axis)
 for normalize in (True, False):
-    case(
-        "multislerp", 3, POSITIVE, lambda n, b, t, o=normalize: slow.multislerp(b, t, POSITIVE, o), normalize=normalize
-    )
-case("karcher", 3, POSITIVE, lambda n, b, t: slow.karcher(t, POSITIVE))
-case("karcher", 3, POSITIVE, lambda n, b, t: slow.karcher(t, POSITIVE, 1), steps=1)
-case("slerp", 1, None, lambda n, b, t: slow.slerp(b, t, 0.3), t=0.3)
-case("slerp", 1, None, lambda n, b, t: slow.slerp(b, t, 0.3, "arc"), t=0.3, zeros="arc")
-case("nearswap", 1, None, lambda n, b, t: slow.nearswap(b, t, 0.1), t=0.1)
-case("arcee-fusion", 1, None, lambda n, b, t: slow.arcee_fusion(b, t))
+    case("multislerp", 3, POSITIVE, normalize=normalize)
+case("karcher", 3, POSITIVE)
+case("karcher", 3, POSITIVE, steps=1)
+case("slerp", 1, None, t=0.3)
+case("slerp", 1, None, t=0.3, zeros="arc")
+case("nearswap", 1, None, t=0.1)
+case("arcee-fusion", 1, None)
 for share in (1.0, 0.3, 0.0):
-    case("sce", 3, None, lambda n, b, t, s=share: slow.sce(b, t, s), select_topk=share)
-case("ram", 3, None, lambda n, b, t: slow.ram(b, t, 0.2), epsilon=0.2)
-case("ram", 3, None, lambda n, b, t: slow.ram(b, t, 0.2, 0.5, 3.0), epsilon=0.2, r=0.5, alpha=3.0)
-case("tsv", 3, W, lambda n, b, t: slow.tsv(b, t, W, 0.8), scale=0.8)
-case("iso-c", 3, W, lambda n, b, t: slow.iso_c(b, t, W, 0.8), scale=0.8)
-case("passthrough", 1, None, lambda n, b, t: slow.passthrough(t, 1.5), scale=1.5)
+    case("sce", 3, None, select_topk=share)
+case("ram", 3, None, epsilon=0.2)
+case("ram", 3, None, epsilon=0.2, r=0.5, alpha=3.0)
+case("tsv", 3, W, scale=0.8)
+case("iso-c", 3, W, scale=0.8)
+case("passthrough", 1, None, scale=1.5)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-5)], ids=["f64", "f32"])
 @pytest.mark.parametrize("label", CASES)
 def test_a_rule_is_its_slow_twin(label: str, dtype: torch.dtype, tolerance: float) -> None:
-    method, models, weights, options, twin = CASES[label]
+    method, models, weights, options = CASES[label]
     base, tuned = states(dtype, models)
     got = merge(base, tuned, method, weights, options)
     for name, values in base.items():
-        arrays = [state[name].double().numpy() for state in tuned]
-        want = torch.as_tensor(twin(name, values.double().numpy(), arrays))
+        want = twin(label, name, values.double().numpy(), [state[name].double().numpy() for state in tuned])
         error = float((got[name].double() - want).abs().max())
         assert error < tolerance, f"{name}: {error}"
 
@@ -207,7 +210,7 @@ def test_importance_is_not_lost_in_rounding_where_models_are_near() -> None:
 
 @pytest.mark.parametrize("label", CASES)
 def test_neither_blocks_nor_threads_nor_chunks_change_a_result(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, models, weights, options, _ = CASES[label]
+    method, models, weights, options = CASES[label]
     base, tuned = states(torch.float32, models)
     want = merge(base, tuned, method, weights, options)
     for block, threads in ((7, 1), (30, 3)):
@@ -220,7 +223,7 @@ def test_neither_blocks_nor_threads_nor_chunks_change_a_result(label: str, monke
 
 @pytest.mark.parametrize("label", {CASES[label][0]: label for label in CASES}.values())
 def test_empty_tensors_stay_empty(label: str) -> None:
-    method, models, weights, options, _ = CASES[label]
+    method, models, weights, options = CASES[label]
     state = {"none": torch.empty(0), "rows": torch.empty(0, 3), "columns": torch.empty(3, 0), "one": torch.ones(2, 2)}
     got = merge(state, [state] * models, method, weights, options)
     assert {name: tuple(value.shape) for name, value in got.items()} == {n: tuple(v.shape) for n, v in state.items()}
@@ -230,7 +233,7 @@ def test_empty_tensors_stay_empty(label: str) -> None:
 @pytest.mark.parametrize("method", sorted({CASES[label][0] for label in CASES}))
 def test_nan_is_found_in_whatever_a_rule_reads(method: str, where: str) -> None:
     label = next(label for label in CASES if CASES[label][0] == method)
-    _, models, weights, options, _ = CASES[label]
+    _, models, weights, options = CASES[label]
     base, tuned = states(torch.float32, models)
     (base if where == "base" else tuned[0])["matrix"][4, 4] = torch.nan
     if where == "base" and "base" not in METHODS[method].inputs:
