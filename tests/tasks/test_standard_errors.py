@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gradmerge.curvature.losses import LOSSES, MASKED
 from gradmerge.tasks.metrics import (
-    METRICS,
     Difference,
     Metrics,
     averaged,
@@ -77,7 +76,7 @@ CASES: dict[str, tuple[str, Callable[[], Batch]]] = {
 
 
 def taken(name: str, logits: Tensor, labels: Tensor, losses: Tensor, places: Sequence[int]) -> Metrics:
-    metrics = METRICS[name]()
+    metrics = Metrics(name)
     for part in torch.tensor(places).split(150):
         metrics.add(logits[part], labels[part], losses[part])
     return metrics
@@ -85,7 +84,7 @@ def taken(name: str, logits: Tensor, labels: Tensor, losses: Tensor, places: Seq
 
 def test_classes_and_labels_that_do_not_occur_do_not_count() -> None:
     logits, labels = several_labels()
-    more = METRICS["labels"]()
+    more = Metrics("labels")
     more.add(torch.cat([logits, -torch.ones(N, 1)], 1), torch.cat([labels, torch.zeros(N, 1)], 1), torch.ones(N))
     found = taken("labels", logits, labels, torch.ones(N), range(N))
     torch.testing.assert_close(more.rows()["macro_f1"], found.rows()["macro_f1"])
@@ -118,14 +117,14 @@ def test_rows_have_the_metric_as_mean_and_the_jackknife_as_error(case: str) -> N
 
 
 def test_metrics_that_are_not_defined_have_no_rows() -> None:
-    metrics = METRICS["squared"]()
+    metrics = Metrics("squared")
     metrics.add(torch.ones(4, 1), torch.ones(4, 1), torch.zeros(4))
     assert metrics.summary()["pearson_r"] is None and set(metrics.rows()) == {"mse"}
     assert metrics.summary()["standard_errors"] == {"mse": None}, "four equal numbers say nothing of others"
-    none = METRICS["labels"]()
+    none = Metrics("labels")
     none.add(-torch.ones(4, 2), torch.zeros(4, 2), torch.ones(4))
     assert none.summary()["macro_f1"] is None and none.summary()["exact_match"] == 1
-    alone = METRICS["tokens"]()
+    alone = Metrics("tokens")
     alone.add(torch.zeros(1, 2, 3), torch.tensor([[1, MASKED]]), torch.tensor([800.0]))
     assert alone.summary()["perplexity"] == math.inf and "perplexity" not in alone.rows()
     assert alone.summary()["standard_errors"]["loss_per_token"] is None, "a single example says nothing of it"

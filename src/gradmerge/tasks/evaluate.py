@@ -17,7 +17,7 @@ from ..errors import InputError, library_errors
 from .generation import Advance, Generation, generate, generation_rows, prompts
 from .lm_eval import MODEL_TASKS
 from .loading import LoadedTask
-from .metrics import METRICS, Metrics, standard_errors
+from .metrics import Metrics, standard_errors
 
 
 def evaluate(
@@ -71,7 +71,7 @@ def measure(
         processes: The processes that measure.
         first: The index of this process' first example in the data, for messages.
     """
-    metrics = METRICS[loss.name]()
+    metrics = Metrics(loss.name)
     device = input_device(model)
     training = model.training
     model.eval()

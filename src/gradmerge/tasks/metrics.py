@@ -18,7 +18,6 @@ what more weight on the example adds to it (:func:`influence_rows`).
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +31,7 @@ from ..errors import InputError
 
 Rows = dict[str, Tensor]
 """Metric → one float64 per example, whose mean is the metric; NaN if the metric is not defined."""
+Collected = tuple[Tensor, ...]
 
 #: Numbers that differ by at most this many standard errors are tied.
 TIE = 2.0
@@ -72,57 +72,43 @@ TASK_MEANINGS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-class Metrics(ABC):
-    """Collects what is needed of every example, and computes metrics from it."""
+class Metrics:
+    """Collects what the metrics of a loss need of every example, and computes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss: str) -> None:
+        self._collect, self._compute = METRICS[loss]
         self._batches: list[tuple[Tensor, ...]] = []
 
     def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         """Add a batch."""
-        self._batches.append((losses.double().cpu(), *(part.cpu() for part in self.collect(logits, labels))))
-
-    @abstractmethod
-    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        """Return what to keep of a batch besides the losses: tensors with one entry, or one row, per example."""
-
-    @abstractmethod
-    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
-        """Compute all metrics of all examples."""
+        parts = (losses.double(), *self._collect(logits, labels))
+        self._batches.append(tuple(part.cpu() for part in parts))
 
     def join(self, processes: Processes) -> None:
         """Add the examples of the other processes, by rank."""
-        if processes.world_size == 1:
-            return
-        states = processes.all_gather(vars(self))
-        for state in states:  # a process without examples does not know the number of classes
-            vars(self).update(state)
-        self._batches = [batch for state in states for batch in state["_batches"]]
-
-    def _compute(self) -> Rows:
-        return self.compute(*(torch.cat(parts) for parts in zip(*self._batches, strict=True)))
+        self._batches = [batch for batches in processes.all_gather(self._batches) for batch in batches]
 
     @property
     def examples(self) -> int:
         return sum(len(losses) for losses, *_ in self._batches)
 
-    def counts(self) -> dict[str, int]:
-        """Return counts besides the number of examples."""
-        return {}
-
     def rows(self) -> Rows:
         """Return metric → one float64 per example, in their order, whose mean is the metric."""
-        return {name: rows for name, rows in self._compute().items() if bool(rows.isfinite().all())}
+        return {name: rows for name, rows in self._all_rows().items() if bool(rows.isfinite().all())}
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics and counts, and under `standard_errors` the metrics' standard errors.
 
         A metric is None if it is not defined, such as the correlation with a constant.
         """
-        means = {name: float(rows.mean()) for name, rows in self._compute().items()}
-        defined = {name: None if math.isnan(mean) else mean for name, mean in means.items()}
-        errors = standard_errors(self.rows())
-        return {**defined, **self.counts(), "examples": self.examples, "standard_errors": errors}
+        means = {name: float(rows.mean()) for name, rows in self._all_rows().items()}
+        summary: dict[str, Any] = {name: None if math.isnan(mean) else mean for name, mean in means.items()}
+        if self._compute is token_metrics:
+            summary["tokens"] = int(sum(tokens.sum() for _, tokens, _ in self._batches))
+        return summary | {"examples": self.examples, "standard_errors": standard_errors(self.rows())}
+
+    def _all_rows(self) -> Rows:
+        return self._compute(*(torch.cat(parts) for parts in zip(*self._batches, strict=True)))
 
 
 def influence_rows(metric: Callable[[Tensor], Tensor], examples: int) -> Tensor:
@@ -146,119 +132,110 @@ def ratio_rows(numerators: Tensor, denominators: Tensor) -> Tensor:
     return influence_rows(lambda weights: weights @ numerators / (weights @ denominators), len(numerators))
 
 
-class ClassMetrics(Metrics):
-    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        self._classes = logits.shape[-1]
-        return logits.argmax(-1), labels
-
-    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
-        predicted, labels = collected
-        right = (predicted == labels).double()
-        occurs = torch.bincount(torch.cat([predicted, labels]), minlength=self._classes) > 0
-
-        def f1(weights: Tensor) -> Tensor:
-            """F1 of every class, which is NaN for one that does not occur."""
-            none = weights.new_zeros(self._classes)
-            occurrences = none.index_add(0, predicted, weights) + none.index_add(0, labels, weights)
-            return 2 * none.index_add(0, labels, weights * right) / occurrences
-
-        result = {"accuracy": right, "macro_f1": influence_rows(lambda w: f1(w)[occurs].mean(), len(right))}
-        if self._classes == 2:
-            result["f1"] = influence_rows(lambda w: f1(w)[1], len(right))
-        return {**result, "loss_per_example": losses}
+# For each loss: what to keep of a batch besides the losses (tensors with one entry, or one row, per example), and the
+# metrics of all examples.
 
 
-class LabelMetrics(Metrics):
-    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        return logits > 0, labels > 0.5
-
-    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
-        predicted, labels = collected
-        hits, total = 2.0 * (predicted & labels).double(), predicted.double() + labels.double()
-        occurs = total.any(0)
-        of_label, of_total = hits[:, occurs], total[:, occurs]
-        return {
-            "micro_f1": ratio_rows(hits.sum(1), total.sum(1)),
-            "macro_f1": influence_rows(lambda w: (w @ of_label / (w @ of_total)).mean(), len(hits)),
-            "exact_match": (predicted == labels).all(-1).double(),
-            "loss_per_example": losses,
-        }
+def collect_classes(logits: Tensor, labels: Tensor) -> Collected:
+    return logits.argmax(-1), labels, torch.full_like(labels, logits.shape[-1])
 
 
-class SquaredMetrics(Metrics):
-    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        return logits.double().flatten(1), labels.double().reshape(len(labels), -1)
+def class_metrics(losses: Tensor, predicted: Tensor, labels: Tensor, classes: Tensor) -> Rows:
+    right, count = (predicted == labels).double(), int(classes[0])
+    occurs = torch.bincount(torch.cat([predicted, labels]), minlength=count) > 0
 
-    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
-        outputs, labels = collected
-        error = (outputs - labels).square()
+    def f1(weights: Tensor) -> Tensor:
+        """F1 of every class, which is NaN for one that does not occur."""
+        none = weights.new_zeros(count)
+        occurrences = none.index_add(0, predicted, weights) + none.index_add(0, labels, weights)
+        return 2 * none.index_add(0, labels, weights * right) / occurrences
 
-        def r2(weights: Tensor) -> Tensor:
-            spread = weights @ (labels - weights @ labels / weights.sum()).square()
-            return 1 - (weights @ error / spread.where(spread > 0, torch.nan)).mean()
-
-        return {
-            "mse": error.mean(1),
-            "pearson_r": influence_rows(lambda w: correlation(w, outputs, labels), len(labels)),
-            "r2": influence_rows(r2, len(labels)),
-        }
+    result = {"accuracy": right, "macro_f1": influence_rows(lambda w: f1(w)[occurs].mean(), len(right))}
+    if count == 2:
+        result["f1"] = influence_rows(lambda w: f1(w)[1], len(right))
+    return {**result, "loss_per_example": losses}
 
 
-class CosineMetrics(SquaredMetrics):
-    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
-        result = super().compute(losses, *collected)
-        outputs, labels = collected
-        spearman = influence_rows(lambda w: correlation(w, ranks(w, outputs), ranks(w, labels)), len(labels))
-        return {"spearman_r": spearman, "pearson_r": result["pearson_r"], "mse": result["mse"]}
+def collect_labels(logits: Tensor, labels: Tensor) -> Collected:
+    return logits > 0, labels > 0.5
 
 
-class RankingMetrics(Metrics):
-    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        positive = logits.gather(1, labels[:, None])
-        # Candidates as near as the positive count as nearer: equal embeddings get the worst rank.
-        return ((logits >= positive).sum(1).double(),)
-
-    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
-        (positions,) = collected
-        accuracy = (positions == 1).double()
-        return {"accuracy": accuracy, "mean_reciprocal_rank": 1 / positions, "loss_per_example": losses}
-
-
-class TokenMetrics(Metrics):
-    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        counts = labels != MASKED
-        right = (logits.argmax(-1) == labels) & counts
-        return counts.sum(1).double(), right.sum(1).double()
-
-    def counts(self) -> dict[str, int]:
-        return {"tokens": int(sum(tokens.sum() for _, tokens, _ in self._batches))}
-
-    def compute(self, losses: Tensor, *collected: Tensor) -> Rows:
-        tokens, right = collected
-        if not bool(tokens.any()):
-            raise InputError("the data has no token to predict: its texts are too short, or cut before what counts")
-        return {
-            "loss_per_token": ratio_rows(losses, tokens),
-            "perplexity": influence_rows(lambda w: (w @ losses / (w @ tokens)).exp(), len(losses)),
-            "loss_per_example": losses,
-            "token_accuracy": ratio_rows(right, tokens),
-        }
+def label_metrics(losses: Tensor, predicted: Tensor, labels: Tensor) -> Rows:
+    hits, total = 2.0 * (predicted & labels).double(), predicted.double() + labels.double()
+    occurs = total.any(0)
+    of_label, of_total = hits[:, occurs], total[:, occurs]
+    return {
+        "micro_f1": ratio_rows(hits.sum(1), total.sum(1)),
+        "macro_f1": influence_rows(lambda w: (w @ of_label / (w @ of_total)).mean(), len(hits)),
+        "exact_match": (predicted == labels).all(-1).double(),
+        "loss_per_example": losses,
+    }
 
 
-class NextTokenMetrics(TokenMetrics):
-    def collect(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        return super().collect(logits[:, :-1], labels[:, 1:])
+def collect_numbers(logits: Tensor, labels: Tensor) -> Collected:
+    return logits.double().flatten(1), labels.double().reshape(len(labels), -1)
 
 
-#: The name of a loss → its metrics.
-METRICS: Mapping[str, type[Metrics]] = {
-    "classes": ClassMetrics,
-    "labels": LabelMetrics,
-    "squared": SquaredMetrics,
-    "tokens": TokenMetrics,
-    "next-token": NextTokenMetrics,
-    "cosine": CosineMetrics,
-    "ranking": RankingMetrics,
+def regression_metrics(losses: Tensor, outputs: Tensor, labels: Tensor) -> Rows:
+    error = (outputs - labels).square()
+
+    def r2(weights: Tensor) -> Tensor:
+        spread = weights @ (labels - weights @ labels / weights.sum()).square()
+        return 1 - (weights @ error / spread.where(spread > 0, torch.nan)).mean()
+
+    return {
+        "mse": error.mean(1),
+        "pearson_r": influence_rows(lambda w: correlation(w, outputs, labels), len(labels)),
+        "r2": influence_rows(r2, len(labels)),
+    }
+
+
+def cosine_metrics(losses: Tensor, outputs: Tensor, labels: Tensor) -> Rows:
+    result = regression_metrics(losses, outputs, labels)
+    spearman = influence_rows(lambda w: correlation(w, ranks(w, outputs), ranks(w, labels)), len(labels))
+    return {"spearman_r": spearman, "pearson_r": result["pearson_r"], "mse": result["mse"]}
+
+
+def collect_positions(logits: Tensor, labels: Tensor) -> Collected:
+    # Candidates as near as the positive count as nearer: equal embeddings get the worst rank.
+    return ((logits >= logits.gather(1, labels[:, None])).sum(1).double(),)
+
+
+def ranking_metrics(losses: Tensor, positions: Tensor) -> Rows:
+    accuracy = (positions == 1).double()
+    return {"accuracy": accuracy, "mean_reciprocal_rank": 1 / positions, "loss_per_example": losses}
+
+
+def collect_tokens(logits: Tensor, labels: Tensor) -> Collected:
+    counts = labels != MASKED
+    right = (logits.argmax(-1) == labels) & counts
+    return counts.sum(1).double(), right.sum(1).double()
+
+
+def collect_next_tokens(logits: Tensor, labels: Tensor) -> Collected:
+    return collect_tokens(logits[:, :-1], labels[:, 1:])
+
+
+def token_metrics(losses: Tensor, tokens: Tensor, right: Tensor) -> Rows:
+    if not bool(tokens.any()):
+        raise InputError("the data has no token to predict: its texts are too short, or cut before what counts")
+    return {
+        "loss_per_token": ratio_rows(losses, tokens),
+        "perplexity": influence_rows(lambda w: (w @ losses / (w @ tokens)).exp(), len(losses)),
+        "loss_per_example": losses,
+        "token_accuracy": ratio_rows(right, tokens),
+    }
+
+
+#: The name of a loss → what to keep of a batch, and the metrics.
+METRICS: Mapping[str, tuple[Callable[[Tensor, Tensor], Collected], Callable[..., Rows]]] = {
+    "classes": (collect_classes, class_metrics),
+    "labels": (collect_labels, label_metrics),
+    "squared": (collect_numbers, regression_metrics),
+    "tokens": (collect_tokens, token_metrics),
+    "next-token": (collect_next_tokens, token_metrics),
+    "cosine": (collect_numbers, cosine_metrics),
+    "ranking": (collect_positions, ranking_metrics),
 }
 
 
