@@ -26,7 +26,7 @@ def write_record(
     *,
     inputs: Sequence[Mapping[str, Any]],
     sizes: Mapping[str, int],
-    timings: Mapping[str, float],
+    seconds: float,
     notes: Sequence[str],
     output: Mapping[str, Any] | None = None,
 ) -> None:
@@ -37,7 +37,7 @@ def write_record(
         facts: What was done, such as `recipe` and `models`.
         inputs: What was read; see ``input_entry``.
         sizes: File of the result → bytes.
-        timings: Step → seconds.
+        seconds: How long it took.
         notes: What a user should know.
         output: More facts about the result.
     """
@@ -58,7 +58,7 @@ def write_record(
             "torch": torch.__version__,
             "numpy": np.__version__,
         },
-        "timings": {name: round(seconds, 3) for name, seconds in timings.items()},
+        "timings": {"total": round(seconds, 3)},
         "notes": list(notes),
     }
     (folder / RECORD).write_text(redact(to_json(record)) + "\n", "utf-8")

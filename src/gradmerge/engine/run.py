@@ -181,7 +181,7 @@ def write_cards(
         facts,
         inputs=_input_entries(inputs),
         sizes=sizes,
-        timings={"total": seconds},
+        seconds=seconds,
         notes=plan.notes,
         output=counts | (report.record() if report else {}),
     )

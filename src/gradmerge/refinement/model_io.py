@@ -428,7 +428,7 @@ def write_folder(
         path = staging.folder / CARD
         path.write_text(with_evaluations(path.read_text("utf-8"), staging.out.name, measured), "utf-8")
         facts = {**facts, "evaluations": list(measured)}
-    write_record(staging.folder, facts, inputs=inputs, sizes=sizes, timings={"total": seconds}, notes=notes)
+    write_record(staging.folder, facts, inputs=inputs, sizes=sizes, seconds=seconds, notes=notes)
 
 
 def _write_weights(
