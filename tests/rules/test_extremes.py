@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,28 +52,18 @@ def flat(values: Tensor) -> list[float]:
 
 
 def expected(name: str, weights: Sequence[float], options: Mapping[str, Any], damping: float) -> Tensor:
-    """The rule's slow twin, on the same numbers."""
-    base, tuned, prior = flat(BASE), [flat(m) for m in TUNED], flat(PRIOR)
-    curvature = [flat(c) for c in CURVATURE]
-    arrays = (BASE.double().numpy(), [m.double().numpy() for m in TUNED])
-    twins: dict[str, Callable[[], Any]] = {
-        "weighted-average": lambda: slow.weighted_average(base, tuned, weights),
-        "task-arithmetic": lambda: slow.task_arithmetic(base, tuned, weights),
-        "fisher-averaging": lambda: slow.fisher_averaging(base, tuned, weights, curvature, damping),
-        "fa1": lambda: slow.fa1(base, tuned, weights, prior, curvature, damping),
-        "gradient-matching": lambda: slow.gradient_matching(base, tuned, weights, prior, curvature, damping),
-        "removal": lambda: slow.removal(
-            *(base, tuned, weights, prior, curvature, damping, None),
-            options.get("base_saw_removed", False),
-            options.get("cap", 1.0),
-        ),
-        "sparse-finetuning": lambda: slow.sparse_finetuning(base, tuned, weights, DENSITY, options["normalize"]),
-        "multislerp": lambda: slow_tensors.multislerp(*arrays, weights),
-        "regmean": lambda: slow.regmean(
-            [m.double().numpy() for m in TUNED], [g.double().numpy() for g in GRAMS], weights, damping
-        ),
-    }
-    return torch.as_tensor(twins[name](), dtype=torch.float64).reshape(BASE.shape)
+    """What the slow function of the rule's name gives for the same numbers."""
+    base, tuned = BASE.double().numpy(), [m.double().numpy() for m in TUNED]
+    if name == "multislerp":
+        want: Any = slow_tensors.multislerp(base, tuned, weights)
+    elif name == "regmean":
+        want = slow.regmean(tuned, [g.double().numpy() for g in GRAMS], weights, damping)
+    else:
+        known = {"base": flat(BASE), "tuned": [flat(m) for m in TUNED], "weights": weights, "damping": damping}
+        known |= {"prior": flat(PRIOR), "curvature": [flat(c) for c in CURVATURE], "cap": 1.0, **options}
+        function: Callable[..., Any] = getattr(slow, name.replace("-", "_"))
+        want = function(**{n: known[n] for n in inspect.signature(function).parameters if n in known})
+    return torch.as_tensor(want, dtype=torch.float64).reshape(BASE.shape)
 
 
 def error(got: Tensor, want: Tensor) -> float:
