@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 import pytest
@@ -26,8 +27,8 @@ from ..http_stand_in import Web, web_server
 class CountedFile(RemoteFile):
     """A file in memory that records the requested ranges."""
 
-    content: bytes
-    requests: list[tuple[int, int]]
+    content = random.Random(0).randbytes(100_000)
+    requests: ClassVar[list[tuple[int, int]]] = []
 
     def fetch(self, start: int, stop: int) -> bytes:
         self.requests.append((start, stop))
@@ -45,11 +46,8 @@ def file(monkeypatch: pytest.MonkeyPatch) -> CountedFile:
     monkeypatch.setattr(range_reader, "PIECE", 1000)
     monkeypatch.setattr(range_reader, "HEAD", 100)
     monkeypatch.setattr(range_reader, "SAMPLE", 0)
-    content = random.Random(0).randbytes(100_000)
-    file = CountedFile(None, "x", "memory://x", len(content), "")
-    object.__setattr__(file, "content", content)
-    object.__setattr__(file, "requests", [])
-    return file
+    CountedFile.requests.clear()
+    return CountedFile(None, "x", "memory://x", len(CountedFile.content), "")
 
 
 def test_threads_that_read_a_file_in_order_download_each_byte_once(
