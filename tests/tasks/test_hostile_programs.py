@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from gradmerge.checkpoints import lora
 from gradmerge.errors import InputError
 from gradmerge.tasks import load_model, load_task, text
-from gradmerge.tasks.text import time_limit
+from gradmerge.tasks.text import limited
 
 from .making import tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
 
@@ -50,7 +50,7 @@ def spin() -> None:
 @pytest.mark.parametrize("run", [in_main, in_thread])
 def test_what_does_not_end_is_stopped_in_every_thread(run: Callable[..., BaseException | None]) -> None:
     def waits() -> None:
-        with time_limit(0.05, "the loop"):
+        with limited("the loop", 0.05):
             spin()
 
     error = run(waits)

@@ -163,10 +163,8 @@ def make_task(
 ) -> LoadedTask:
     """Combine a model and rows. Without ``labeled``, the data has no loss."""
     fields = choose_columns(info.task, rows, options["columns"], labeled=labeled)
-    notes = list(info.notes)
     if info.task == "causal-lm":
-        rows, dropped = drop_empty_rows(rows, fields)
-        notes += dropped
+        rows = drop_empty_rows(rows, fields)
     data: Any
     if info.task == "image":
         data = ImageData(rows, fields, model, load_image_processor(info))
@@ -186,7 +184,7 @@ def make_task(
         device=spread_device(model) or device_of(options["device"]),
         columns=fields,
         data=data,
-        loading_notes=notes,
+        loading_notes=info.notes,
         batch_size=options["batch_size"],
     )
 

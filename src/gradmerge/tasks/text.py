@@ -274,11 +274,11 @@ class CausalLMData(TokenizedData):
         text_options = {key: value for key, value in options.items() if key == "add_generation_prompt"}
         with library_errors(f"{where} fails"):
             # Text first, within limits: templates are programs, and a tokenizer without memory ends the process.
-            with time_limit(TEMPLATE_SECONDS, where), memory_limit(TEMPLATE_MEMORY, where):
+            with limited(where, TEMPLATE_SECONDS, TEMPLATE_MEMORY):
                 text = render(list(messages), tokenize=False, **text_options)
             if len(text) > MAX_LINE:
                 raise InputError(f"{where} makes a text longer than the limit of {size(MAX_LINE)}")
-            with time_limit(TEMPLATE_SECONDS, where):
+            with limited(where, TEMPLATE_SECONDS):
                 return text, render(list(messages), tokenize=True, return_dict=True, **options)
 
 
@@ -304,16 +304,15 @@ class Seq2SeqData(TokenizedData):
         return Prompt(source, ids, self.rows.text(index, self.fields["target"]))
 
 
-def drop_empty_rows(rows: Rows, fields: Fields) -> tuple[Rows, list[str]]:
-    """Drop rows with an empty text, such as the lines between paragraphs. Return the others, and a note."""
-    if "text" not in fields:
-        return rows, []
-    empty = [index for index in range(len(rows)) if not rows.text(index, fields["text"]).strip()]
+def drop_empty_rows(rows: Rows, fields: Fields) -> Rows:
+    """Drop rows with an empty text, such as the lines between paragraphs."""
+    empty = [i for i in range(len(rows)) if "text" in fields and not rows.text(i, fields["text"]).strip()]
     if not empty:
-        return rows, []
+        return rows
     if len(empty) == len(rows):
         raise InputError(f"{rows.label}: every row of {'+'.join(fields['text'])} is empty")
-    return rows.without(empty), [f"{len(empty)} of {len(rows)} rows are empty and were left out"]
+    rows.notes.append(f"{len(empty)} of {len(rows)} rows are empty and were left out")
+    return rows.without(empty)
 
 
 class _Timeout(BaseException):
@@ -321,8 +320,12 @@ class _Timeout(BaseException):
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Stop Python code that takes too long: by an alarm, or in other threads, by checking the time at every line."""
+def limited(what: str, seconds: float, nbytes: int | None = None) -> Iterator[None]:
+    """Stop Python code that takes too long, or ``nbytes`` more memory than the process has.
+
+    The main thread gets an alarm; other threads check the time at every line. Memory is limited in the main thread on
+    Linux.
+    """
     start = time.monotonic()
 
     def stop(*_: Any) -> Any:
@@ -331,6 +334,8 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
         return stop
 
     main, trace = threading.current_thread() is threading.main_thread(), sys.gettrace()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    statm = Path("/proc/self/statm")
     try:
         if main:
             handler = signal.signal(signal.SIGALRM, stop)
@@ -338,31 +343,21 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, seconds + 0.01, 1)
         else:
             sys.settrace(stop)
+        if main and nbytes is not None and statm.exists():
+            limit = int(statm.read_text().split()[0]) * resource.getpagesize() + nbytes
+            limits = [n for n in (limit, soft, hard) if n != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
         yield
     except _Timeout:
         raise InputError(f"{what} takes longer than the limit of {seconds:g} seconds") from None
+    except MemoryError:
+        if nbytes is None:
+            raise
+        raise InputError(f"{what} takes more memory than the limit of {size(nbytes)}") from None
     finally:
         if main:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         else:
             sys.settrace(trace)
-
-
-@contextlib.contextmanager
-def memory_limit(nbytes: int, what: str) -> Iterator[None]:
-    """Stop code that takes ``nbytes`` more memory than the process has. Linux only, on the main thread only."""
-    statm = Path("/proc/self/statm")
-    if threading.current_thread() is not threading.main_thread() or not statm.exists():
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = int(statm.read_text().split()[0]) * resource.getpagesize() + nbytes
-    limits = [n for n in (limit, soft, hard) if n != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
-    try:
-        yield
-    except MemoryError:
-        raise InputError(f"{what} takes more memory than the limit of {size(nbytes)}") from None
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
