@@ -23,11 +23,9 @@ from ..text import printable, to_json
 from . import (
     calibrate,
     curvature,
-    curvature_import,
     demo,
     diagnose,
     distill,
-    estimate,
     evaluate,
     extract_lora,
     inspect,
@@ -39,8 +37,7 @@ from . import (
     studio,
     verify,
 )
-from .output import explain
-from .stdio import discard, echo, prepare_streams, silence
+from .output import discard, echo, explain, prepare_streams, silence
 
 # If rich is installed, typer prints a backslash before the brackets of its help. The names depend on its version.
 for _name, _value in (("HAS_RICH", False), ("rich", None)):
@@ -152,9 +149,9 @@ _curvature = typer.Typer(help="Estimate curvature, import it, or show it.")
 add_commands(
     _curvature,
     {
-        "estimate": (estimate.estimate, estimate.EXAMPLE),
-        "import": (curvature_import.import_, curvature_import.EXAMPLE),
-        "show": (curvature.show, curvature.EXAMPLE),
+        "estimate": (curvature.estimate, curvature.ESTIMATE),
+        "import": (curvature.import_, curvature.IMPORT),
+        "show": (curvature.show, curvature.SHOW),
     },
 )
 app.add_typer(_curvature, name="curvature", no_args_is_help=True)

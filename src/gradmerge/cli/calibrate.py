@@ -10,8 +10,7 @@ import typer
 from ..api.calibrate import calibrate as calibrate_model
 from ..load_options import DEFAULTS
 from .options import DryRun, Printing, command, named
-from .output import heavy_imports, print_dry_run, print_result, print_table, progress, typed
-from .stdio import echo
+from .output import echo, heavy_imports, print_dry_run, print_result, print_table, progress, typed
 
 if TYPE_CHECKING:
     from ..api.refine import RefinementResult

@@ -1,18 +1,143 @@
-"""`gradmerge curvature`."""
+"""`gradmerge curvature`: estimate it, import it from an optimizer, show a file."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from ..api.estimate import estimate_curvature
+from ..errors import InputError
 from ..text import count, one_line
-from .options import Printing, command
-from .output import print_json, print_table
-from .stdio import echo
+from .options import CurvatureOut, Data, DryRun, Force, Model, Precision, Printing, command
+from .output import Notes, echo, heavy_imports, print_dry_run, print_json, print_notes, print_table, progress
 
-EXAMPLE = "Example: gradmerge curvature show ./yelp-curvature"
+ESTIMATE = (
+    "Examples: gradmerge curvature estimate ./yelp --data reviews.jsonl -o ./yelp/curvature   ·   "
+    "gradmerge curvature estimate ./gpt2-toxic --data comments.txt.gz --dtype bfloat16 --precision log8 "
+    "-o ./toxic-curvature"
+)
+IMPORT = (
+    "Example: gradmerge curvature import ./yelp/checkpoint-500 --dataset-size 25000 --batch-size 32 -o ./yelp-curvature"
+)
+SHOW = "Example: gradmerge curvature show ./yelp-curvature"
+
+
+Likelihood = Annotated[
+    Literal["empirical", "sampled", "exact"],
+    typer.Option(help="The labels: of the data, drawn from the model, or the expectation over its classes."),
+]
+
+
+@command(api=estimate_curvature, without=["output", "shard_size", "save_every", "processes"], processes=True)
+def estimate(
+    *,
+    model: Model,
+    data: Data,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")] = None,
+    dry_run: DryRun = False,
+    likelihood: Likelihood = "empirical",
+    options: dict[str, Any],
+    printing: Printing,
+) -> None:
+    """Estimate curvature on data.
+
+    Curvature is the sum over examples of the squared gradient of each example's loss. It costs about a training step
+    per batch. Name the file in a recipe, or write it to MODEL/curvature, where merges find it.
+    """
+    if dry_run:
+        with heavy_imports():
+            from ..api.dry_run import dry_run_estimate
+
+        for name in ("seed", "resume", "force"):
+            del options[name]
+        print_dry_run(dry_run_estimate(model, data, out, likelihood=likelihood, **options), printing)
+        return
+    if out is None:
+        raise InputError("give a folder for the result: -o OUT")
+    logging.basicConfig(handlers=[Notes()], level=logging.ERROR if printing.quiet else logging.WARNING)
+    with heavy_imports(), progress(printing.silent, "examples") as bar:
+        result: Any = estimate_curvature(model, data, likelihood, out=out, progress=bar, processes=True, **options)
+    precision = options["precision"]
+    if printing.json:
+        request = {"model": model, "data": data, "likelihood": likelihood, "precision": precision}
+        print_json({**asdict(result), "out": str(out), **request})
+        return
+    print_notes(result.notes, printing.quiet)
+    if not printing.quiet:
+        kinds = {"gram": "Gram matrices", "kronecker": f"{likelihood} Kronecker factors"}
+        echo(
+            f"{out}: {kinds.get(result.kind) or f'{likelihood} curvature'} of {result.tensors} tensors, "
+            f"{count(result.entries)} entries, sum over {result.examples} examples ({result.task}), "
+            f"stored as {precision}; {result.seconds:.1f} s on {result.device}"
+            f"{f', {result.processes} processes' if result.processes > 1 else ''}"
+        )
+
+
+@command()
+def import_(
+    *,
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRAINER_CHECKPOINT",
+            help="Checkpoint folder of the Hugging Face Trainer: "
+            "optimizer.pt (read with weights_only) and config.json.",
+        ),
+    ],
+    dataset_size: Annotated[int, typer.Option(metavar="N", min=1, help="Number of training examples.")],
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            metavar="B",
+            min=1,
+            help="Examples in an optimizer step: batch size per device × devices × accumulated batches.",
+        ),
+    ],
+    out: CurvatureOut,
+    precision: Precision = "float32",
+    force: Force = False,
+    printing: Printing,
+) -> None:
+    """Take curvature from the optimizer in a training checkpoint.
+
+    The optimizer is Adam, AdamW or IVON. With Adam it is N·B·v̂, the sum over N examples, from the second moments v̂ of
+    steps of B examples each. It assumes a loss that is a mean over the batch, and a mean gradient that is small;
+    `curvature estimate` assumes neither, but needs a pass over the data.
+    """
+    with heavy_imports():
+        from ..curvature.from_optimizer import import_curvature
+        from ..engine.input_state import model_paths
+        from ..io.atomic_dir import AtomicDir
+
+    read = model_paths(checkpoint)
+    with AtomicDir(out, "curvature", force=force, reads=read, inside=read) as staging:
+        curvature = import_curvature(checkpoint, dataset_size, batch_size)
+        curvature.write(staging.folder, precision)
+    parameters = sum(value.numel() for value in curvature.values())
+    if printing.json:
+        facts = {
+            "path": str(out),
+            "checkpoint": checkpoint,
+            "likelihood": curvature.likelihood,
+            "examples": curvature.examples,
+            "batch_size": batch_size,
+            "precision": precision,
+            "tensors": len(curvature),
+            "parameters": parameters,
+            "notes": curvature.notes,
+        }
+        print_json(facts)
+        return
+    print_notes(curvature.notes, printing.quiet)
+    if not printing.quiet:
+        echo(
+            f"{out}: {curvature.likelihood} curvature of {len(curvature)} tensors, {count(parameters)} entries, "
+            f"sum over {curvature.examples} examples, stored as {precision}"
+        )
 
 
 @command()

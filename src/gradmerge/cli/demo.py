@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import Printing, command
-from .output import heavy_imports, print_json, print_table, progress
-from .stdio import echo
+from .output import echo, heavy_imports, print_json, print_table, progress
 
 EXAMPLE = "Examples: gradmerge demo   ·   gradmerge demo -o my-demo"
 

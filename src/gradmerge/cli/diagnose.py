@@ -9,8 +9,7 @@ import typer
 
 from ..api.diagnose import as_json, diagnose as diagnose_recipe
 from .options import Printing, Settings, command, named
-from .output import heavy_imports, print_json, print_notes, print_table, print_verdict, progress, typed
-from .stdio import echo
+from .output import echo, heavy_imports, print_json, print_notes, print_table, print_verdict, progress, typed
 
 EXAMPLE = (
     "Examples: gradmerge diagnose recipe.yml -o report   ·   gradmerge diagnose recipe.yml --data yelp=yelp.jsonl "

@@ -8,8 +8,7 @@ from typing import Annotated, Any, get_args
 from ..api.evaluate import evaluate as evaluate_model
 from ..text import Measured, one_line
 from .options import Data, Model, Printing, command
-from .output import heavy_imports, print_json, print_notes, print_table, progress
-from .stdio import echo
+from .output import echo, heavy_imports, print_json, print_notes, print_table, progress
 
 EXAMPLE = (
     "Examples: gradmerge evaluate ./yelp --data reviews.jsonl --columns text=review,label=stars   ·   "

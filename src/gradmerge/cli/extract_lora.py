@@ -10,8 +10,7 @@ import typer
 from ..api.extract_lora import extract_lora as extract
 from ..text import one_line, size
 from .options import Model, Printing, command
-from .output import heavy_imports, print_result, print_table, progress
-from .stdio import echo
+from .output import echo, heavy_imports, print_result, print_table, progress
 
 EXAMPLE = (
     "Examples: gradmerge extract-lora --base ./base ./yelp --rank 16 -o ./yelp-lora   ·   "

@@ -12,8 +12,7 @@ import typer
 from ..api.merge import merge
 from ..text import count, one_line, size
 from .options import Printing, command
-from .output import indented, print_json, print_table, with_options
-from .stdio import echo
+from .output import echo, indented, print_json, print_table, with_options
 
 if TYPE_CHECKING:
     from ..checkpoints import Checkpoint

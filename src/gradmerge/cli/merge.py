@@ -11,8 +11,7 @@ from ..api.merge import merge as merge_models
 from ..errors import InputError
 from ..text import size
 from .options import DryRun, Printing, Settings, command, from_environment, method_names
-from .output import heavy_imports, print_dry_run, print_result, progress
-from .stdio import echo
+from .output import echo, heavy_imports, print_dry_run, print_result, progress
 
 if TYPE_CHECKING:
     from ..recipe import Recipe

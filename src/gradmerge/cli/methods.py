@@ -10,8 +10,7 @@ import typer
 from ..errors import InputError
 from ..text import nearest
 from .options import Printing, command, method_names
-from .output import print_json, print_table
-from .stdio import echo
+from .output import echo, print_json, print_table
 
 EXAMPLE = "Examples: gradmerge methods   ·   gradmerge methods ties"
 LEGEND = """

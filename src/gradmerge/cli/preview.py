@@ -18,8 +18,7 @@ from .options import (
     method_names,
     named,
 )
-from .output import heavy_imports, print_json, print_notes, print_table, print_verdict, progress, typed
-from .stdio import echo
+from .output import echo, heavy_imports, print_json, print_notes, print_table, print_verdict, progress, typed
 
 EXAMPLE = (
     "Examples: "

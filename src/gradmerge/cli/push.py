@@ -10,8 +10,7 @@ import typer
 from ..api.hub import push as push_folder
 from ..text import one_line, size, some
 from .options import Printing, command
-from .output import heavy_imports, note, print_json, print_notes, print_table
-from .stdio import echo
+from .output import echo, heavy_imports, note, print_json, print_notes, print_table
 
 EXAMPLE = (
     "Examples: gradmerge push ./merged your-name/merged --dry-run   ·   "

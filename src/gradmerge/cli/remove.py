@@ -12,8 +12,7 @@ from ..api.remove import remove as remove_model
 from ..errors import InputError
 from .merge import CurvatureOption, Out, run_recipe
 from .options import Printing, Settings, command
-from .output import heavy_imports, print_result, print_table, progress, typed
-from .stdio import echo
+from .output import echo, heavy_imports, print_result, print_table, progress, typed
 
 EXAMPLE = (
     "Examples: gradmerge remove --base ./gpt2 --forget toxic.jsonl --retain other.jsonl -o gpt2-clean   ·   "

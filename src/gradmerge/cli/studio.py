@@ -10,8 +10,7 @@ import typer
 from ..api.merge import merge
 from ..errors import InputError
 from .options import READING, Printing, command, named
-from .output import heavy_imports, print_json
-from .stdio import echo
+from .output import echo, heavy_imports, print_json
 
 EXAMPLE = (
     "Examples: gradmerge studio demo   ·   "
