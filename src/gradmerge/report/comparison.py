@@ -51,23 +51,25 @@ def preview_page(found: Preview, recipe: str, provenance: Mapping[str, str], com
 
 def _curves(found: Preview) -> list[Figure]:
     """The score and every task over the key that varies, with all methods in one figure."""
-    name = plain_words(found.criterion.name)
-    label = _label(found, _unit(found, name), found.criterion.higher)
     charts: list[Figure | None] = []
     if len(found.tasks) > 1 or not found.measured:
-        charts.append(_chart(found, name[:1].upper() + name[1:], "score", label, found.shown_score))
+        title = plain_words(found.criterion.name)
+        charts.append(_chart(found, title[:1].upper() + title[1:], "score", _label(found), found.shown_score))
     for task in found.tasks:
 
         def value(row: Outcome, task: str = task) -> float | None:
             return found.shown_value(row, task)
 
-        unit = _label(found, _task_unit(found, task), found.higher(task))
-        charts.append(_chart(found, f"Task {task}", f"task-{task}", unit, value, _marks(found, task)))
+        charts.append(_chart(found, f"Task {task}", f"task-{task}", _label(found, task), value, _marks(found, task)))
     return [chart for chart in charts if chart is not None]
 
 
-def _label(found: Preview, unit: str, higher: bool) -> str:
-    return f"{unit}, {'higher' if higher else 'lower'} is better" if found.measured else unit
+def _label(found: Preview, task: str | None = None) -> str:
+    """What an axis shows: the score, or the number of a task; with data also whether higher is better."""
+    higher = found.criterion.higher if task is None else found.higher(task)
+    return (
+        f"{_unit(found, task)}, {'higher' if higher else 'lower'} is better" if found.measured else _unit(found, task)
+    )
 
 
 def _marks(found: Preview, task: str) -> list[tuple[str, float]]:
@@ -153,16 +155,15 @@ def _mean(found: Preview, row: Outcome, tasks: Sequence[str]) -> float:
 
 
 def _axis(found: Preview, tasks: Sequence[str], what: str) -> str:
-    units = " or ".join(dict.fromkeys(_task_unit(found, task) for task in tasks))
+    units = " or ".join(dict.fromkeys(_unit(found, task) for task in tasks))
     return f"{'mean ' if len(tasks) > 1 else ''}{units}, {what}{', '.join(tasks)}"
 
 
-def _unit(found: Preview, name: str) -> str:
-    return plain_words(name) if found.measured else f"{name}, × reference"
-
-
-def _task_unit(found: Preview, task: str) -> str:
-    return _unit(found, found.metric(task) if found.measured else "predicted loss")
+def _unit(found: Preview, task: str | None = None) -> str:
+    """The name of the score, or of the number of a task."""
+    if found.measured:
+        return plain_words(found.criterion.name if task is None else found.metric(task))
+    return f"{found.criterion.name if task is None else 'predicted loss'}, × reference"
 
 
 def _cells(found: Preview, row: Outcome) -> dict[str, Value]:
@@ -171,7 +172,7 @@ def _cells(found: Preview, row: Outcome) -> dict[str, Value]:
     cells["weights"] = weights_text(found, row) if row.setting.weights else "takes none"
     if any(row.setting.changes for row in found.rows):
         cells["changed"] = changes_text(row.setting.changes) or None
-    cells |= {_unit(found, found.criterion.name): found.shown_score(row), "rank": row.rank}
+    cells |= {_unit(found): found.shown_score(row), "rank": row.rank}
     if found.criterion.shares:
         cells |= {f"{task}, share lost": lost_share(row, task) for task in found.tasks}
     for task in found.tasks:
@@ -365,7 +366,12 @@ def _penalty_table(found: Diagnosis) -> Table:
 
 def _residual_table(found: Diagnosis) -> Table:
     rows: list[list[Value]] = [
-        [name, r.residual, _percent(r.residual, r.gradient), _relative_step(r.distance, r.moved)]
+        [
+            name,
+            r.residual,
+            100 * r.residual / r.gradient if r.gradient > 0 else None,
+            _relative_step(r.distance, r.moved),
+        ]
         for name, r in found.residuals.items()
     ]
     columns = ["merge", "‖r‖, sum over examples", "‖r‖, % of the gradient Σ α ∇ℓ", "predicted step to the joint model"]
@@ -376,11 +382,6 @@ def _mismatch_table(found: Diagnosis) -> Table:
     tasks = list(found.examples)
     rows: list[list[Value]] = [[name, *(found.mismatch[name, task] for task in tasks)] for name in found.candidates]
     return Table("True mismatch", "mismatch", ["merge", *tasks], rows)
-
-
-def _percent(value: float, whole: float) -> Value:
-    share = 100 * value / whole if whole > 0 else None
-    return share if share is None or share < 1000 else "over 1000"
 
 
 def _relative_step(step: float, distance: float) -> str | None:
