@@ -27,6 +27,9 @@ class NoProgress(Progress):
     """Shows nothing."""
 
 
+NOWHERE = NoProgress()
+
+
 class BarProgress:
     """A bar on stderr with rate and remaining time. It appears after ``delay`` seconds."""
 

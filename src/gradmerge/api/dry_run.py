@@ -17,7 +17,7 @@ from ..curvature.kernels import MAX_KRONECKER_DIM
 from ..curvature.per_example_gradients import is_conv1d
 from ..engine.executor import LocalExecutor
 from ..engine.run import check_merge, damping_and_penalties
-from ..progress import NoProgress
+from ..progress import NOWHERE
 from ..recipe import Recipe, in_words, plain
 from ..tasks import LoadOptions, complete
 from ..tasks.data import read_rows
@@ -106,7 +106,7 @@ def dry_run_merge(recipe: Recipe, out: Path | None, *, threads: int | None = Non
     threads, adapter = number_of_threads(threads), recipe.output.format == "adapter"
     with planned(recipe, **reading) as plan:
         bytes_read = plan.total_read + plan.statistics_read
-        check_merge(plan, LocalExecutor(threads), NoProgress(), accept_untrusted=True)
+        check_merge(plan, LocalExecutor(threads), NOWHERE, accept_untrusted=True)
         models = [{"source": c.label, "kind": c.kind, "bytes": c.nbytes} for c in plan.inputs.checkpoints]
         merged = plan.merged_tensors
         curvature = [

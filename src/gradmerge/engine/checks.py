@@ -22,6 +22,7 @@ from torch import Tensor
 from ..checkpoints.checkpoint import Buffers
 from ..errors import InputError
 from ..notes import Kind, Note
+from ..progress import NOWHERE, Progress
 from ..recipe import NONE
 from ..rules.kronecker_matching import applied, diagonal_of
 from ..text import count
@@ -40,12 +41,15 @@ SAMPLE, RUN = 1 << 20, 1 << 13
 """Coefficients are checked on a sample of so many entries, in runs."""
 
 
-def check_step_size(plan: Plan, executor: Executor, advance: Advance = ignore, *, refuse: bool = False) -> list[Note]:
+def check_step_size(
+    plan: Plan, executor: Executor, progress: Progress = NOWHERE, *, refuse: bool = False
+) -> list[Note]:
     """Return a note if the plan is a removal whose step is too long; with ``refuse``, raise it as an error."""
     if not checks_steps(plan):
         return []
-    compute_mean_curvature(plan, executor)
-    length, weighted = amplifications(plan, executor, advance)
+    compute_mean_curvature(plan, executor, progress)
+    progress.begin("checking the step size", plan.merged_read)
+    length, weighted = amplifications(plan, executor, progress.advance)
     # Accept a step of exactly twice negation's. The merge finds and names values that are not finite.
     excess = round(max(length, weighted) / LONGEST_STEP, 9)
     if not math.isfinite(length) or excess <= 1:

@@ -17,11 +17,11 @@ from ..display import Displayed
 from ..errors import MachineError
 from ..io.atomic_dir import AtomicDir
 from ..notes import Note
-from ..progress import NoProgress, Progress
+from ..progress import NOWHERE, Progress
 from ..recipe import NONE, Recipe, plain
 from ..rules.kronecker_matching import LAYER_DAMPING
 from ..text import size
-from .checks import check_step_size, checks_steps, coefficient_notes
+from .checks import check_step_size, coefficient_notes
 from .executor import Executor, LocalExecutor
 from .input_state import State, changed, files_read, fingerprint_of, is_complete, recipe_paths, state_of
 from .inputs import CurvatureInput, Inputs, Source
@@ -79,14 +79,14 @@ def merge_to_folder(
     force: bool = False,
     resume: bool = False,
     accept_untrusted: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = NOWHERE,
 ) -> MergeResult:
     """Merge as planned, on this machine or on a cluster, and write the folder ``out``: a model or an adapter.
 
     The weights are written to a temporary folder, with a journal of finished blocks. ``resume`` continues an unfinished
     merge with the same fingerprint: the recipe, and the state of every input file. The folder is renamed when complete.
     """
-    recipe, progress = plan.recipe, progress or NoProgress()
+    recipe = plan.recipe
     files = files_read(plan)
     state = state_of(files)
     fingerprint = fingerprint_of(plan, state)
@@ -110,9 +110,7 @@ def merge_to_folder(
         start = time.perf_counter()
         with output:
             left = output.open()
-            if plan.statistics_read:
-                progress.begin("computing statistics", plan.statistics_read)
-            plan.statistics = compute_statistics(plan, executor, progress.advance)
+            plan.statistics = compute_statistics(plan, executor, progress)
             blocks = sum(1 for _ in plan.blocks())
             done = plan.total_read * (blocks - len(left)) // max(1, blocks)
             progress.begin("merging", plan.total_read, done)
@@ -134,12 +132,8 @@ def merge_to_folder(
 
 def check_merge(plan: Plan, executor: Executor, progress: Progress, accept_untrusted: bool) -> None:
     """Compute the damping, check step size, coefficients and licenses, and add their notes to the plan."""
-    if plan.inputs.needs_mean_curvature(plan.rule):
-        progress.begin("computing the damping", plan.merged_read)
-    compute_mean_curvature(plan, executor, progress.advance)
-    if checks_steps(plan):
-        progress.begin("checking the step size", plan.merged_read)
-    plan.note(check_step_size(plan, executor, progress.advance, refuse=not accept_untrusted))
+    compute_mean_curvature(plan, executor, progress)
+    plan.note(check_step_size(plan, executor, progress, refuse=not accept_untrusted))
     plan.note(coefficient_notes(plan, executor))
     plan.note(license_notes(read_all_metadata(plan.inputs.checkpoints), plan.recipe.output.license))
 

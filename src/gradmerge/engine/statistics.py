@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.checkpoint import Buffers
+from ..progress import NOWHERE, Progress
 from ..rules.kronecker_matching import mean_eigenvalue
 from ..rules.measures import Measure, Sums
-from .executor import CHUNK, Advance, Executor, chunks, exact_sum, ignore, sample_blocks, whole_tensors
+from .executor import CHUNK, Executor, chunks, exact_sum, sample_blocks, whole_tensors
 from .jobs import Block, BlockJob, LayerJob, read_models, rule_arguments
 from .quantiles import Counts, Quantile, QuantileSearch, bracket_of
 
@@ -47,36 +48,39 @@ class Statistics:
         return {"thresholds": self.thresholds.get(name, self.thresholds.get("")), **self.measured.get(name, {})}
 
 
-def compute_statistics(plan: Plan, executor: Executor, advance: Advance = ignore) -> Statistics:
+def compute_statistics(plan: Plan, executor: Executor, progress: Progress = NOWHERE) -> Statistics:
     """Compute the statistics that the plan's rule needs.
 
     NaN and infinity count as the largest magnitudes here; the merge finds and names them.
     """
     result, tensors = Statistics(), whole_tensors(plan.merged_jobs)
+    if plan.statistics_read:
+        progress.begin("computing statistics", plan.statistics_read)
     if "thresholds" in plan.needs and plan.inputs.options["scope"] == "model":
 
         def count_all(search: QuantileSearch) -> Counts:
             function = functools.partial(count_magnitudes, search=search)
-            total: Counts = executor.reduce(plan, function, chunks(plan, plan.block), advance)
+            total: Counts = executor.reduce(plan, function, chunks(plan, plan.block), progress.advance)
             return total
 
         result.thresholds[""] = find_thresholds(plan, plan.block_jobs, RUNS, count_all)
     elif "thresholds" in plan.needs:
-        result.thresholds = dict(executor.reduce(plan, tensor_thresholds, tensors, advance))
+        result.thresholds = dict(executor.reduce(plan, tensor_thresholds, tensors, progress.advance))
     if measures := plan.measures:
         function = functools.partial(measure_tensor, statistics=result)
-        parts = executor.reduce(plan, function, tensors, lambda nbytes: advance(len(measures) * nbytes))
+        parts = executor.reduce(plan, function, tensors, lambda nbytes: progress.advance(len(measures) * nbytes))
         result.measured = dict(parts)
     return result
 
 
-def compute_mean_curvature(plan: Plan, executor: Executor, advance: Advance = ignore) -> None:
+def compute_mean_curvature(plan: Plan, executor: Executor, progress: Progress = NOWHERE) -> None:
     """Compute the mean of Σ F_t over all merged entries, if the rule uses it as its damping δ.
 
     A δ of that size bounds the step where the retain set has no curvature. The plan's inputs keep the mean.
     """
     if plan.inputs.needs_mean_curvature(plan.rule):
-        sums = executor.reduce(plan, curvature_sum, chunks(plan), advance)
+        progress.begin("computing the damping", plan.merged_read)
+        sums = executor.reduce(plan, curvature_sum, chunks(plan), progress.advance)
         entries = sum(info.numel for info in plan.merged_tensors.values())
         plan.inputs.mean_curvature = exact_sum(sums) / max(1, entries)
 
