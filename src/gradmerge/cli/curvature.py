@@ -12,7 +12,7 @@ import typer
 from ..api.estimate import estimate_curvature
 from ..errors import InputError
 from ..text import count, one_line
-from .options import CurvatureOut, Data, DryRun, Force, Model, Precision, Printing, command
+from .options import Data, DryRun, Model, Printing, command
 from .output import Notes, echo, heavy_imports, print_dry_run, print_json, print_notes, print_table, progress
 
 ESTIMATE = (
@@ -77,7 +77,7 @@ def estimate(
         )
 
 
-@command()
+@command(api=estimate_curvature, only=["precision", "force"], loading=[])
 def import_(
     *,
     checkpoint: Annotated[
@@ -97,9 +97,8 @@ def import_(
             help="Examples in an optimizer step: batch size per device × devices × accumulated batches.",
         ),
     ],
-    out: CurvatureOut,
-    precision: Precision = "float32",
-    force: Force = False,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")],
+    options: dict[str, Any],
     printing: Printing,
 ) -> None:
     """Take curvature from the optimizer in a training checkpoint.
@@ -113,8 +112,8 @@ def import_(
         from ..engine.input_state import model_paths
         from ..io.atomic_dir import AtomicDir
 
-    read = model_paths(checkpoint)
-    with AtomicDir(out, "curvature", force=force, reads=read, inside=read) as staging:
+    precision, read = options["precision"], model_paths(checkpoint)
+    with AtomicDir(out, "curvature", force=options["force"], reads=read, inside=read) as staging:
         curvature = import_curvature(checkpoint, dataset_size, batch_size)
         curvature.write(staging.folder, precision)
     parameters = sum(value.numel() for value in curvature.values())

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..api.diagnose import as_json, diagnose as diagnose_recipe
-from .options import Printing, Settings, command, named
+from .options import NamedData, Printing, Settings, command, named
 from .output import echo, heavy_imports, print_json, print_notes, print_table, print_verdict, progress, typed
 
 EXAMPLE = (
@@ -28,12 +28,7 @@ def diagnose(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="Folder for the report.")],
     set_: Settings = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data", "-d", metavar="NAME=SRC", help="Data of a task (its model's folder name, or base). Repeatable."
-        ),
-    ] = None,
+    data: NamedData = None,
     options: dict[str, Any],
     printing: Printing,
 ) -> None:

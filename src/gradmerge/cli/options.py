@@ -30,10 +30,6 @@ from .output import handle_errors, note_downloads
 
 Run = Callable[..., None]
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Model folder, Hub id (org/name@revision) or PEFT adapter folder.")
 ]
@@ -48,16 +44,21 @@ Data = Annotated[
         "Hub. A file may be a URL.",
     ),
 ]
+NamedData = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        "-d",
+        metavar="NAME=SRC",
+        help="Labeled data of a task (its model's folder name, or base), to evaluate merges on. Repeatable.",
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
         help="Print the bytes read and written, the memory, and whether they fit on this machine. Write nothing.",
     ),
-]
-CurvatureOut = Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")]
-Precision = Annotated[
-    Literal["float32", "bfloat16", "log8"], typer.Option("--precision", help="How to store it. log8 takes one byte.")
 ]
 #: Options whose default can be set in the environment.
 VARIABLES = {"device": "GRADMERGE_DEVICE", "threads": "GRADMERGE_THREADS"}
@@ -94,8 +95,6 @@ METAVARS = {
 LOADING: dict[str, Any] = {**DEFAULTS}
 #: Options that are at least 1.
 COUNTS = ("limit", "batch_size", "max_new_tokens")
-Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or if it is empty.")]
-
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -104,24 +103,15 @@ Settings = Annotated[
         help="Set any key of the recipe, such as damping=1e-8 or density=0.2. Repeatable.",
     ),
 ]
-SweepOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--sweep",
-        metavar="KEY=RANGE",
-        help="Try values of a key of the recipe, such as density=0.1:0.9:0.2 (both ends), damping=1e-6,1e-3, "
-        "rescale=none,l1, or t=[0,1],[1,0] over the layers. Repeatable; all combinations are tried.",
-    ),
-]
 
 
 @dataclass(frozen=True)
 class Printing:
     """The options of every command."""
 
-    json: Json = False
-    quiet: Quiet = False
-    debug: Debug = False
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False
 
     @property
     def silent(self) -> bool:

@@ -11,9 +11,9 @@ from ..api.merge import merge
 from ..api.preview import as_json, best_recipe, preview as preview_recipe
 from .options import (
     READING,
+    NamedData,
     Printing,
     Settings,
-    SweepOption,
     command,
     method_names,
     named,
@@ -55,17 +55,17 @@ def preview(
             autocompletion=method_names,
         ),
     ] = None,
-    sweep: SweepOption = None,
-    set_: Settings = None,
-    data: Annotated[
+    sweep: Annotated[
         list[str] | None,
         typer.Option(
-            "--data",
-            "-d",
-            metavar="NAME=SRC",
-            help="Labeled data of a task (its model's folder name, or base): settings are then evaluated. Repeatable.",
+            "--sweep",
+            metavar="KEY=RANGE",
+            help="Try values of a key of the recipe, such as density=0.1:0.9:0.2 (both ends), damping=1e-6,1e-3, "
+            "rescale=none,l1, or t=[0,1],[1,0] over the layers. Repeatable; all combinations are tried.",
         ),
     ] = None,
+    set_: Settings = None,
+    data: NamedData = None,
     save_best: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Merge the best setting into this new folder.")
     ] = None,

@@ -9,7 +9,7 @@ import typer
 
 from ..api.merge import merge
 from ..errors import InputError
-from .options import READING, Printing, command, named
+from .options import READING, NamedData, Printing, command, named
 from .output import echo, heavy_imports, print_json
 
 EXAMPLE = (
@@ -25,16 +25,7 @@ def studio(
     source: Annotated[
         Path, typer.Argument(metavar="RECIPE|DEMO_DIR", help="Recipe file (YAML), or the folder of gradmerge demo.")
     ] = Path("demo"),
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            "-d",
-            metavar="NAME=SRC",
-            help="Labeled data of a task (its model's folder name, or base) to evaluate merges on. Repeatable; the "
-            "demo has its own.",
-        ),
-    ] = None,
+    data: NamedData = None,
     port: Annotated[
         int | None,
         typer.Option(
