@@ -180,8 +180,8 @@ def sums_size(model: nn.Module, kind: str, max_kronecker_dim: int = MAX_KRONECKE
         return 4 * sum(int(m.weight.shape[not is_conv1d(m)]) ** 2 for m in layers if m.weight not in tables)
     if kind == "kronecker":
         with_factors, _ = kronecker_layers(model, parameters, stored_unchanged(model), max_kronecker_dim)
-        for weight, (_, module) in with_factors.items():
+        for weight, layer in with_factors.items():
             inputs, outputs = weight.shape[1:].numel(), weight.shape[0]
-            bias = 0 if module._parameters.get("bias") is None else outputs
+            bias = 0 if layer.bias is None else outputs
             total += (inputs + bool(bias)) ** 2 + outputs**2 - weight.numel() - bias
     return 4 * total

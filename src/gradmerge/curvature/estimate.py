@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -177,20 +178,18 @@ class Accumulator(Recorder):
         """Give layers Kronecker factors, if the two verified examples use their matrix in one product."""
         stored, kinds = stored_unchanged(self._model), self._formulas.kinds
         layers, wide = kronecker_layers(self._model, self._parameters.values(), stored, max_kronecker_dim)
-        holders = [p for module in self._model.modules() for p in module._parameters.values()]
-        for parameter, (name, module) in layers.items():
-            if kinds.get(parameter) == [OuterGradient] and not self.sums[parameter].slow:
-                bias, entry = module._parameters.get("bias"), self.sums[parameter]
-                if bias is not None and bias in self.sums and sum(other is bias for other in holders) == 1:
+        for weight, layer in layers.items():
+            entry = self.sums[weight]
+            if kinds.get(weight) == [OuterGradient] and not entry.slow:
+                bias = layer.bias if layer.bias in self.sums else None
+                if bias is not None:
                     self.sums[bias].weight = entry
-                else:
-                    bias = None
-                entry.factors = KroneckerSums(name, parameter, bias, is_conv1d(module), self._accumulate_on)
+                entry.factors = KroneckerSums(layer.name, weight, bias, is_conv1d(layer.module), self._accumulate_on)
         if wide:
             self._notes.append(
                 f"layers with more than {max_kronecker_dim:,} inputs or outputs have a diagonal:\n{listed(wide)}"
             )
-        if unused := [name for p, (name, _) in layers.items() if p not in kinds and not self.sums[p].slow]:
+        if unused := [layer.name for p, layer in layers.items() if p not in kinds and not self.sums[p].slow]:
             self._notes.append(f"no gradient reaches these layers, which have a diagonal:\n{listed(unused)}")
         diagonal_to_files = self._to_files
 
@@ -293,31 +292,37 @@ def _name_of(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "_name_or_path", ""))
 
 
+class KroneckerLayer(NamedTuple):
+    """A layer whose weight may have Kronecker factors."""
+
+    name: str
+    """The name of the weight."""
+    module: nn.Module
+    bias: nn.Parameter | None
+    """Its bias, unless other modules use it too."""
+
+
 def kronecker_layers(
     model: nn.Module, parameters: Collection[nn.Parameter], stored: Collection[str], max_kronecker_dim: int
-) -> tuple[dict[nn.Parameter, tuple[str, nn.Module]], list[str]]:
-    """Return the weights that may have Kronecker factors, with their names and modules; and names of too wide ones.
+) -> tuple[dict[nn.Parameter, KroneckerLayer], list[str]]:
+    """Return the weights that may have Kronecker factors, with their layers; and the names of too wide ones.
 
     These are weights of linear layers and convolutions that only one module uses, and that a checkpoint stores
     unchanged: its name is in ``stored``.
     """
-    uses: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    uses = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
+    known, layers, wide = set(parameters), {}, []
     for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                uses.setdefault(parameter, []).append((f"{path}.{name}".lstrip("."), module))
-    layers, wide = {}, []
-    for parameter in parameters:
-        name, module = uses[parameter][0]
+        name, weight = f"{path}.weight".lstrip("."), module._parameters.get("weight")
         linear = isinstance(module, nn.Linear) or is_conv1d(module)
         convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1
-        is_weight = len(uses[parameter]) == 1 and name in stored and module._parameters.get("weight") is parameter
-        if not is_weight or not (linear or convolution):
+        if not (linear or convolution) or weight not in known or uses[weight] > 1 or name not in stored:
             continue
-        if max(parameter.shape[0], parameter.shape[1:].numel()) > max_kronecker_dim:
+        if max(weight.shape[0], weight.shape[1:].numel()) > max_kronecker_dim:
             wide.append(name)
         else:
-            layers[parameter] = name, module
+            bias = module._parameters.get("bias")
+            layers[weight] = KroneckerLayer(name, module, bias if uses[bias] == 1 else None)
     return layers, wide
 
 
