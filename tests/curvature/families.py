@@ -277,7 +277,6 @@ FAMILIES: Mapping[str, Family] = {
         _of(t.LlamaForCausalLM, t.LlamaConfig, **_LLAMA | {"tie_word_embeddings": True}),
         "language", "next-token", ROUNDED,
     ),
-    "qwen2": Family(_of(t.Qwen2ForCausalLM, t.Qwen2Config, **_LLAMA), "language", "next-token", ROUNDED),
     "qwen3": Family(_of(t.Qwen3ForCausalLM, t.Qwen3Config, **_LLAMA, head_dim=6), "language", "next-token", ROUNDED),
     "gemma2": Family(
         _of(

@@ -16,7 +16,6 @@ from gradmerge.curvature.kernels import (
     OuterGradient,
     RowGradient,
     Term,
-    add_experts,
     add_outer,
     add_rows,
     add_squares,
@@ -126,10 +125,3 @@ def test_experts_add_up_their_tokens_of_each_example(rows: int, bias: bool) -> N
         total = torch.zeros(shape, dtype=torch.float64)
         add_squares(total, [ExpertGradient(experts, examples, y, x), *more], 3)
         torch.testing.assert_close(total, gradient.square().sum(0))
-    again = torch.zeros(shape, dtype=torch.float64)
-    halves = [ExpertGradient(experts[k::2], examples[k::2], y[k::2], None if x is None else x[k::2]) for k in (0, 1)]
-    add_squares(again, halves, 3)
-    add_experts(again, [ExpertGradient(experts[:0], examples[:0], y[:0], None if x is None else x[:0])])
-    whole = torch.zeros(shape, dtype=torch.float64)
-    add_experts(whole, [ExpertGradient(experts, examples, y, x)])
-    torch.testing.assert_close(again, whole)

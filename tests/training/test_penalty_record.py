@@ -78,7 +78,6 @@ def random_prior(model: nn.Module) -> dict[str, Tensor]:
         ({"coupling": "adam", "prior": "random", "strength": 0.7, "damping": 0.1}, 1e-8, True),
         ({"coupling": "adam", "prior": 0.5, "strength": 0.8}, 1e-8, False),
         ({"coupling": "decoupled", "prior": "random", "strength": 0.3}, 3.0, True),
-        ({"coupling": "decoupled", "prior": 1.0, "strength": 0.3}, 3.0, True),
     ],
 )
 def test_loss_and_recorded_penalty_balance(tmp_path: Path, options: dict[str, Any], eps: float, mean: bool) -> None:
