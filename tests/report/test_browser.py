@@ -200,6 +200,7 @@ def test_no_name_runs_as_a_script(tab: Tab, report: Path) -> None:
     assert tab.evaluate("window.bad") is None
     run = "[...document.scripts].filter(s => !s.type).length"
     assert tab.evaluate(f"[{run}, document.images.length]") == [3, 0]
+    assert NASTY in str(tab.locator("body").text_content())
 
 
 @pytest.mark.parametrize("width", [320, 390, 1200])
