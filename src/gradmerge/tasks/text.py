@@ -63,11 +63,13 @@ class TokenizedData:
     def tokenize(self, index: int, *texts: str, **options: Any) -> dict[str, list[int]]:
         """Tokenize a row's text or pair of texts, of any length."""
         try:
-            return {name: list(values) for name, values in self.tokenizer(*texts, **options).items()}
+            encoding = {name: list(values) for name, values in self.tokenizer(*texts, **options).items()}
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic in Rust is not an Exception
             raise self.rows.error(index, f"the tokenizer fails on its text: {first_line(error)}") from error
+        self.check(index, encoding["input_ids"])
+        return encoding
 
     def encode(self, index: int, *texts: str, **options: Any) -> dict[str, list[int]]:
         """Tokenize a row's text or pair of texts. The tokenizer truncates it to ``max_length``."""
@@ -156,7 +158,11 @@ class ClassificationData(TokenizedData):
             config.get_text_config().pad_token_id = self.pad_token
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        encodings = [self._encode(index) for index in indices]
+        roles = [role for role in ("text", "text2") if role in self.fields]
+        encodings = [
+            self.encode(n, *(self.rows.text(n, self.fields[role]) for role in roles), return_attention_mask=True)
+            for n in indices
+        ]
         pad_type = getattr(self.tokenizer, "pad_token_type_id", 0)
         fill = {"input_ids": self.pad_token, "token_type_ids": pad_type if isinstance(pad_type, int) else 0}
         inputs = {
@@ -164,12 +170,6 @@ class ClassificationData(TokenizedData):
             for name in encodings[0]
         }
         return inputs if self.labels is None else inputs | {"labels": self.labels[list(indices)]}
-
-    def _encode(self, index: int) -> dict[str, list[int]]:
-        texts = [self.rows.text(index, self.fields[role]) for role in ("text", "text2") if role in self.fields]
-        encoding = self.encode(index, *texts, return_attention_mask=True)
-        self.check(index, encoding["input_ids"])
-        return encoding
 
 
 class CausalLMData(TokenizedData):
@@ -199,14 +199,11 @@ class CausalLMData(TokenizedData):
     def _example(self, index: int) -> tuple[list[int], list[int]]:
         """Return the tokens of a row, and the label of each."""
         if "messages" in self.fields:
-            ids, labels = self._conversation(index)
-        elif "prompt" in self.fields:
-            ids, labels = self._completion(index)
-        else:
-            ids = self.encode(index, self.rows.text(index, self.fields["text"]))["input_ids"]
-            labels = list(ids)
-        self.check(index, ids)
-        return ids, labels
+            return self._conversation(index)
+        if "prompt" in self.fields:
+            return self._completion(index)
+        ids = self.encode(index, self.rows.text(index, self.fields["text"]))["input_ids"]
+        return ids, ids
 
     def _completion(self, index: int) -> tuple[list[int], list[int]]:
         eos = self.tokenizer.eos_token_id
@@ -249,7 +246,6 @@ class CausalLMData(TokenizedData):
             text = self.rows.text(index, self.fields.get("prompt", self.fields.get("text", ())))
             ids = self._tokenize_prompt(index, text)
             reference = self.rows.text(index, self.fields["completion"]) if "completion" in self.fields else None
-        self.check(index, ids)
         limit = self.max_length if max_length is None else min(self.max_length, max_length)
         if len(ids) > limit:
             self.truncated.add(index)
@@ -279,7 +275,9 @@ class CausalLMData(TokenizedData):
             if len(text) > MAX_LINE:
                 raise InputError(f"{where} makes a text longer than the limit of {size(MAX_LINE)}")
             with limited(where, TEMPLATE_SECONDS):
-                return text, render(list(messages), tokenize=True, return_dict=True, **options)
+                encoding = render(list(messages), tokenize=True, return_dict=True, **options)
+        self.check(index, encoding["input_ids"])
+        return text, encoding
 
 
 class Seq2SeqData(TokenizedData):
@@ -293,14 +291,12 @@ class Seq2SeqData(TokenizedData):
             sources.append(self.encode(index, self.rows.text(index, self.fields["source"]))["input_ids"])
             target = self.rows.text(index, self.fields["target"])
             targets.append(self.encode(index, text_target=target)["input_ids"])
-            self.check(index, [*sources[-1], *targets[-1]])
         return self.collate(sources, targets)
 
     def prompt(self, index: int, max_length: int | None = None) -> Prompt:
         """Return the source of a row as the prompt, and its target as the reference."""
         source = self.rows.text(index, self.fields["source"])
         ids = self.encode(index, source)["input_ids"]
-        self.check(index, ids)
         return Prompt(source, ids, self.rows.text(index, self.fields["target"]))
 
 
