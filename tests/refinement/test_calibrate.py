@@ -14,6 +14,7 @@ from gradmerge.curvature.losses import MASKED
 from gradmerge.refinement import layers
 from gradmerge.refinement.calibrate import MERGE, InputProducts, Settings, solve
 from gradmerge.refinement.output_factors import output_factors, sampled_loss
+from gradmerge.refinement.rows import hold_out
 from gradmerge.refinement.structure import find_structure
 
 from .calibration_families import EXPERTS, FAMILIES, calibrated, make, rows, split
@@ -145,6 +146,24 @@ def test_a_module_is_calibrated_with_all_rows_and_comes_back_as_a_copy():
         torch.testing.assert_close(merged.state_dict()[name], before[name], rtol=0, atol=0)
     again = gm.calibrate(merged, data, teachers=teachers, curvature="none", progress=False)
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), done.model.parameters(), strict=True))
+
+
+def test_rows_run_once_through_each_layer_of_the_teachers_and_of_every_candidate(monkeypatch):
+    calls, forward = [], nn.Linear.forward
+
+    def counted(layer, values):
+        calls.append(layer.out_features)
+        return forward(layer, values)
+
+    monkeypatch.setattr(nn.Linear, "forward", counted)
+    merged, teachers = make("llama", scale=0.5)
+    data = {task: split(batch, 10) for task, batch in rows("llama", count=40).items()}
+    gm.calibrate(merged, data, teachers=teachers, curvature="none", progress=False)
+    parts = [hold_out(task, batches) for task, batches in data.items()]
+    fit, held_out = sum(len(one.fit) for one in parts), sum(len(one.held_out) for one in parts)
+    # Gate and up in two blocks: in the teacher, in the merge on held-out rows, and in what is solved with nine tenths
+    # of the rows and with all. Two rows run through the whole model, and block by block.
+    assert calls.count(24) == 2 * 2 * (3 * fit + 4 * held_out + 2)
 
 
 def test_auto_compares_three_candidates_and_takes_the_closest():

@@ -186,20 +186,6 @@ def test_curvature_of_a_sample_is_scaled_to_the_retain_set(monkeypatch: pytest.M
     assert result.steps[0].damping == pytest.approx(damping, rel=1e-8)
 
 
-def test_weights_are_rounded_before_the_budget_is_measured(task: Any) -> None:
-    model, retain, forget = copy.deepcopy(task[0]), task[1], task[2]
-
-    def coarse() -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_((parameter * 50).round() / 50)
-
-    sets = [Dataset(batches(data)) for data in (forget, retain, retain)]
-    result = remove_influence(model, *sets, retain_size=200, budget=0.05, round_weights=coarse)
-    assert torch.equal(weights(model), (weights(model) * 50).round() / 50)
-    assert mean_loss(model, retain) <= 1.05 * mean_loss(task[0], retain) and result.s > 0
-
-
 def test_the_standard_errors_are_those_of_the_row_losses(task: Any) -> None:
     model, retain, forget = copy.deepcopy(task[0]), task[1], task[2]
     result = gm.remove(model, forget=batches(forget), retain=batches(retain), progress=False)
