@@ -378,12 +378,13 @@ def dry_run_calibrate(
             for start in starts
         )
         hidden = 4 * (every * (2 * width + inside) + (width * (every + positions["held_out"]) if check else 0))
-        limit = (int(CACHE_SHARE * free) if free else hidden) if cache_memory is None else _bytes(cache_memory)
+        cached = hidden + len(sources) * max(weights)  # a block of every fine-tuned model
+        limit = (int(CACHE_SHARE * free) if free else cached) if cache_memory is None else _bytes(cache_memory)
         parts = {
             "process": PROCESS,
             "two blocks": 2 * max(weights),
             "sums of a group": (4 + 8) * 3 * max(groups * (n_in + 1) ** 2 for groups, _, n_in in shapes.values()),
-            "hidden states": min(hidden, limit or 0),
+            "cache": min(cached, limit or 0),
         }
         models = (inputs.merged, *inputs.teachers.values())
         nbytes = [model.checkpoint.nbytes for model in models if isinstance(model, ModelFiles)]

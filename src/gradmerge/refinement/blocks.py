@@ -104,11 +104,13 @@ class BlockModel:
             self.source.free(names)
 
     def keep(self, layers: Sequence[Layer], cache: HiddenCache) -> None:
-        """Keep loaded weights of layers in a cache, in place of those that were kept before."""
+        """Keep loaded weights of the layers' modules in a cache, in place of those that were kept before."""
         for value in self._kept.values():
             value.drop()
-        names = {} if self.source is None else dict.fromkeys(name for layer in layers for name in layer.parameters)
-        self._kept = {name: cache.put(self.module.get_parameter(name)) for name in names}
+        self._kept = {}
+        for path, module in {layer.path: layer.module for layer in layers if self.source is not None}.items():
+            for name, parameter in module.named_parameters(recurse=False):
+                self._kept[f"{path}.{name}"] = cache.put(parameter)
 
     @contextlib.contextmanager
     def with_kept(self) -> Iterator[None]:
@@ -561,7 +563,7 @@ class HiddenCache:
     """
 
     def __init__(self, limit: int, folder: Path | None = None) -> None:
-        self.limit, self.nbytes, self.peak, self.spilled = limit, 0, 0, 0
+        self.limit, self.nbytes, self.spilled = limit, 0, 0
         self._folder = folder
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._number = 0
@@ -576,7 +578,6 @@ class HiddenCache:
             self.free_unused()
         if self.nbytes + size <= self.limit:
             self.nbytes += size
-            self.peak = max(self.peak, self.nbytes)
             # A view, such as an expanded mask, is kept as it is: a copy would be larger.
             return CachedTensor(self, tensor.detach().clone() if tensor.is_contiguous() else tensor, None)
         if self._temporary is None:
