@@ -114,7 +114,7 @@ def test_text_from_elsewhere_is_escaped() -> None:
         html.prediction(reply),
         html.table([hostile], [["x"]]),
         html.card("now", hostile, "accuracy", None, "", html.chip("good", hostile)),
-        html.board([html.Lane(hostile, 3, "accuracy", {"now": 0.5})], "", "", 1),
+        html.board([html.Lane(hostile, 3, "accuracy", {"now": 0.5})], "", ""),
     ):
         assert "<script" not in made and "\x1b" not in made and "&lt;script&gt;" in made
 

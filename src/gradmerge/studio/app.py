@@ -164,8 +164,6 @@ class Visit:
     shown: Outcome | None = None
     shown_time: float = 0.0
     """When the move was made whose result is shown."""
-    boards: int = 0
-    """How often its board changed."""
     closed: bool = False
 
 
@@ -347,7 +345,7 @@ class Workbench:
             outcome = explorer.measure(setting, stop, report.share)
             if moved >= visit.shown_time:
                 visit.shown, visit.shown_time = outcome, moved
-                board = self._board(visit, time.perf_counter() - begun)
+                board = self._board(outcome, time.perf_counter() - begun)
                 return board, explorer.recipe_text(setting), html.notes(explorer.evaluator.notes())
         return gr.skip(), gr.skip(), gr.skip()
 
@@ -366,7 +364,7 @@ class Workbench:
                 report.begin(setting.name, len(settings), number)
                 report.share(number / len(settings))
                 self.explorer.measure(setting, lambda: visit.closed)
-        return self._board(visit) if visit.shown is not None else gr.skip()
+        return self._board(visit.shown) if visit.shown is not None else gr.skip()
 
     @_shows_errors
     def _calibrate(self, request: gr.Request, *values: Any) -> str:
@@ -384,12 +382,12 @@ class Workbench:
     def _save(self, folder: str, *values: Any) -> None:
         setting, out = self.panel.read(*values), _new_folder(folder)
         self.explorer.save(setting, out, progress=Reporter("merging", lambda: self._closed))
-        gr.Success(esc(f"Saved {setting.name} in {out}"), duration=None, title="Saved")
+        gr.Success(esc(f"Saved {setting.name} in {out}"), duration=None)
 
     @_shows_errors
     def _report(self, folder: str) -> None:
         page = self.explorer.write_report(_new_folder(folder))
-        gr.Success(esc(f"The report is {page}"), duration=None, title="Saved")
+        gr.Success(esc(f"The report is {page}"), duration=None)
 
     @_shows_errors
     def _show_tab(self, request: gr.Request, active: str, task: str, flip_task: str, against: str) -> list[Any]:
@@ -457,11 +455,9 @@ class Workbench:
             return None
         return html.mean([found.shown_value(row, task) for task in tasks])
 
-    def _board(self, visit: Visit, seconds: float = 0.0) -> str:
+    def _board(self, now: Outcome, seconds: float = 0.0) -> str:
         """The present merge beside the best so far, the base and the fine-tuned models."""
-        explorer, now = self.explorer, visit.shown
-        assert now is not None
-        visit.boards += 1
+        explorer = self.explorer
         found, best, alone, lanes = explorer.preview(), explorer.best(), explorer.evaluator.alone, []
         for task in explorer.tasks:
             metric = found.metric(task)
@@ -473,7 +469,7 @@ class Workbench:
         took = f" in {seconds:.2f} s" if seconds >= 0.005 else ""
         how = f"measured on {sum(explorer.examples.values()):,} rows{took} · bars: ± 1 standard error"
         cards = "" if self.explorer.removes else self._cards(now, best, found)
-        return html.board(lanes, cards, how, visit.boards)
+        return html.board(lanes, cards, how)
 
     def _cards(self, now: Outcome, best: Outcome | None, found: Preview) -> str:
         mean, metric = self._mean(found, now), found.metric(found.tasks[0])

@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,15 +78,15 @@ class Lane:
         return {name: v for name in MARKS if (v := self.values.get(name)) is not None and math.isfinite(v)}
 
 
-def board(lanes: Sequence[Lane], cards: str, how: str, move: int) -> str:
+def board(lanes: Sequence[Lane], cards: str, how: str) -> str:
     """The averages, then every task on a scale of its metric, with error bars."""
     spans = {metric: _span([lane for lane in lanes if lane.metric == metric]) for metric in {x.metric for x in lanes}}
     rows = "".join(_lane(lane, spans[lane.metric]) for lane in lanes)
     shown = [name for name in MARKS if any(name in lane.known for lane in lanes)]
     legend = "".join(f'<span><b class="gm-mark {name}"></b>{MARKS[name]}</span>' for name in shown)
-    # The number of the move makes every board a new one, so that a dimmed board lights up even if nothing changed.
+    # The time makes every board a new one, so that a dimmed board lights up even if nothing changed.
     return (
-        f'<div class="gm-board" data-move="{move}"><div class="gm-cards">{cards}</div>'
+        f'<div class="gm-board" data-move="{time.monotonic_ns() // 1000}"><div class="gm-cards">{cards}</div>'
         f'<div class="gm-lanes">{rows}</div>'
         f'<div class="gm-legend">{legend}<span class="gm-how">{how}</span></div></div>'
     )
