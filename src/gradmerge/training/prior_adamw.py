@@ -179,29 +179,28 @@ class PriorAdamW(torch.optim.AdamW):
 
     def _anchors(self, group: dict[str, Any], anchor: AnchorTensors | None, optional: bool) -> list[Tensor | None]:
         """Return the anchor of each parameter of a group, as it is stored."""
-        anchors: list[Tensor | None] = [None] * len(group["params"])
+        params: list[Tensor] = group["params"]
         if group["strength"] == 0:
-            return anchors
+            return [None] * len(params)
+        anchors: dict[int, Tensor] = {}
         if anchor is not None:
             with open_anchor(anchor) as tensors:
-                for i, value in self._matched(tensors, group, optional):
-                    anchors[i] = _stored(value.clone(), "anchor", group, i)
-        for i, p in enumerate(group["params"]):
-            if anchors[i] is None:
-                anchors[i] = _stored(p.detach().clone(), "anchor", group, i)
-        return anchors
+                anchors = {i: value.clone() for i, value in self._matched(tensors, group, optional)}
+        values = (anchors[i] if i in anchors else p.detach().clone() for i, p in enumerate(params))  # one at a time
+        return [_stored(value, "anchor", group, i) for i, value in enumerate(values)]
 
     def _priors(
         self, group: dict[str, Any], prior: Any, reduction: Reduction, damping: float, optional: bool
     ) -> list[Tensor | None]:
         """Return the curvature of each parameter of a group with damping, as it is stored."""
         priors: list[Tensor | None] = [None] * len(group["params"])
-        if group["strength"] != 0 and group["prior"] == CURVATURE:
-            with open_prior(prior, reduction) as tensors:
-                for i, value in self._matched(tensors, group, optional):
-                    _check_values(value, "prior", group, i)  # damping can hide negative values
-                    value = value.to(torch.promote_types(value.dtype, torch.float32)) + damping
-                    priors[i] = _stored(value, "prior", group, i)
+        if group["strength"] == 0 or group["prior"] != CURVATURE:
+            return priors
+        with open_prior(prior, reduction) as tensors:
+            for i, value in self._matched(tensors, group, optional):
+                _check_values(value, "prior", group, i)  # damping can hide negative values
+                value = value.to(torch.promote_types(value.dtype, torch.float32)) + damping
+                priors[i] = _stored(value, "prior", group, i)
         return priors
 
     def _matched(self, tensors: NamedTensors, group: dict[str, Any], optional: bool) -> Iterator[tuple[int, Tensor]]:
