@@ -67,8 +67,9 @@ class JobSize:
         written = "unknown" if self.bytes_written is None else size(self.bytes_written)
         disk, memory = ("" if n is None else f" ({size(n)} free)" for n in (self.free_disk, self.free_memory))
         parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in self.memory_parts.items() if nbytes)
+        facts = {name: value for name, value in self.facts.items() if value not in (None, {}, [])}
         return [
-            *(f"{name.replace('_', ' ')}: {_text(value)}" for name, value in self.facts.items() if value),
+            *(f"{name.replace('_', ' ')}: {_text(value)}" for name, value in facts.items()),
             f"reads: {size(self.bytes_read)}",
             f"writes: {written}{disk}",
             f"memory: about {size(self.memory)}{memory}{f': {parts}' if parts else ''}",
@@ -105,7 +106,7 @@ def dry_run_merge(recipe: Recipe, out: Path | None, *, threads: int | None = Non
     """Return what a merge would do, and its size. ``reading`` is as of :func:`planned`."""
     threads, adapter = number_of_threads(threads), recipe.output.format == "adapter"
     with planned(recipe, **reading) as plan:
-        bytes_read = plan.total_read + plan.statistics_read
+        bytes_read = plan.total_read + plan.statistics_read  # before the checks, which compute the damping
         check_merge(plan, LocalExecutor(threads), NOWHERE, accept_untrusted=True)
         models = [{"source": c.label, "kind": c.kind, "bytes": c.nbytes} for c in plan.inputs.checkpoints]
         merged = plan.merged_tensors
