@@ -15,7 +15,7 @@ from torch import Tensor
 import gradmerge as gm
 from gradmerge.errors import InputError
 from tests.checkpoints.families import EXPERTS, FAMILIES, load, moved, randomise, save
-from tests.checkpoints.test_lora import LLAMA, make_base, merged_by_peft, write_adapter
+from tests.checkpoints.test_lora import LLAMA, edit_tensors, make_base, merged_by_peft, write_adapter
 from tests.making import assert_close, read_model
 
 SECOND = ["q_proj", "k_proj", "up_proj"]
@@ -181,6 +181,43 @@ def test_factors_that_add_up_to_more_than_the_rank_are_cut_to_the_nearest(tmp_pa
     for name in want:
         exact = name not in shares or shares[name] < 1e-9
         assert exact is bool(torch.allclose(got[name], want[name], atol=2e-6)), name
+
+
+def test_a_rank_larger_than_one_side_of_a_matrix_keeps_all_of_it(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    settings = {"r": 10, "target_modules": ["k_proj", "q_proj"]}  # k_proj is (8, 16)
+    recipe = weighted("task-arithmetic", base, adapters_of(base, "llama-untied", settings, settings), 1.0, 0.5)
+    want, got, result = merge_both(recipe, tmp_path, "llama-untied", rank=10)
+    assert {name: lost == pytest.approx(0) for name, lost in result.lost.items()} == {
+        name: "k_proj" in name for name in result.lost
+    }
+    for name in want:
+        assert "q_proj" in name or torch.allclose(got[name], want[name], atol=2e-6), name
+
+
+def fill_b(adapter: str, module: str, value: float) -> None:
+    """Replace the factors B of a module's adapter."""
+
+    def fill(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {k: v.fill_(value) if f"{module}.lora_B" in k else v for k, v in tensors.items()}
+
+    edit_tensors(Path(adapter), fill)
+
+
+def test_modules_that_no_adapter_has_trained_are_left_out(tmp_path: Path) -> None:
+    base, models = llama(tmp_path, SECOND, SECOND)
+    for model in models:
+        fill_b(model, "k_proj", 0.0)  # as PEFT initializes it
+    want, got, result = merge_both(weighted("task-arithmetic", base, models, 1.0, 0.5), tmp_path, "llama-untied")
+    assert_close(got, want, 1e-6)
+    assert result.lost and not any("k_proj" in name for name in result.lost)
+
+
+def test_nan_in_an_adapter_is_an_error_that_names_the_tensor(tmp_path: Path) -> None:
+    base, models = llama(tmp_path, SECOND, SECOND)
+    fill_b(models[0], "k_proj", torch.nan)
+    with pytest.raises(InputError, match=r"k_proj\.weight has values that are NaN"):
+        gm.merge(as_adapter(weighted("task-arithmetic", base, models, 1.0, 0.5), rank=2), tmp_path / "out")
 
 
 def test_a_narrow_type_of_the_base_does_not_round_the_difference(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import gradmerge as gm
+from gradmerge.api.preview import best_recipe
 from gradmerge.recipe import load_recipe
 
 from ..forked import forked
@@ -120,9 +121,14 @@ def test_preview_and_diagnose_look_at_named_recipes_and_what_preview_writes_can_
     assert found.tasks == ["c", "mean", "base"]
     gm.diagnose(folder / "recipe.yml", folder / "diagnosis", progress=False)
     assert left(folder) == {"report", "diagnosis"}
+    gm.merge(folder / "diagnosis" / "recipe.yml", folder / "diagnosed", progress=False)
+    gm.merge(folder / "recipe.yml", folder / "merged", progress=False)
+    assert weights(folder / "diagnosed").equal(weights(folder / "merged"))
     again = load_recipe(folder / "report" / "recipe.yml")
     assert list(again.merges) == ["mean"]
+    gm.merge(best_recipe(found), folder / "saved", progress=False)
     gm.merge(again, folder / "best", progress=False)
+    assert weights(folder / "saved").equal(weights(folder / "best"))
     base, a, b, c = (weights(folder / name) for name in ("base", "a", "b", "c"))
     one, two = (model.weight for model in again.models)
     expected = base + one * (c - base) + two * ((a + b) / 2 - base)

@@ -71,6 +71,7 @@ def diagnose(
     from ..report.advice import diagnosis_verdict, next_commands
     from ..report.comparison import diagnosis_page
     from ..tasks import complete, tokenizer_of
+    from .recipe_yaml import recipe_documents
 
     options = complete(loading, diagnose)
     recipe, _ = with_changes(recipe_of_models(recipe, "diagnose", allow_code), changes)
@@ -98,7 +99,7 @@ def diagnose(
             text = recipe_text(recipe)
             facts = provenance(recipe, data or {})
             write_report(staging.folder, diagnosis_page(found, text, facts, [command] if command else []))
-            (staging.folder / "recipe.yml").write_text(text, "utf-8")
+            (staging.folder / "recipe.yml").write_text(recipe_documents(recipe, staging.out), "utf-8")
             (staging.folder / "diagnosis.json").write_text(redact(to_json(as_json(found))) + "\n", "utf-8")
     return found
 

@@ -131,6 +131,7 @@ def preview(
             with contextlib.closing(evaluator):
                 run = search if suggest else compare
                 found = run(grid, evaluator, progress=bar)
+        found.recipe = recipe  # not the one that reads the temporary folders of its named recipes
         write_preview(folder, found, data or {}, command, options["columns"], save_best)
     return found
 

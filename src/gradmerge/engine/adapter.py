@@ -145,7 +145,10 @@ class AdapterOutput:
         if factors:
             b = torch.cat([weight * b for weight, b, _ in factors], 1)
             a = torch.cat([a for *_, a in factors])
-            self._set_change(job.name, truncate(b, a, self._rank, self._dtype))
+            self._check_finite(job.name, a, b)
+            change = truncate(b, a, self._rank, self._dtype)
+            if change.norm:  # 0 if no adapter has trained this module: PEFT initializes B with zeros
+                self._set_change(job.name, change)
         return True
 
     def _lora_may(self, name: str) -> bool:
@@ -325,11 +328,11 @@ def factorize(matrix: Tensor, rank: int, dtype: torch.dtype) -> Change:
 
 def truncate(b: Tensor, a: Tensor, rank: int | None, dtype: torch.dtype) -> Change:
     """Return the nearest product of at most ``rank`` to BA, whose factors are in float64; None keeps their rank."""
-    norm, lost = float(((b.T @ b) * (a @ a.T)).sum()), 0.0
+    norm, lost = max(float(((b.T @ b) * (a @ a.T)).sum()), 0.0), 0.0
     if rank is not None and a.shape[0] > rank:
         left, left_core = torch.linalg.qr(b)
         right, right_core = torch.linalg.qr(a.T)
-        u, roots, v = torch.linalg.svd(left_core @ right_core.T)
+        u, roots, v = torch.linalg.svd(left_core @ right_core.T, full_matrices=False)
         lost = float(roots[rank:].square().sum())
         b, a = left @ (u[:, :rank] * roots[:rank].sqrt()), (roots[:rank].sqrt()[:, None] * v[:rank]) @ right.T
     return Change(norm, lost, {"A": rounded(a.contiguous(), dtype), "B": rounded(b.contiguous(), dtype)})
