@@ -265,6 +265,7 @@ class CalibrationInputs:
         return [solved for group in groups if (solved := [layer for layer in group if not self.keep(layer)])]
 
     def streams(self, model: BlockModel, task: str, parts: Sequence[str] = PARTS) -> Streams:
+        """Rows of a task at the start of a model; those of other ``parts`` are left out."""
         rows = self.rows[task]._asdict()
         return {part: RowStream(model, rows[part] if part in parts else [], self.cache) for part in PARTS}
 

@@ -16,8 +16,8 @@ from ..curvature.losses import MASKED
 from ..errors import InputError
 from ..io.reader import bytes_of
 
-#: One row of this many is held out.
-HELD_OUT = 10
+#: One row in this many is held out.
+HELD_OUT_ONE_IN = 10
 
 
 def as_batches(name: str, batches: Any) -> Sequence[Any]:
@@ -50,7 +50,7 @@ def hold_out(name: str, batches: Sequence[Any]) -> TaskRows:
     if count < 2:
         raise InputError(f"{name}: has one row, but needs at least two, since one of them is held out")
     order = _permutation(count, "held out")
-    held_out = max(1, count // HELD_OUT)
+    held_out = max(1, count // HELD_OUT_ONE_IN)
     return TaskRows(select_rows(batches, sorted(order[held_out:])), select_rows(batches, sorted(order[:held_out])))
 
 
