@@ -13,7 +13,7 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from gradmerge.compare.candidates import plan_of
+from gradmerge.compare.candidates import derive_plan
 from gradmerge.compare.evaluate import TaskData, merge_in_memory
 from gradmerge.compare.predict import open_for_prediction, predict
 from gradmerge.compare.settings import Setting, make_setting, recipe_with, weight_keys
@@ -54,7 +54,7 @@ def measure_merges(args: argparse.Namespace, names: list[str]) -> list[dict[str,
     settings = [merge(recipe, method, weight) for method in METHODS for weight in WEIGHTS if _matters(method, weight)]
     plan = open_for_prediction(recipe)
     try:
-        candidates = {setting.name: plan_of(plan, recipe_with(recipe, setting)) for setting in settings}
+        candidates = {setting.name: derive_plan(plan, recipe_with(recipe, setting)) for setting in settings}
         prediction = predict(plan, tasks, candidates)
         given = {"limit": args.limit, "batch_size": 64, "max_length": 256, "device": args.device}
         loaded = {name: load_task(str(args.work / name), rows_of(args, name, "test"), **given) for name in tasks}

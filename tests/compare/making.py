@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.checkpoints.checkpoint import Checkpoint
-from gradmerge.compare.candidates import Candidate, plan_of
+from gradmerge.compare.candidates import Candidate, derive_plan
 from gradmerge.compare.settings import Setting, make_setting, recipe_with
 from gradmerge.engine.inputs import CurvatureInput, Inputs
 from gradmerge.engine.plan import Plan, make_plan
@@ -56,7 +56,7 @@ def candidates(
     """Name → a merge with these keys, on the inputs of a plan as of :func:`memory_plan`."""
     recipe = memory_recipe(weights, damping)
     settings = {name: make_setting(recipe, keys["method"], keys) for name, keys in merges.items()}
-    return {name: plan_of(plan, recipe_with(recipe, setting)) for name, setting in settings.items()}
+    return {name: derive_plan(plan, recipe_with(recipe, setting)) for name, setting in settings.items()}
 
 
 def setting(method: str, weights: Sequence[float] = (), changes: Mapping[str, Any] | None = None) -> Setting:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import BertForSequenceClassification
 
 import gradmerge as gm
-from gradmerge.compare.candidates import plan_of
+from gradmerge.compare.candidates import derive_plan
 from gradmerge.compare.diagnose import PenaltyCheck, check_penalties
 from gradmerge.compare.predict import open_for_prediction, predict
 from gradmerge.compare.settings import make_setting, recipe_with
@@ -154,7 +154,7 @@ def test_with_kronecker_curvature_it_is_that_of_matrices_that_are_written_out(tm
     plan = open_for_prediction(recipe)
     try:
         found = check_penalties(recipe, plan, {"a": 0, "b": 1}, gradients, {"a": 5, "b": 10})
-        average = plan_of(plan, recipe_with(recipe, make_setting(recipe, "average")))
+        average = derive_plan(plan, recipe_with(recipe, make_setting(recipe, "average")))
         prediction = predict(plan, ["a", "b"], {"average": average})
     finally:
         plan.inputs.close()

@@ -200,8 +200,8 @@ class Merger(Evaluator):
         raise NotImplementedError
 
     def merge(self, one: Setting) -> dict[str, torch.Tensor]:
-        plan, known = self.plan_for(one)
-        (state,) = merge_in_memory(plan, [self.merge_plan(one)], 2, known)
+        plan, known = self.shared_plan(one)
+        (state,) = merge_in_memory(plan, [self.setting_plan(one)], 2, known)
         return state
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.compare.candidates import plan_of
+from gradmerge.compare.candidates import derive_plan
 from gradmerge.compare.predict import open_for_prediction, predict
 from gradmerge.compare.settings import make_setting, recipe_with
 from gradmerge.curvature.curvature import Curvature, KroneckerFactors
@@ -256,7 +256,7 @@ def test_predicted_costs_are_those_of_written_out_matrices(tmp_path: Path, state
     plan = open_for_prediction(recipe)
     with contextlib.closing(plan.inputs):
         methods = ("gradient-matching", "task-arithmetic")
-        merges = {method: plan_of(plan, recipe_with(recipe, make_setting(recipe, method))) for method in methods}
+        merges = {method: derive_plan(plan, recipe_with(recipe, make_setting(recipe, method))) for method in methods}
         found = predict(plan, ["a", "b"], merges, threads=2)
     gm.merge(recipe, tmp_path / "out")
     for method, merged in (

@@ -19,7 +19,7 @@ from ..report.page import write_report
 from ..text import to_json
 from ..urls import redact
 from ..yaml import to_yaml
-from .merge import merged_first, number_of_threads, recipe_of_models
+from .merge import merge_named_recipes, number_of_threads, recipe_without_slices
 
 if TYPE_CHECKING:
     from ..compare.diagnose import Diagnosis
@@ -74,16 +74,16 @@ def diagnose(
     from .recipe_yaml import recipe_documents
 
     options = complete(loading, diagnose)
-    recipe, _ = with_changes(recipe_of_models(recipe, "diagnose", allow_code), changes)
+    recipe, _ = with_changes(recipe_without_slices(recipe, "diagnose", allow_code), changes)
     threads = number_of_threads(threads)
     allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     merged, target = (None if model is None else str(model) for model in (merged, target))
     with (
         report_folder(recipe, out, data or {}, force, merged, target, tokenizer_of(options)) as staging,
         shown(progress) as bar,
-        merged_first(recipe, out, threads, allowed) as ready,
+        merge_named_recipes(recipe, out, threads, allowed) as ready,
     ):
-        found = find_costs(
+        result = find_costs(
             ready,
             options,
             merged=merged,
@@ -93,15 +93,15 @@ def diagnose(
             progress=bar,
             **allowed,
         )
-        found.commands = next_commands(recipe, data or {}, merged=merged, columns=options["columns"], changes=changes)
-        found.verdict = diagnosis_verdict(found)
+        result.commands = next_commands(recipe, data or {}, merged=merged, columns=options["columns"], changes=changes)
+        result.verdict = diagnosis_verdict(result)
         if staging is not None:
-            text = recipe_text(recipe)
+            text = recipe_with_defaults(recipe)
             facts = provenance(recipe, data or {})
-            write_report(staging.folder, diagnosis_page(found, text, facts, [command] if command else []))
+            write_report(staging.folder, diagnosis_page(result, text, facts, [command] if command else []))
             (staging.folder / "recipe.yml").write_text(recipe_documents(recipe, staging.out), "utf-8")
-            (staging.folder / "diagnosis.json").write_text(redact(to_json(as_json(found))) + "\n", "utf-8")
-    return found
+            (staging.folder / "diagnosis.json").write_text(redact(to_json(as_json(result))) + "\n", "utf-8")
+    return result
 
 
 def report_folder(
@@ -124,7 +124,7 @@ def report_folder(
     return AtomicDir(Path(out), kind, force=force, reads=reads)
 
 
-def recipe_text(recipe: Recipe) -> str:
+def recipe_with_defaults(recipe: Recipe) -> str:
     """The full recipe, defaults filled in."""
     return to_yaml(recipe.to_dict())
 
@@ -140,22 +140,22 @@ def provenance(recipe: Recipe, data: Mapping[str, str]) -> dict[str, str]:
     return facts | {f"data of {name}": source for name, source in data.items()}
 
 
-def as_json(found: Diagnosis) -> dict[str, Any]:
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """Everything that was found, for machines. Predictions are quadratic forms in the curvature, not losses in nats."""
     from ..report.advice import costliest_layers
 
-    prediction = found.prediction
+    prediction = diagnosis.prediction
     tasks = prediction.tasks
     return {
-        "merge": found.own,
+        "merge": diagnosis.own,
         "tasks": tasks,
-        "candidates": found.candidates,
-        "reference": found.reference,
+        "candidates": diagnosis.candidates,
+        "reference": diagnosis.reference,
         "predicted": {
             candidate: {
                 task: {
-                    "relative_loss": found.relative(candidate, task),
-                    "rank": found.rank(candidate, task),
+                    "relative_loss": diagnosis.relative(candidate, task),
+                    "rank": diagnosis.rank(candidate, task),
                     "excess_loss": prediction.excess(candidate, task),
                     "quadratic_form": prediction.cost(candidate, task).quadratic,
                     "first_order": prediction.cost(candidate, task).first_order,
@@ -164,9 +164,9 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
                 }
                 for task in tasks
             }
-            for candidate in found.candidates
+            for candidate in diagnosis.candidates
         },
-        "costliest_layers": [{"layer": name, "share": share} for name, share in costliest_layers(found)],
+        "costliest_layers": [{"layer": name, "share": share} for name, share in costliest_layers(diagnosis)],
         "interference": [
             {
                 "task": one,
@@ -176,25 +176,25 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
                 "opposed_share": prediction.between(one, other, group).share,
             }
             for group in prediction.groups
-            for one, other in itertools.combinations(found.tuned, 2)
+            for one, other in itertools.combinations(diagnosis.tuned, 2)
         ],
-        "measured": {name: outcome.metrics for name, outcome in found.outcomes.items()},
-        **({"compared": _compared(found, found.measured)} if found.measured is not None else {}),
-        "examples": found.examples,
-        "residuals": {name: asdict(residual) for name, residual in found.residuals.items()},
-        "penalty_checks": {task: asdict(check) for task, check in found.penalty_checks.items()},
+        "measured": {name: outcome.metrics for name, outcome in diagnosis.outcomes.items()},
+        **({"compared": _compared(diagnosis, diagnosis.measured)} if diagnosis.measured is not None else {}),
+        "examples": diagnosis.examples,
+        "residuals": {name: asdict(residual) for name, residual in diagnosis.residuals.items()},
+        "penalty_checks": {task: asdict(check) for task, check in diagnosis.penalty_checks.items()},
         "true_mismatch": [
-            {"merge": candidate, "task": task, "norm": value} for (candidate, task), value in found.mismatch.items()
+            {"merge": candidate, "task": task, "norm": value} for (candidate, task), value in diagnosis.mismatch.items()
         ],
-        "notes": found.notes,
-        "verdict": found.verdict,
+        "notes": diagnosis.notes,
+        "verdict": diagnosis.verdict,
     }
 
 
-def _compared(found: Diagnosis, compared: Preview) -> dict[str, Any]:
+def _compared(diagnosis: Diagnosis, compared: Preview) -> dict[str, Any]:
     """The merges on the same rows: their scores, and how much more each has than the one that is diagnosed."""
     merges = {}
-    for name, row in found.merges.items():
+    for name, row in diagnosis.merges.items():
         apart = compared.difference(row, compared.reference)
         merges[name] = {
             "score": row.score,

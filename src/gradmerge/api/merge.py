@@ -120,7 +120,7 @@ def merge(
                     progress=bar,
                 )
 
-        with _with_named_merges(recipe, out, run, resume=resume) as ready:
+        with _merge_named_recipes(recipe, out, run, resume=resume) as ready:
             return run(ready, out, force)
 
 
@@ -135,7 +135,7 @@ def as_recipe(recipe: RecipeLike, allow_code: bool = False) -> Recipe:
     return load_recipe(recipe, allow_code=allow_code)
 
 
-def recipe_of_models(recipe: RecipeLike, command: str, allow_code: bool = False) -> Recipe:
+def recipe_without_slices(recipe: RecipeLike, command: str, allow_code: bool = False) -> Recipe:
     """Return the recipe; raise if it has slices, which ``command`` does not support."""
     loaded = as_recipe(recipe, allow_code)
     if loaded.slices:
@@ -159,7 +159,7 @@ def planned(recipe: RecipeLike, **reading: Any) -> Iterator[Plan]:
         yield plan
 
 
-def merged_first(
+def merge_named_recipes(
     recipe: Recipe, out: str | Path | None, threads: int | None, reading: Mapping[str, Any]
 ) -> AbstractContextManager[Recipe]:
     """A recipe whose named recipes are merged, for reports on a merge; ``out`` is the folder of the report."""
@@ -167,11 +167,11 @@ def merged_first(
     def run(named: Recipe, folder: Path) -> MergeResult:
         return merge(named, folder, progress=False, threads=threads, **reading)
 
-    return _with_named_merges(recipe, None if out is None else output_path(out), run)
+    return _merge_named_recipes(recipe, None if out is None else output_path(out), run)
 
 
 @contextlib.contextmanager
-def _with_named_merges(
+def _merge_named_recipes(
     recipe: Recipe, out: Path | None, run: Callable[[Recipe, Path], MergeResult], *, resume: bool = False
 ) -> Iterator[Recipe]:
     """A recipe whose named recipes are merged with ``run``, into a temporary folder beside OUT.

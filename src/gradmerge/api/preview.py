@@ -20,8 +20,8 @@ from ..progress import Progress, shown
 from ..report.page import write_report
 from ..text import to_json
 from ..urls import redact
-from .diagnose import provenance, recipe_text, report_folder
-from .merge import merged_first, number_of_threads, recipe_of_models
+from .diagnose import provenance, recipe_with_defaults, report_folder
+from .merge import merge_named_recipes, number_of_threads, recipe_without_slices
 
 if TYPE_CHECKING:
     from ..compare.evaluate import Evaluator
@@ -102,7 +102,7 @@ def preview(
 
     options = complete(loading, preview)
     allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
-    recipe = recipe_of_models(recipe, "preview", allow_code)
+    recipe = recipe_without_slices(recipe, "preview", allow_code)
     recipe, fixed = with_changes(recipe, changes, method_names(methods))
     chosen = check_methods(methods, recipe)
     if suggest and sweep:
@@ -121,7 +121,7 @@ def preview(
         if unused is not None:
             unused.temporary = True  # the folder was checked before any work
     with report_folder(recipe, out, data or {}, force, tokenizer_of(options)) as folder:
-        with shown(progress, "merges") as bar, merged_first(recipe, out, threads, allowed) as ready:
+        with shown(progress, "merges") as bar, merge_named_recipes(recipe, out, threads, allowed) as ready:
             evaluator: Evaluator
             if data:
                 evaluator = DataEvaluator(ready, chosen, data, options, threads=threads, **allowed)
@@ -130,25 +130,25 @@ def preview(
             grid = replace(grid, recipe=ready)
             with contextlib.closing(evaluator):
                 run = search if suggest else compare
-                found = run(grid, evaluator, progress=bar)
-        found.recipe = recipe  # not the one that reads the temporary folders of its named recipes
-        write_preview(folder, found, data or {}, command, options["columns"], save_best)
-    return found
+                result = run(grid, evaluator, progress=bar)
+        result.recipe = recipe  # not the one that reads the temporary folders of its named recipes
+        write_preview(folder, result, data or {}, command, options["columns"], save_best)
+    return result
 
 
-def best_recipe(found: Preview) -> Recipe:
+def best_recipe(preview: Preview) -> Recipe:
     """The recipe with the method, weights and changes of the best setting."""
     from ..compare.settings import recipe_with
 
-    best = found.best()
+    best = preview.best()
     if best is None:
         raise InputError("no setting is best, so none can be merged. Choose the strength of a removal yourself")
-    return recipe_with(found.recipe, best.setting)
+    return recipe_with(preview.recipe, best.setting)
 
 
 def write_preview(
     folder: AtomicDir | None,
-    found: Preview,
+    preview: Preview,
     data: Mapping[str, str],
     command: str,
     columns: Mapping[str, str] | None = None,
@@ -160,78 +160,80 @@ def write_preview(
     from .recipe_yaml import recipe_documents
 
     merged = "merged" if folder is not None else OUT
-    found.commands = next_commands(found.recipe, data, columns=columns, out=str(save_best or merged))
-    found.commands.pop("merge", None)
+    preview.commands = next_commands(preview.recipe, data, columns=columns, out=str(save_best or merged))
+    preview.commands.pop("merge", None)
     if folder is not None and save_best is None:
         written = os.path.relpath(folder.out / "recipe.yml")
-        found.commands["merge"] = shlex.join(["gradmerge", "merge", written, "-o", merged])
-    found.verdict = preview_verdict(found)
+        preview.commands["merge"] = shlex.join(["gradmerge", "merge", written, "-o", merged])
+    preview.verdict = preview_verdict(preview)
     if folder is None:
         return
-    facts = provenance(found.recipe, data)
-    write_report(folder.folder, preview_page(found, recipe_text(found.recipe), facts, [command] if command else []))
-    (folder.folder / "preview.csv").write_text(settings_table(found).csv(), "utf-8")
-    (folder.folder / "preview.json").write_text(redact(to_json(as_json(found))) + "\n", "utf-8")
-    if (best := found.best()) is not None:
+    facts = provenance(preview.recipe, data)
+    write_report(
+        folder.folder, preview_page(preview, recipe_with_defaults(preview.recipe), facts, [command] if command else [])
+    )
+    (folder.folder / "preview.csv").write_text(settings_table(preview).csv(), "utf-8")
+    (folder.folder / "preview.json").write_text(redact(to_json(as_json(preview))) + "\n", "utf-8")
+    if (best := preview.best()) is not None:
         header = f"# {best.setting.name}\n# gradmerge merge recipe.yml -o merged\n"
-        (folder.folder / "recipe.yml").write_text(header + recipe_documents(best_recipe(found), folder.out), "utf-8")
+        (folder.folder / "recipe.yml").write_text(header + recipe_documents(best_recipe(preview), folder.out), "utf-8")
 
 
-def as_json(found: Preview) -> dict[str, Any]:
+def as_json(preview: Preview) -> dict[str, Any]:
     """All results for machines. Predictions are ranks and multiples of the reference's, not losses."""
     result: dict[str, Any] = {
-        "measured": found.measured,
-        "compared_by": found.criterion.name,
-        "higher_is_better": found.criterion.higher,
-        "tasks": found.tasks,
-        "models": found.models,
-        "reference": _row(found, found.reference),
-        "best": {method: _best(found, method) for method in found.methods},
-        "winner": _best(found, None),
-        "settings": [_row(found, row) for row in found.rows],
-        "notes": found.notes,
+        "measured": preview.measured,
+        "compared_by": preview.criterion.name,
+        "higher_is_better": preview.criterion.higher,
+        "tasks": preview.tasks,
+        "models": preview.models,
+        "reference": _row(preview, preview.reference),
+        "best": {method: _best(preview, method) for method in preview.methods},
+        "winner": _best(preview, None),
+        "settings": [_row(preview, row) for row in preview.rows],
+        "notes": preview.notes,
     }
-    if found.measured:
-        result["tied_with_best"] = sum(map(found.among_best, found.rows))
-        result["metrics"] = {task: found.metric(task) for task in found.tasks}
-        result |= {"alone": found.alone, "examples": found.examples}
+    if preview.measured:
+        result["tied_with_best"] = sum(map(preview.among_best, preview.rows))
+        result["metrics"] = {task: preview.metric(task) for task in preview.tasks}
+        result |= {"alone": preview.alone, "examples": preview.examples}
     return result
 
 
-def _row(found: Preview, row: Outcome) -> dict[str, Any]:
+def _row(preview: Preview, row: Outcome) -> dict[str, Any]:
     from ..compare.ranking import lost_share
     from ..recipe import plain
 
-    weights = {task: plain(weight) for task, weight in found.weights(row).items()}
+    weights = {task: plain(weight) for task, weight in preview.weights(row).items()}
     facts: dict[str, Any] = {"method": row.setting.method, "weights": weights}
     if row.setting.changes:
         facts["changes"] = {key: plain(value) for key, value in row.setting.changes.items()}
     facts["rank"] = row.rank
-    if not found.measured:
-        tasks = {task: {"times_reference": found.shown_value(row, task)} for task in found.tasks}
-        return {**facts, "times_reference": found.shown_score(row), "tasks": tasks}
-    leading = found.leading()
-    apart = found.difference(row, leading) if leading is not None and row is not leading else None
+    if not preview.measured:
+        tasks = {task: {"times_reference": preview.shown_value(row, task)} for task in preview.tasks}
+        return {**facts, "times_reference": preview.shown_score(row), "tasks": tasks}
+    leading = preview.leading()
+    apart = preview.difference(row, leading) if leading is not None and row is not leading else None
     facts |= {
         "score": row.score,
-        "standard_error": getattr(found.shown_score(row), "error", None),
-        "tied_with_best": found.among_best(row),
+        "standard_error": getattr(preview.shown_score(row), "error", None),
+        "tied_with_best": preview.among_best(row),
         "more_than_best": None if apart is None else {"value": apart.value, "standard_error": apart.error},
         "metrics": row.metrics,
     }
-    if found.criterion.shares:
-        shares = {task: lost_share(row, task) for task in found.tasks}
+    if preview.criterion.shares:
+        shares = {task: lost_share(row, task) for task in preview.tasks}
         errors = {task: getattr(share, "error", None) for task, share in shares.items()}
         facts["lost_share"] = {t: {"value": share, "standard_error": errors[t]} for t, share in shares.items()}
     return facts
 
 
-def _best(found: Preview, method: str | None) -> dict[str, Any] | None:
-    best = found.best(method)
+def _best(preview: Preview, method: str | None) -> dict[str, Any] | None:
+    best = preview.best(method)
     if best is None:
         return None
-    close = found.as_good(method)
-    spans = found.spans([row for row in close if row.setting.method == best.setting.method])
-    tied = "tied" if found.measured else "within_1_percent"
+    close = preview.as_good(method)
+    spans = preview.spans([row for row in close if row.setting.method == best.setting.method])
+    tied = "tied" if preview.measured else "within_1_percent"
     weights = {task: list(span) for task, span in spans.items()}
-    return {**_row(found, best), tied: {"settings": len(close), "weights": weights}}
+    return {**_row(preview, best), tied: {"settings": len(close), "weights": weights}}

@@ -78,14 +78,14 @@ def input_entry(
     return entry | {"files": [{"name": path.name, "bytes": path.stat().st_size} for path in files]}
 
 
-def model_paths(recipe: Recipe, out: Path) -> dict[str, str]:
+def model_references(recipe: Recipe, out: Path) -> dict[str, str]:
     """Return `models` of a record: name → fine-tuned model, as a path relative to the result, a Hub id or a URL."""
     references = [model.adapter or model.model for model in recipe.sources]
     names = short_names(references, recipe.folder)
     return {names.get(reference, reference): _stored(reference, recipe, out) for reference in references}
 
 
-def base_path(recipe: Recipe, out: Path) -> str | None:
+def base_reference(recipe: Recipe, out: Path) -> str | None:
     """Return `base` of a record in the same way."""
     return None if recipe.base is None else _stored(recipe.base.model, recipe, out)
 

@@ -47,7 +47,7 @@ class Comparison:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def refuse(self, lines: Sequence[str], what: str, advice: str = "", limit: int = 8) -> None:
+    def add_problem(self, lines: Sequence[str], what: str, advice: str = "", limit: int = 8) -> None:
         """Add a problem, unless there are no lines."""
         if lines:
             self.problems.append(f"{what}\n{listed(lines, limit)}" + (f"\n  {advice}" if advice else ""))
@@ -107,7 +107,7 @@ def compare(
     result.problems += quantized.values()
     unsupported = [n for n in selected if first.tensors[n].dtype.startswith(("F8", "C64"))]
     if id(first) not in quantized:
-        result.refuse(
+        result.add_problem(
             [f"{name}: {first.tensors[name]}" for name in unsupported],
             f"{first.label}: only float64, float32, float16 and bfloat16 can be merged",
             "Exclude these tensors, or convert the model.",
@@ -164,12 +164,12 @@ def _compare_tensors(
         difference = token_difference(first, other)
         vocabulary += difference.lines if difference else []
     what = f"{other.label}: its vocabulary differs from that of {first.label}; rows of the embeddings are other tokens"
-    result.refuse(vocabulary, what, f"{MATCH}, resize one of them, or exclude these tensors.")
+    result.add_problem(vocabulary, what, f"{MATCH}, resize one of them, or exclude these tensors.")
     what = f"{other.label}: {counted(missing, 'tensor')} of {first.label} missing"
-    result.refuse(missing, what, RENAME if extra else "")
+    result.add_problem(missing, what, RENAME if extra else "")
     advice = "" if missing else "If these are heads that should not be merged, exclude them."
-    result.refuse(extra, f"{other.label}: {counted(extra, 'tensor')} that {first.label} does not have", advice)
-    result.refuse(different, f"{other.label}: shapes or types differ from {first.label}")
+    result.add_problem(extra, f"{other.label}: {counted(extra, 'tensor')} that {first.label} does not have", advice)
+    result.add_problem(different, f"{other.label}: shapes or types differ from {first.label}")
     return aliases
 
 
@@ -262,7 +262,7 @@ def _compare_configs(
                 f"gets; exclude {heads[0]} if they are other classes"
             )
 
-    result.refuse(
+    result.add_problem(
         [line for key, line in lines if not allows(allowed, key)],
         f"{other.label}: with its config the same weights compute something else than with that of {first.label}",
         "Use models that agree. If a difference is intended, list its key in allow_config.",

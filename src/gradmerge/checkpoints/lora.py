@@ -193,7 +193,7 @@ class AdapterCheckpoint(Checkpoint):
         self._dora_scales: dict[str, Tensor] = {}
         self._dora_lock = threading.Lock()
 
-    def _refused(self, why: str) -> InputError:
+    def _error(self, why: str) -> InputError:
         return InputError(f"{self.folder}: {why}")
 
     # What the adapter changes
@@ -207,7 +207,7 @@ class AdapterCheckpoint(Checkpoint):
             if factor := FACTOR_KEY.fullmatch(path):
                 self._assign(modules[factor[1]], factor[2], key)
             elif "lora_" in path or "trainable_tokens" in path:
-                raise self._refused(f"the adapter's tensor {key} is not one of LoRA's A and B. {ADVICE}")
+                raise self._error(f"the adapter's tensor {key} is not one of LoRA's A and B. {ADVICE}")
             elif ".original_module." not in path:  # PEFT's copy of a module that it saves whole, for `bias: all`
                 name = re.sub(r"\.(modules_to_save(\.default)?|base_layer)(?=\.)", "", path)
                 self._assign(self.replaced, self._find(name) or name, key)
@@ -219,7 +219,7 @@ class AdapterCheckpoint(Checkpoint):
             added = self._add_parameter(module, keys, parameters[bare]) if bare else self._add_module(module, keys)
             unmatched += [] if added else [module]
         if unmatched:
-            raise self._refused(
+            raise self._error(
                 f"the adapter changes modules whose weights {self.base.label} does not store, or does not hold both A "
                 f"and B of them (and the magnitudes of DoRA exactly where use_dora is set):\n{listed(unmatched)}\n"
                 "Was it trained on another base? A head that is tied to the embeddings must be untied first."
@@ -239,7 +239,7 @@ class AdapterCheckpoint(Checkpoint):
         self.factors[name] = factors
 
     def _clash(self, *keys: str) -> InputError:
-        return self._refused(
+        return self._error(
             f"several tensors of the adapter are for one tensor of {self.base.label}:\n{listed(keys)}\n"
             "Save the adapter again from the model that was trained."
         )
@@ -262,7 +262,7 @@ class AdapterCheckpoint(Checkpoint):
             raise self._misfit(a, b, name, shape)
         magnitude = keys.get("magnitude_vector")
         if magnitude is not None and self.adapter.tensors[magnitude].numel != outputs:
-            raise self._refused(f"DoRA's magnitudes of {name} are not {outputs} numbers, one for each output")
+            raise self._error(f"DoRA's magnitudes of {name} are not {outputs} numbers, one for each output")
         scale = self._scale(module, a[0])
         self._add_factors(name, Factors(module, keys["A"], keys["B"], scale, transposed, magnitude))
         return True
@@ -283,7 +283,7 @@ class AdapterCheckpoint(Checkpoint):
             raise self._misfit(a, b, name, parameter.shape)
         slices = find_slices(self._model, name)
         if slices is None:
-            raise self._refused(f"{self.base.label} does not store the rows of {name} in their order. {ADVICE}")
+            raise self._error(f"{self.base.label} does not store the rows of {name} in their order. {ADVICE}")
         factors = Factors(module, keys["A"], keys["B"], self._scale(name, rank), inputs_first, experts=experts)
         for stored, part in slices.items():
             tensor = self._find(stored)
@@ -304,7 +304,7 @@ class AdapterCheckpoint(Checkpoint):
         """
         targets = self._config.get("target_parameters") or ()
         if targets and self._model is None:
-            raise self._refused(
+            raise self._error(
                 "the adapter changes bare parameters (target_parameters), and transformers cannot build the model from "
                 f"the config of {self.base.label}, so that their layout is unknown. {ADVICE}"
             )
@@ -324,11 +324,11 @@ class AdapterCheckpoint(Checkpoint):
     def _factor_shapes(self, module: str, keys: Mapping[str, str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         a, b = (self.adapter.tensors[keys[part]] for part in "AB")
         if min(len(a.shape), len(b.shape)) < 2 or 0 in a.shape + b.shape or not (a.is_float and b.is_float):
-            raise self._refused(f"LoRA's factors of {module} are not matrices: {a} and {b}. Save the adapter again.")
+            raise self._error(f"LoRA's factors of {module} are not matrices: {a} and {b}. Save the adapter again.")
         return a.shape, b.shape
 
     def _misfit(self, a: tuple[int, ...], b: tuple[int, ...], name: str, shape: tuple[int, ...]) -> InputError:
-        return self._refused(
+        return self._error(
             f"LoRA's A {list(a)} and B {list(b)} do not fit {name} {list(shape)} of {self.base.label}. "
             "Was it trained on another base?"
         )
@@ -372,7 +372,7 @@ class AdapterCheckpoint(Checkpoint):
             if {name, source} <= self.replaced.keys() - self.factors.keys() and same_values(self, name, source):
                 continue
             changed_name, other_name = (source, name) if source in changed else (name, source)
-            raise self._refused(
+            raise self._error(
                 f"the adapter changes {changed_name}, which {self.base.label} shares with {other_name}, and PEFT "
                 "changes it alone: the result would no longer be one tensor. Give a base whose embeddings are untied "
                 "(tie_word_embeddings false, both tensors stored), or train with ensure_weight_tying."

@@ -86,21 +86,21 @@ def preview(
     settings |= {"save_best": save_best, **options}
     given = read_recipe(recipe, options["allow_code"])
     with progress(printing.silent, "merges") as shown:
-        found = preview_recipe(given, out, data=sources, progress=shown, command=typed(), **settings)
+        result = preview_recipe(given, out, data=sources, progress=shown, command=typed(), **settings)
     if save_best is not None:
         with progress(printing.silent) as shown:
             reading = {name: options[name] for name in READING if name in options}
-            merge(best_recipe(found), save_best, force=options["force"], progress=shown, **reading)
+            merge(best_recipe(result), save_best, force=options["force"], progress=shown, **reading)
     if printing.json:
         more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if save_best is not None else {})
-        print_json({**as_json(found), **more})
+        print_json({**as_json(result), **more})
         return
-    print_notes(found.notes, printing.quiet)
+    print_notes(result.notes, printing.quiet)
     if printing.quiet:
         return
-    table = best_table(found)
+    table = best_table(result)
     print_table(table.columns, table.rows, right=range(2, len(table.columns) - 1))
-    print_verdict(found.verdict)
+    print_verdict(result.verdict)
     echo(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
     if save_best is not None:
         echo(f"{save_best} contains the best setting; {out / 'recipe.yml'} is its recipe.")

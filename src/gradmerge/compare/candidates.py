@@ -14,8 +14,8 @@ from ..checkpoints.tied_weights import tied_copies
 from ..engine.checks import check_step_size, coefficient_notes
 from ..engine.executor import Advance, LocalExecutor, run_parallel
 from ..engine.inputs import CONSTANT_DAMPING
-from ..engine.jobs import Block as PlanBlock, BlockJob, Job, LayerJob, random_inputs, rule_arguments
-from ..engine.match_curvature import Layer, layer_option_problems
+from ..engine.jobs import Block, BlockJob, Job, LayerJob, random_inputs, rule_arguments
+from ..engine.match_curvature import SolvedLayer, layer_option_problems
 from ..engine.plan import Plan, check_rule_settings, open_plan, scope_problems
 from ..engine.statistics import Statistics, compute_mean_curvature, compute_statistics
 from ..errors import InputError
@@ -27,11 +27,11 @@ from ..rules.sparse import largest
 from ..rules.spec import RANDOM_INPUTS, Granularity
 
 Candidate = Plan | Checkpoint
-"""A merge to form, as of :func:`plan_of`; or a model that is merged already."""
+"""A merge to form, as of :func:`derive_plan`; or a model that is merged already."""
 
 
 @dataclass(frozen=True)
-class Block:
+class CandidateBlock:
     """The same range of one tensor in every input and in every candidate."""
 
     job: Job
@@ -66,7 +66,7 @@ class Block:
         return self.job.split_bias(merged) if isinstance(self.job, LayerJob) else {self.job.name: merged}
 
 
-Visit = Callable[[Block], None]
+Visit = Callable[[CandidateBlock], None]
 Masks = dict[str, list[Tensor]]
 """Random masks and numbers of one block, by seed and density; candidates share them."""
 KnownStatistics = dict[str, Statistics]
@@ -92,7 +92,7 @@ def visit_blocks(
     granularity = coarsest(runner.granularity for runner in runners)
     jobs = [replace(job, granularity=granularity) if isinstance(job, BlockJob) else job for job in plan.merged_jobs]
 
-    def work(block: PlanBlock, buffers: Buffers) -> None:
+    def work(block: Block, buffers: Buffers) -> None:
         job, start, stop = block.job, block.start, block.stop
         masks: Masks = {}
         if isinstance(job, LayerJob):
@@ -104,7 +104,7 @@ def visit_blocks(
             merged = [runner.block(job, start, stop, tensors, masks, buffers) for runner in runners]
         curvature, penalty = tensors.get("curvature") or [], tensors.get("penalty") or []
         models = tensors["base"], tensors["tuned"]
-        visit(Block(job, start, stop, *models, tensors.get("prior"), curvature, penalty, merged, block.number))
+        visit(CandidateBlock(job, start, stop, *models, tensors.get("prior"), curvature, penalty, merged, block.number))
         advance(job.bytes_read(plan) * (stop - start) // max(1, job.info.numel))
 
     run_parallel(plan.blocks(plan.block, jobs), work, threads)
@@ -115,7 +115,7 @@ def coarsest(granularities: Iterable[Granularity]) -> Granularity:
     return max(granularities, key=["entries", "rows", "tensor"].index, default="entries")
 
 
-def plan_of(plan: Plan, recipe: Recipe) -> Plan:
+def derive_plan(plan: Plan, recipe: Recipe) -> Plan:
     """The plan of a recipe on the inputs of ``plan``, which read the same files; raises if its rule cannot use them."""
     rule = recipe.rule
     if rule.fallback is not None:
@@ -136,7 +136,7 @@ def plan_of(plan: Plan, recipe: Recipe) -> Plan:
         )
     if plan.layer_jobs and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
         raise InputError(f"{rule.name} takes diagonals, and the curvature of these models is Kronecker")
-    layers = {job.name: Layer(job.transposed, job.bias[0] if job.bias else None) for job in plan.layer_jobs}
+    layers = {job.name: SolvedLayer(job.transposed, job.bias[0] if job.bias else None) for job in plan.layer_jobs}
     problems = scope_problems(inputs)
     if layers and rule.layers is not None:
         problems += layer_option_problems(recipe.options, inputs, layers)
@@ -168,7 +168,7 @@ def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
     """Warnings about a merge: steps that are too long, or gradient matching that is task arithmetic."""
     if not recipe.rule.checks or plan.inputs.prior is None:
         return []
-    own = plan_of(plan, recipe)
+    own = derive_plan(plan, recipe)
     executor = LocalExecutor(threads)
     return [*check_step_size(own, executor), *coefficient_notes(own, executor)]
 

@@ -25,8 +25,8 @@ from ..recipe import Recipe, mapped, reduction_factor
 from ..rules import METHODS
 from ..rules.kronecker_matching import applied, diagonal_of, solve, sound
 from ..tasks import LoadOptions
-from .candidates import Block, Candidate, notes_on, plan_of, visit_blocks
-from .evaluate import DataEvaluator, State, match_data, merge_in_memory, state_of
+from .candidates import Candidate, CandidateBlock, derive_plan, notes_on, visit_blocks
+from .evaluate import DataEvaluator, StateDict, match_data, merge_in_memory, state_dict_of
 from .predict import Prediction, open_for_prediction, predict
 from .ranking import Outcome, Preview, set_scores
 from .settings import BASE, Axis, Setting, make_setting, recipe_with, task_names, weight_keys
@@ -229,7 +229,7 @@ def _candidates(
         raise InputError(f"{recipe.method} works on whole matrices: merge it first, and diagnose the result (merged=)")
     for number, (name, setting) in enumerate(settings.items()):
         try:
-            found[name] = merged if merged and not number else plan_of(plan, recipe_with(recipe, setting))
+            found[name] = merged if merged and not number else derive_plan(plan, recipe_with(recipe, setting))
         except InputError as error:
             if not number:
                 raise
@@ -238,7 +238,7 @@ def _candidates(
 
 
 def _measure(
-    found: Diagnosis,
+    diagnosis: Diagnosis,
     evaluator: DataEvaluator,
     candidates: Mapping[str, Candidate],
     settings: Mapping[str, Setting],
@@ -251,47 +251,49 @@ def _measure(
     own_models = Outcome(Setting({}))
     own_models.metrics = {task: outcome.metrics[task] for task, outcome in tuned.items()}
     own_models.rows = {task: outcome.rows[task] for task, outcome in tuned.items()}
-    found.examples, found.outcomes = evaluator.examples, {BASE: alone[BASE], FINE_TUNED: own_models}
+    diagnosis.examples, diagnosis.outcomes = evaluator.examples, {BASE: alone[BASE], FINE_TUNED: own_models}
 
-    def gradients_of(name: str, state: State) -> dict[str, State]:
+    def gradients_of(name: str, state: StateDict) -> dict[str, StateDict]:
         """Evaluate a model on all tasks; returns the gradient of each."""
         model = evaluator.model_with(state, name)
-        found.outcomes[name] = evaluator.outcome(settings.get(name, Setting({})), model)
+        diagnosis.outcomes[name] = evaluator.outcome(settings.get(name, Setting({})), model)
         if evaluator.failures:
             raise InputError(evaluator.failures[0])
         return {task: data[task].gradient(model) for task in evaluator.tasks}
 
     numbers = {task: evaluator.names.index(task) for task in tuned if task != BASE}
     at_tuned = {
-        task: data[task].gradient(evaluator.model_with(state_of(plan.inputs.tuned[number]), task))
+        task: data[task].gradient(evaluator.model_with(state_dict_of(plan.inputs.tuned[number]), task))
         for task, number in numbers.items()
     }
-    at_target = {} if target is None else gradients_of(TARGET, state_of(target))
-    found.penalty_checks = check_penalties(found.recipe, plan, numbers, at_tuned, found.examples, evaluator.threads)
+    at_target = {} if target is None else gradients_of(TARGET, state_dict_of(target))
+    diagnosis.penalty_checks = check_penalties(
+        diagnosis.recipe, plan, numbers, at_tuned, diagnosis.examples, evaluator.threads
+    )
     lacking = "the base's curvature" if plan.inputs.prior is None else ""
     if not set(evaluator.names) <= set(evaluator.tasks):
         lacking = "data of every task"
     if lacking:
-        found.notes.append(f"the residual is not computed: it needs {lacking}")
+        diagnosis.notes.append(f"the residual is not computed: it needs {lacking}")
     states = merge_in_memory(plan, [*candidates.values()], evaluator.threads)
     for name, candidate in candidates.items():
         gradients = gradients_of(name, states.pop(0))
         for task, gradient in at_target.items():
-            found.mismatch[name, task] = _distance(gradients[task], gradient) / found.examples[task]
+            diagnosis.mismatch[name, task] = _distance(gradients[task], gradient) / diagnosis.examples[task]
         if not lacking:
-            found.residuals[name] = _residual(found, evaluator, candidate, gradients)
-    _measure_without_penalty(found, evaluator)
-    found.rank_measured()
+            diagnosis.residuals[name] = _residual(diagnosis, evaluator, candidate, gradients)
+    _measure_without_penalty(diagnosis, evaluator)
+    diagnosis.rank_measured()
 
 
-def _measure_without_penalty(found: Diagnosis, evaluator: DataEvaluator) -> None:
+def _measure_without_penalty(diagnosis: Diagnosis, evaluator: DataEvaluator) -> None:
     """Evaluate the merge with `base.penalty: none` if a model was trained without the penalty."""
-    without = any((check.ratio or 0.0) >= WITHOUT_PENALTY for check in found.penalty_checks.values())
-    recipe = found.recipe
-    if without and found.own == recipe.method and "penalty" in recipe.rule.inputs and not recipe.rule.removes:
+    without = any((check.ratio or 0.0) >= WITHOUT_PENALTY for check in diagnosis.penalty_checks.values())
+    recipe = diagnosis.recipe
+    if without and diagnosis.own == recipe.method and "penalty" in recipe.rule.inputs and not recipe.rule.removes:
         setting = make_setting(recipe, recipe.method, {"base.penalty": "none"})
-        found.without_penalty = f"{recipe.method}, base.penalty none"
-        (found.outcomes[found.without_penalty],) = evaluator.evaluate([setting], lambda done: None)
+        diagnosis.without_penalty = f"{recipe.method}, base.penalty none"
+        (diagnosis.outcomes[diagnosis.without_penalty],) = evaluator.evaluate([setting], lambda done: None)
 
 
 def check_penalties(
@@ -320,7 +322,7 @@ def check_penalties(
     sums = {task: torch.zeros(3, dtype=torch.float64) for task in origins}
     lock = threading.Lock()
 
-    def visit(block: Block) -> None:
+    def visit(block: CandidateBlock) -> None:
         for task in origins:
             if block.job.name not in gradients[task]:  # a tied tensor, whose gradient has another name
                 continue
@@ -363,7 +365,7 @@ def _gradient_scale(recipe: Recipe, inputs: Inputs, number: int, examples: int, 
     return curvature.examples * factor / examples
 
 
-def _damping(plan: Plan, block: Block) -> float:
+def _damping(plan: Plan, block: CandidateBlock) -> float:
     """δ of H_0; a layer with Kronecker curvature may have its own."""
     own = None
     if isinstance(block.job, LayerJob):
@@ -371,23 +373,23 @@ def _damping(plan: Plan, block: Block) -> float:
     return plan.inputs.damping_of(plan.rule) if own is None else own
 
 
-def _distance(one: State, other: State) -> float:
+def _distance(one: StateDict, other: StateDict) -> float:
     return math.sqrt(sum(float((one[name].double() - other[name].double()).square().sum()) for name in one))
 
 
 def _residual(
-    found: Diagnosis, evaluator: DataEvaluator, candidate: Candidate, gradients: Mapping[str, State]
+    diagnosis: Diagnosis, evaluator: DataEvaluator, candidate: Candidate, gradients: Mapping[str, StateDict]
 ) -> Residual:
     """r = H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂), with gradients scaled to the examples of the curvature."""
     plan, inputs = evaluator.plan, evaluator.plan.inputs
     scales = [
-        _gradient_scale(found.recipe, inputs, number, found.examples[task])
+        _gradient_scale(diagnosis.recipe, inputs, number, diagnosis.examples[task])
         for number, task in enumerate(evaluator.names)
     ]
     sums = torch.zeros(4, dtype=torch.float64)
     lock = threading.Lock()
 
-    def visit(block: Block) -> None:
+    def visit(block: CandidateBlock) -> None:
         assert block.prior is not None
         step = block.merged[0].double() - block.base.double()
         pull = torch.zeros_like(step)
@@ -403,7 +405,7 @@ def _residual(
     return Residual(*sums.sqrt().tolist())
 
 
-def _solved(plan: Plan, block: Block, residual: Tensor) -> Tensor:
+def _solved(plan: Plan, block: CandidateBlock, residual: Tensor) -> Tensor:
     """H̄⁻¹ r on a block, 0 where H̄ is not positive."""
     inputs, prior = plan.inputs, block.prior
     weights = inputs.settings.of(block.job.name).weights

@@ -30,11 +30,19 @@ from ..recipe import Base, Model, Recipe
 from ..tasks import LoadedTask, LoadOptions, load_task, measure
 from ..tasks.models import model_with
 from ..text import nearest, size
-from .candidates import Block, Candidate, KnownStatistics, notes_on, open_for_methods, plan_of, visit_blocks
+from .candidates import (
+    Candidate,
+    CandidateBlock,
+    KnownStatistics,
+    derive_plan,
+    notes_on,
+    open_for_methods,
+    visit_blocks,
+)
 from .ranking import Advance, Outcome, Rows, headline, loss_name, loss_of
 from .settings import BASE, Setting, changes_inputs, is_removal, recipe_with, task_names
 
-State = dict[str, Tensor]
+StateDict = dict[str, Tensor]
 Stop = Callable[[], bool]
 OpenPlan = Callable[[Recipe, Sequence[str]], Plan]
 #: Bytes of batches that are kept from one model to the next.
@@ -86,7 +94,7 @@ class Evaluator(abc.ABC):
     def evaluate(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         """The outcomes in the order of the settings, without settings that cannot be merged."""
 
-    def plan_for(self, setting: Setting) -> tuple[Plan, KnownStatistics]:
+    def shared_plan(self, setting: Setting) -> tuple[Plan, KnownStatistics]:
         """The open plan that a setting uses, and what is known of its statistics."""
         key = _plan_key(setting)
         if not key:
@@ -96,9 +104,9 @@ class Evaluator(abc.ABC):
             self._other = key, self._open_plan(recipe_with(self.recipe, setting), [setting.method]), {}
         return self._other[1:]
 
-    def merge_plan(self, setting: Setting) -> Plan:
+    def setting_plan(self, setting: Setting) -> Plan:
         """The plan of a setting's merge; raises InputError if it cannot be merged, as an average of weights 0."""
-        return plan_of(self.plan_for(setting)[0], recipe_with(self.recipe, setting))
+        return derive_plan(self.shared_plan(setting)[0], recipe_with(self.recipe, setting))
 
     def batches(
         self, settings: Sequence[Setting], size: int
@@ -109,14 +117,14 @@ class Evaluator(abc.ABC):
             possible = filter(None, map(self._with_plan, group))
             while batch := dict(itertools.islice(possible, size)):
                 found = True
-                yield *self.plan_for(next(iter(batch))), batch
+                yield *self.shared_plan(next(iter(batch))), batch
         if settings and not found:
             raise InputError(f"no setting can be merged: {next(iter(self._left_out.values()))}")
 
     def _with_plan(self, setting: Setting) -> tuple[Setting, Plan] | None:
         """A setting with its plan; None, and a note, if it cannot be merged."""
         try:
-            return setting, self.merge_plan(setting)
+            return setting, self.setting_plan(setting)
         except InputError as error:
             self._left_out.setdefault(setting.name, str(error))
             return None
@@ -229,7 +237,7 @@ class DataEvaluator(Evaluator):
             if known is not None and len(known.metrics) == len(self.tasks):
                 continue
             try:
-                model = self.model if name == BASE else self.model_with(state_of(models[name]))
+                model = self.model if name == BASE else self.model_with(state_dict_of(models[name]))
             except InputError:  # its head does not fit the config of the merges
                 continue
             found = self.outcomes_alone.setdefault(name, Outcome(Setting({})))
@@ -347,9 +355,9 @@ class InteractiveEvaluator(DataEvaluator):
             return None
         if self._current != which or self._filled is None:
             if isinstance(which, str):
-                state = state_of(self.plan.inputs.tuned[self.names.index(which)])
+                state = state_dict_of(self.plan.inputs.tuned[self.names.index(which)])
             else:
-                merge, (plan, known) = self.merge_plan(which), self.plan_for(which)
+                merge, (plan, known) = self.setting_plan(which), self.shared_plan(which)
                 # The plan is open for all methods; this setting reads only what its own method needs.
                 plan = replace(plan, needs=plan.needs & merge.needs)
                 state = merge_in_memory(plan, [merge], self.threads, known, after_block)[0]
@@ -464,7 +472,7 @@ class TaskData:
         metrics, rows = found.summary(), found.rows()
         return metrics, {name: rows[name] for name in (headline(metrics), loss_name(metrics)) if name in rows}
 
-    def gradient(self, model: nn.Module) -> State:
+    def gradient(self, model: nn.Module) -> StateDict:
         """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 if the model is)."""
         sums = estimate_gradient(model, self.batches(), output=self.loaded.loss)
         return {name: value.cpu() for name, value in stored_tensors(model, sums).items()}
@@ -476,19 +484,19 @@ def merge_in_memory(
     threads: int = 1,
     known: KnownStatistics | None = None,
     after_block: Callable[[], None] = lambda: None,
-) -> list[State]:
+) -> list[StateDict]:
     """The weights of every candidate, by the names and in the dtypes of a merge on disk.
 
     ``after_block`` is called from several threads; an exception ends the work.
     """
-    merged_tensors, states = plan.merged_tensors, [State() for _ in candidates]
+    merged_tensors, states = plan.merged_tensors, [StateDict() for _ in candidates]
     infos = {name: info for job in plan.jobs for name, info in job.tensors.items()}
     for name, info in infos.items():
         copied = None if name in merged_tensors else _read_tensor(plan.inputs.template, name)
         for state in states:
             state[name] = torch.empty(info.shape, dtype=torch_type(info)) if copied is None else copied
 
-    def visit(block: Block) -> None:
+    def visit(block: CandidateBlock) -> None:
         for state, merged in zip(states, block.merged, strict=True):
             for name, values in block.tensors_of(merged).items():
                 stored = rounded(values, torch_type(infos[name]))
@@ -499,7 +507,7 @@ def merge_in_memory(
     return states
 
 
-def state_of(checkpoint: Checkpoint) -> State:
+def state_dict_of(checkpoint: Checkpoint) -> StateDict:
     """All weights of a checkpoint."""
     return {name: _read_tensor(checkpoint, name) for name in checkpoint.tensors}
 

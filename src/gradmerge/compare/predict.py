@@ -31,7 +31,7 @@ from ..io.reader import local_path
 from ..recipe import Recipe
 from ..rules.kronecker_matching import applied, diagonal_of
 from ..text import natural
-from .candidates import Block, Candidate, KnownStatistics, visit_blocks
+from .candidates import Candidate, CandidateBlock, KnownStatistics, visit_blocks
 from .evaluate import Evaluator
 from .ranking import Advance, Outcome
 from .settings import BASE, Setting, changes_inputs
@@ -155,7 +155,7 @@ def predict(
     following = 0
     lock = threading.Lock()
 
-    def visit(block: Block) -> None:
+    def visit(block: CandidateBlock) -> None:
         nonlocal following
         found = group_of(block.job.name), _block_costs(block, len(names)), _block_interference(block, len(names))
         with lock:
@@ -168,7 +168,7 @@ def predict(
     return result
 
 
-def _block_costs(block: Block, tasks: int) -> Tensor:
+def _block_costs(block: CandidateBlock, tasks: int) -> Tensor:
     """The costs over one block: candidates × tasks × the numbers of a :class:`Cost`."""
     curvature = [*block.curvature, *([block.prior] if block.prior is not None else [])]
     models, penalties = [*block.tuned, block.base], [*(block.penalty or [None] * len(block.tuned)), None]
@@ -187,7 +187,7 @@ def _block_costs(block: Block, tasks: int) -> Tensor:
     return found
 
 
-def _block_interference(block: Block, tasks: int) -> Tensor:
+def _block_interference(block: CandidateBlock, tasks: int) -> Tensor:
     """The interference over one block: tasks × tasks × the numbers of an :class:`Interference`."""
     found = torch.zeros(tasks, tasks, len(Interference._fields), dtype=torch.float64)
     scaled = [

@@ -133,7 +133,7 @@ class Preview(Displayed):
     def __post_init__(self) -> None:
         """Set the ranks of all settings; those tied with the leading one have rank 1 too."""
         tied = {id(row) for row in self.as_good()} if self.measured else set()
-        scores = {id(row): self._badness(row)[0] for row in self._scored()}
+        scores = {id(row): self._sort_key(row)[0] for row in self._scored()}
         ordered = sorted(scores.values())
         for row in self.rows:
             score = scores.get(id(row))
@@ -156,7 +156,7 @@ class Preview(Displayed):
 
     def ranked(self) -> list[Outcome]:
         """The settings, best first; tied ones by their scores."""
-        return sorted(self.rows, key=lambda row: (row.rank is None, row.rank, self._badness(row)))
+        return sorted(self.rows, key=lambda row: (row.rank is None, row.rank, self._sort_key(row)))
 
     @property
     def methods(self) -> list[str]:
@@ -199,7 +199,7 @@ class Preview(Displayed):
         own = make_setting(self.recipe, self.recipe.method)
         return self.reference if self.reference.setting == own else None
 
-    def _badness(self, row: Outcome) -> tuple[float, float]:
+    def _sort_key(self, row: Outcome) -> tuple[float, float]:
         """A sort key: by score, then by the mean loss over tasks."""
         losses = [loss_of(metrics) for metrics in row.metrics.values()] or [0.0]
         score = -(row.score or 0.0) if self.criterion.higher else row.score or 0.0
@@ -228,7 +228,7 @@ class Preview(Displayed):
             removing = {name for name, rule in METHODS.items() if rule.removes}
             known = [row for row in self._scored() if method in (None, row.setting.method)]
             known = [row for row in known if row.setting.method not in removing]
-            leading = None if is_removal(self.recipe) else min(known, key=self._badness, default=None)
+            leading = None if is_removal(self.recipe) else min(known, key=self._sort_key, default=None)
             alike = [row for row in known if leading is not None and self.are_alike(row, leading)]
             self._good[method] = sorted(alike, key=lambda row: row is not leading)
         return self._good[method]
@@ -259,7 +259,7 @@ class Preview(Displayed):
                 return own
             good = [row for row in good if not self.are_alike(row, own)]
         good = good if self.measured else good[:1]
-        return min(good, key=lambda row: (simplicity(row.setting), self._badness(row)))
+        return min(good, key=lambda row: (simplicity(row.setting), self._sort_key(row)))
 
     def spans(self, rows: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
         """Task → the smallest and largest weight in some settings, unless a weight differs between layers."""

@@ -139,7 +139,7 @@ def whole_tensors(jobs: Iterable[Job]) -> list[Block]:
 
 def chunks(plan: Plan, size: int = CHUNK) -> list[Block]:
     """Return blocks of a size over all merged tensors; layers are not cut."""
-    blocks = [block for job in plan.block_jobs for block in job.cut(size)]
+    blocks = [block for job in plan.block_jobs for block in job.split(size)]
     return blocks + whole_tensors(plan.layer_jobs)
 
 

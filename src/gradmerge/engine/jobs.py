@@ -49,15 +49,15 @@ class Job(ABC):
         """The tensors of the result that this job writes."""
         return {self.name: self.info}
 
-    def step(self, block: int) -> int:
-        """Return how many entries of the tensor form one block, about ``block``."""
-        return block
+    def block_size(self, preferred: int) -> int:
+        """Return the size of this tensor's blocks in entries: ``preferred``, or what its rule allows."""
+        return preferred
 
-    def cut(self, step: int) -> Iterator[Block]:
-        """Yield blocks of ``step`` entries; one block if the tensor is empty."""
+    def split(self, size: int) -> Iterator[Block]:
+        """Yield blocks of ``size`` entries; one block if the tensor is empty."""
         numel = self.info.numel
-        for start in range(0, max(numel, 1), step):
-            yield Block(self, start, min(start + step, numel))
+        for start in range(0, max(numel, 1), size):
+            yield Block(self, start, min(start + size, numel))
 
     def bytes_read(self, plan: Plan) -> int:
         """Return how many bytes one pass over the job's inputs reads."""
@@ -133,12 +133,12 @@ class BlockJob(Job):
     granularity: Granularity = field(default="entries", kw_only=True)
     """How the rule allows the tensor to be cut."""
 
-    def step(self, block: int) -> int:
+    def block_size(self, preferred: int) -> int:
         shape, numel = self.info.shape, self.info.numel
         if self.granularity == "tensor" or (self.granularity == "rows" and (len(shape) < 2 or numel == 0)):
             return max(numel, 1)
         row = numel // shape[0] if self.granularity == "rows" else 1
-        return max(1, block // row) * row
+        return max(1, preferred // row) * row
 
     def memory(self, plan: Plan) -> int:
         models = 1 + len(plan.inputs.tuned) + len(plan.inputs.curvatures)
@@ -212,7 +212,7 @@ class LayerJob(Job):
         """Return the number of entries of [W b]."""
         return sum(info.numel for info in self.tensors.values())
 
-    def step(self, block: int) -> int:
+    def block_size(self, preferred: int) -> int:
         return max(self.info.numel, 1)
 
     def memory(self, plan: Plan) -> int:

@@ -14,7 +14,7 @@ from ..text import listed, some
 from .inputs import CurvatureInput, Inputs
 
 
-class Layer(NamedTuple):
+class SolvedLayer(NamedTuple):
     """How the matrix of a layer is stored."""
 
     transposed: bool
@@ -27,7 +27,7 @@ class Layer(NamedTuple):
         return [name] if self.bias is None else [name, self.bias]
 
 
-Layers = dict[str, Layer]
+SolvedLayers = dict[str, SolvedLayer]
 """Weight → its layer, for layers that are solved as a whole."""
 
 
@@ -39,7 +39,7 @@ def match_curvature(
     missing: str,
     penalty_is_recorded: bool,
     for_comparison: bool,
-) -> tuple[Layers, list[str]]:
+) -> tuple[SolvedLayers, list[str]]:
     """Return the layers that are solved as a whole, and all problems of the curvature.
 
     With ``for_comparison``, the curvature need not suit the recipe's rule. What a recorded penalty lacks counts as 0.
@@ -55,7 +55,7 @@ def match_curvature(
 
 
 def layer_option_problems(
-    options: Mapping[str, Any], inputs: Inputs, layers: Layers, write_curvature: bool = False
+    options: Mapping[str, Any], inputs: Inputs, layers: SolvedLayers, write_curvature: bool = False
 ) -> list[str]:
     """Return settings that do not work with Kronecker curvature."""
     problems = []
@@ -125,9 +125,9 @@ def _diagonal_problems(source: CurvatureInput, inputs: Inputs, names: Sequence[s
     return problems
 
 
-def _gram_layers(inputs: Inputs, rule: Rule, names: Sequence[str]) -> tuple[Layers, list[str]]:
+def _gram_layers(inputs: Inputs, rule: Rule, names: Sequence[str]) -> tuple[SolvedLayers, list[str]]:
     """Return the weights for which every model has a Gram matrix, and what is wrong with the others."""
-    layers: Layers = {}
+    layers: SolvedLayers = {}
     sources = inputs.curvature
     problems = [
         f"{source.label}: {rule.name} needs Gram matrices (XᵀX of the inputs of linear layers), not a diagonal"
@@ -150,13 +150,13 @@ def _gram_layers(inputs: Inputs, rule: Rule, names: Sequence[str]) -> tuple[Laye
         else:
             # The size of its Gram matrix tells how a weight is stored; if the weight is square, its file does.
             is_square = shape[0] == shape[1]
-            layers[name] = Layer(name in sources[0].transposed if is_square else size == shape[0], None)
+            layers[name] = SolvedLayer(name in sources[0].transposed if is_square else size == shape[0], None)
     if not layers and not problems:
         problems.append(f"{sources[0].label}: has no Gram matrix for any tensor to merge; is it of another model?")
     return layers, problems
 
 
-def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -> tuple[Layers, list[str]]:
+def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -> tuple[SolvedLayers, list[str]]:
     """Return the layers with Kronecker factors among the tensors to merge, and what is wrong with the factors."""
     sources = [source for source in inputs.curvatures if source.tokens]
     if not sources:
@@ -171,7 +171,7 @@ def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -
         for source in inputs.curvature
         if source.kind not in ("kronecker", "constant")
     ]
-    merged, layers, tensors = set(names), Layers(), inputs.template.tensors
+    merged, layers, tensors = set(names), SolvedLayers(), inputs.template.tensors
     for source in sources:
         wrong: list[str] = []
         for name in source.tokens:
@@ -194,7 +194,7 @@ def _kronecker_layers(inputs: Inputs, rule: Rule | None, names: Sequence[str]) -
     return layers, problems
 
 
-def _layer_of(source: CurvatureInput, name: str, template: Checkpoint) -> Layer | None:
+def _layer_of(source: CurvatureInput, name: str, template: Checkpoint) -> SolvedLayer | None:
     """Return the layer of a weight with Kronecker factors; None if they do not fit the weight."""
     info = template.tensors.get(name)
     if info is None or source.shapes is None:
@@ -206,8 +206,8 @@ def _layer_of(source: CurvatureInput, name: str, template: Checkpoint) -> Layer 
         outputs, inputs = inputs, outputs
     sides = source.shapes[name + OUTPUTS], source.shapes[name + INPUTS]
     if sides == ((outputs, outputs), (inputs, inputs)):
-        return Layer(transposed, None)
+        return SolvedLayer(transposed, None)
     bias = name.removesuffix("weight") + "bias"
     has_bias = bias in template.tensors and template.tensors[bias].shape == (outputs,)
     fits = sides == ((outputs, outputs), (inputs + 1, inputs + 1))
-    return Layer(transposed, bias) if fits and has_bias else None
+    return SolvedLayer(transposed, bias) if fits and has_bias else None

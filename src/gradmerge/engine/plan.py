@@ -26,9 +26,9 @@ from ..rules.spec import RANDOM_INPUTS
 from ..text import natural
 from .inputs import CONSTANT_DAMPING, CurvatureInput, Inputs, penalty_notes, recorded_penalty, zero_if_none
 from .jobs import CPU, Block, BlockJob, CopyJob, Job, LayerJob, rule_arguments
-from .match_curvature import Layers, layer_option_problems, match_curvature
+from .match_curvature import SolvedLayers, layer_option_problems, match_curvature
 from .settings import LayerRange, LayerSettings, settings_of_slices, smallest, stacked_models, varies
-from .statistics import Statistics, measure
+from .statistics import Statistics, compute_measures
 from .vocabularies import with_one_vocabulary
 
 BLOCK = 1 << 18
@@ -89,7 +89,7 @@ class Plan:
         size = size or self.block_size
         number = 0
         for job in self.jobs if jobs is None else jobs:
-            for block in job.cut(job.step(size)):
+            for block in job.split(job.block_size(size)):
                 yield replace(block, number=number)
                 number += 1
 
@@ -144,7 +144,7 @@ class Plan:
     def memory(self, threads: int) -> int:
         """Return the approximate peak memory in bytes: the interpreter, and each thread's blocks."""
         size = self.block_size
-        entries = max((job.step(size) for job in self.block_jobs if job.granularity != "tensor"), default=size)
+        entries = max((job.block_size(size) for job in self.block_jobs if job.granularity != "tensor"), default=size)
         blocks = threads * max(size, entries) * (8 if self._needs_float64 else 4) * self._blocks_in_memory
         return 330_000_000 + blocks + threads * max((job.memory(self) for job in self.jobs), default=0)
 
@@ -336,7 +336,7 @@ def make_plan(
     return plan
 
 
-def _jobs(recipe: Recipe, inputs: Inputs, merged: set[str], layers: Layers) -> list[Job]:
+def _jobs(recipe: Recipe, inputs: Inputs, merged: set[str], layers: SolvedLayers) -> list[Job]:
     """Return a job for every tensor of the result, in the order of the template; a layer's job includes its bias."""
     rule, tensors = recipe.rule, inputs.template.tensors
     biases = {layer.bias for layer in layers.values()}
@@ -424,7 +424,7 @@ def check_rule_settings(plan: Plan) -> None:
                 tensors["thresholds"] = [0.0 if len(some) == 1 else [0.0] * len(some) for some in ranks]
                 arguments = rule_arguments(rule, plan, tensors, settings)
                 measures = rule.measures_of(settings.options)
-                measured = measure(measures, [arguments].__iter__, arguments, 1, unit.dtype)
+                measured = compute_measures(measures, [arguments].__iter__, arguments, 1, unit.dtype)
                 rule(**rule_arguments(rule, plan, tensors | measured, settings))
             except ValueError as error:
                 raise InputError(f"{rule.name}: {error}") from error

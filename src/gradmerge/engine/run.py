@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cards.card import merge_text, recipe_text, write_card
 from ..cards.metadata import license_notes, read_all_metadata, read_metadata
-from ..cards.provenance import base_path, input_entry, model_paths, write_record
+from ..cards.provenance import base_reference, input_entry, model_references, write_record
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.layers import StackedCheckpoint
 from ..display import Displayed
@@ -161,8 +161,8 @@ def write_cards(
     options = {} if recipe.slices else {"options": {name: plain(value) for name, value in inputs.options.items()}}
     facts |= {
         "recipe": recipe.to_dict() | options,
-        "base": base_path(recipe, folder.out),
-        "models": model_paths(recipe, folder.out),
+        "base": base_reference(recipe, folder.out),
+        "models": model_references(recipe, folder.out),
         **damping_and_penalties(plan),
     }
     if recipe.rule.file:

@@ -32,7 +32,7 @@ TENSOR_RUNS = 32
 
 Thresholds = list[float] | list[list[float]]
 """One for every tuned model, or several for each."""
-Measured = dict[str, list[float]]
+MeasureValues = dict[str, list[float]]
 """Name of the measure → its numbers."""
 
 
@@ -41,7 +41,7 @@ class Statistics:
     """Thresholds of |Δ_t| by tensor ("" for the whole model), and what the rule measures by tensor."""
 
     thresholds: dict[str, Thresholds] = field(default_factory=dict)
-    measured: dict[str, Measured] = field(default_factory=dict)
+    measured: dict[str, MeasureValues] = field(default_factory=dict)
 
     def inputs_of(self, name: str) -> dict[str, Any]:
         """Return the rule's inputs for one tensor."""
@@ -130,7 +130,7 @@ def tensor_thresholds(plan: Plan, block: Block, buffers: Buffers) -> list[tuple[
     assert isinstance(job, BlockJob)
 
     def count_all(search: QuantileSearch) -> Counts:
-        parts = (count_magnitudes(plan, part, buffers, search=search) for part in job.cut(plan.block))
+        parts = (count_magnitudes(plan, part, buffers, search=search) for part in job.split(plan.block))
         return functools.reduce(operator.iadd, parts)
 
     return [(job.name, find_thresholds(plan, [job], TENSOR_RUNS, count_all))]
@@ -150,34 +150,38 @@ def magnitudes(plan: Plan, block: Block, buffers: Buffers) -> list[np.ndarray]:
     return [(model - base).abs_().numpy() for model in tuned]
 
 
-def measure_tensor(plan: Plan, block: Block, buffers: Buffers, *, statistics: Statistics) -> list[tuple[str, Measured]]:
+def measure_tensor(
+    plan: Plan, block: Block, buffers: Buffers, *, statistics: Statistics
+) -> list[tuple[str, MeasureValues]]:
     """Return the measures of one tensor, whose thresholds are known."""
     job = block.job
     assert isinstance(job, BlockJob)
     rule, settings, known = job.rule, plan.inputs.settings.of(job.name), statistics.inputs_of(job.name)
 
     def blocks() -> Iterator[dict[str, Any]]:
-        for part in job.cut(job.step(CHUNK)):
+        for part in job.split(job.block_size(CHUNK)):
             tensors = job.read(plan, part.start, part.stop, buffers) | known
             yield rule_arguments(rule, plan, job.shaped(part.start, part.stop, tensors), settings)
 
     numbers = rule_arguments(rule, plan, known, settings)
-    return [(job.name, measure(rule.measures_of(settings.options), blocks, numbers, job.info.numel, job.compute))]
+    return [
+        (job.name, compute_measures(rule.measures_of(settings.options), blocks, numbers, job.info.numel, job.compute))
+    ]
 
 
-def measure(
+def compute_measures(
     measures: Mapping[str, Measure],
     blocks: Callable[[], Iterator[dict[str, Any]]],
     numbers: Mapping[str, Any],
     entries: int,
     dtype: torch.dtype,
-) -> Measured:
+) -> MeasureValues:
     """Return every measure of a tensor, each of which may use those before it.
 
     ``blocks`` makes one pass over the arguments of the rule for the tensor's blocks. ``numbers`` are the arguments that
     do not depend on the block.
     """
-    result: Measured = {}
+    result: MeasureValues = {}
     for name, rule_measure in measures.items():
         if isinstance(rule_measure, Sums):
             parts = [[_total(terms) for terms in _call(rule_measure.of, block | result)] for block in blocks()]

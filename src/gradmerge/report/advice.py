@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cards.provenance import model_paths
+from ..cards.provenance import model_references
 from ..compare.diagnose import FINE_TUNED, UNDER_PENALTY, WITHOUT_PENALTY, Diagnosis
 from ..compare.ranking import Outcome, Preview, headline, higher_is_better, lost_share, with_error
 from ..compare.settings import BASE, changes_text, task_names
@@ -70,14 +70,14 @@ def next_commands(
     }
     if calibrate := _calibrate(recipe, data, merged, out):
         commands["calibrate"] = [*calibrate, *named, "-o", "calibrated"]
-    found = {name: redact(shlex.join(words)) for name, words in commands.items()}
+    texts = {name: redact(shlex.join(words)) for name, words in commands.items()}
     # Reports mark code with backticks and bold with asterisks.
-    return {k: text for k, text in found.items() if "`" not in text and "**" not in text and one_line(text) == text}
+    return {k: text for k, text in texts.items() if "`" not in text and "**" not in text and one_line(text) == text}
 
 
 def _calibrate(recipe: Recipe, data: Mapping[str, str], merged: str | None, out: str) -> list[str]:
     """The words of `gradmerge calibrate`; empty if the merge cannot be calibrated."""
-    models, tasks = model_paths(recipe, Path.cwd()), task_names(recipe)
+    models, tasks = model_references(recipe, Path.cwd()), task_names(recipe)
     if recipe.method == "removal" or recipe.tokenizer is not None or len(models) != len(tasks):
         return []
     known = models
@@ -94,22 +94,22 @@ def _calibrate(recipe: Recipe, data: Mapping[str, str], merged: str | None, out:
     return [*words, *(word for name, model in teachers for word in ("--teacher", f"{name}={model}"))]
 
 
-def preview_verdict(found: Preview) -> list[str]:
+def preview_verdict(preview: Preview) -> list[str]:
     """The result of a preview in sentences."""
-    best, leading = found.best(), found.leading()
-    trust = [] if found.measured else [TRUST]
+    best, leading = preview.best(), preview.leading()
+    trust = [] if preview.measured else [TRUST]
     if best is None or leading is None:
-        if all(row.score is None for row in found.rows):
+        if all(row.score is None for row in preview.rows):
             return ["No setting is best, because none has a score.", *trust]
         why = "No setting is best: a removal trades what is forgotten against what is kept. The figures show both."
         return [why, *trust]
-    words = _measured_best(found, best, leading) if found.measured else _predicted_best(found, best, leading)
-    if found.criterion.shares:
+    words = _measured_best(preview, best, leading) if preview.measured else _predicted_best(preview, best, leading)
+    if preview.criterion.shares:
         words.append("A share of 0 is as good as each task's own model, and 1 is as bad as the base.")
     words += trust
-    if "merge" in found.commands:
-        words.append(f"To merge it: `{found.commands['merge']}`")
-    return [*words, *(_calibration_advice(found.commands) if _may_lose(found, best) else [])]
+    if "merge" in preview.commands:
+        words.append(f"To merge it: `{preview.commands['merge']}`")
+    return [*words, *(_calibration_advice(preview.commands) if _may_lose(preview, best) else [])]
 
 
 def _calibration_advice(commands: Mapping[str, str]) -> list[str]:
@@ -126,191 +126,199 @@ def _calibration_advice(commands: Mapping[str, str]) -> list[str]:
     return [f"{what}, without labels.{replace} To calibrate: `{command}`"]
 
 
-def _may_lose(found: Preview, row: Outcome) -> bool:
+def _may_lose(preview: Preview, row: Outcome) -> bool:
     """Whether a merge loses on a task compared with the task's own model, or this was not measured."""
-    shares = [lost_share(row, task) for task in found.tasks] if found.measured else []
+    shares = [lost_share(row, task) for task in preview.tasks] if preview.measured else []
     known = [share for share in shares if share is not None and math.isfinite(share)]
-    if len(known) < len(found.tasks) or not set(found.models) <= set(found.tasks):
+    if len(known) < len(preview.tasks) or not set(preview.models) <= set(preview.tasks):
         return True
     return any(share > TIE * (getattr(share, "error", None) or 0.0) for share in known)
 
 
-def _predicted_best(found: Preview, best: Outcome, leading: Outcome) -> list[str]:
-    beside = f": {_score(found, leading)} times that of {reference_text(found)}"
-    if leading is found.own:
+def _predicted_best(preview: Preview, best: Outcome, leading: Outcome) -> list[str]:
+    beside = f": {_score(preview, leading)} times that of {reference_text(preview)}"
+    if leading is preview.own:
         beside = ". It is the recipe's own merge"
-    settings = counted(found.rows, "setting")
-    words = [f"Of {settings}, **{_named(found, leading)}** has the smallest {found.criterion.name}{beside}."]
+    settings = counted(preview.rows, "setting")
+    words = [f"Of {settings}, **{_named(preview, leading)}** has the smallest {preview.criterion.name}{beside}."]
     if best is not leading:
-        words.append(f"Take **{_named(found, best)}**: it is the recipe's own merge, and within 1 % of the smallest.")
+        words.append(f"Take **{_named(preview, best)}**: it is the recipe's own merge, and within 1 % of the smallest.")
     return words
 
 
-def _measured_best(found: Preview, best: Outcome, leading: Outcome) -> list[str]:
-    tied, settings = found.all_tied(), counted(found.rows, "setting")
-    what = f"{'highest' if found.criterion.higher else 'smallest'} {plain_words(found.criterion.name)}"
+def _measured_best(preview: Preview, best: Outcome, leading: Outcome) -> list[str]:
+    tied, settings = preview.all_tied(), counted(preview.rows, "setting")
+    what = f"{'highest' if preview.criterion.higher else 'smallest'} {plain_words(preview.criterion.name)}"
     if len(tied) == 1:
-        others = "; no other is within two standard errors of it on the same rows" if len(found.rows) > 1 else ""
-        words = [f"Of {settings}, **{_named(found, best)}** has the {what}: {_score(found, best)}{others}."]
+        others = "; no other is within two standard errors of it on the same rows" if len(preview.rows) > 1 else ""
+        words = [f"Of {settings}, **{_named(preview, best)}** has the {what}: {_score(preview, best)}{others}."]
     else:
-        top = f"{what}, {_score(found, leading)} ({leading.setting.name})"
+        top = f"{what}, {_score(preview, leading)} ({leading.setting.name})"
         words = [f"{len(tied)} of {settings} are **tied** with the {top}: within two standard errors on the same rows."]
-        simplest = "them" if found.own is None else "those that are better than the recipe's own merge"
-        why = "it is the recipe's own merge" if best is found.own else f"it is the simplest of {simplest}"
-        scored = "" if best is leading else f" Its score is {_score(found, best)}."
-        words.append(f"Take **{_named(found, best)}**: {why}.{scored}")
-    if found.reference is not best:
-        words.append(_reference_result(found, best))
+        simplest = "them" if preview.own is None else "those that are better than the recipe's own merge"
+        why = "it is the recipe's own merge" if best is preview.own else f"it is the simplest of {simplest}"
+        scored = "" if best is leading else f" Its score is {_score(preview, best)}."
+        words.append(f"Take **{_named(preview, best)}**: {why}.{scored}")
+    if preview.reference is not best:
+        words.append(_reference_result(preview, best))
     return words
 
 
-def _reference_result(found: Preview, best: Outcome) -> str:
+def _reference_result(preview: Preview, best: Outcome) -> str:
     """How the recipe's own merge compares with the setting that is taken."""
-    apart, text = found.difference(found.reference, best), reference_text(found)
-    has = f"{text[:1].upper() + text[1:]} has {_score(found, found.reference)}"
+    apart, text = preview.difference(preview.reference, best), reference_text(preview)
+    has = f"{text[:1].upper() + text[1:]} has {_score(preview, preview.reference)}"
     if apart is None or apart.tied:
         return f"{has}{'' if apart is None else ', which is tied with it'}."
     return f"{has}, which is {number(abs(apart.value))}{plus_minus('', apart)} {'more' if apart.value > 0 else 'less'}."
 
 
-def _score(found: Preview, row: Outcome) -> str:
-    value = found.shown_score(row)
+def _score(preview: Preview, row: Outcome) -> str:
+    value = preview.shown_score(row)
     return plus_minus(number(None if value is None else float(value)), value)
 
 
-def _named(found: Preview, row: Outcome) -> str:
+def _named(preview: Preview, row: Outcome) -> str:
     """Method, weights and changes."""
     several = "s" if len(set(row.setting.weights)) > 1 else ""
-    weights = f" with weight{several} {weights_text(found, row)}" if row.setting.weights else ""
+    weights = f" with weight{several} {weights_text(preview, row)}" if row.setting.weights else ""
     changes = changes_text(row.setting.changes)
     return f"{row.setting.method}{weights}{f', {changes}' if changes else ''}"
 
 
-def weights_text(found: Preview, row: Outcome) -> str:
+def weights_text(preview: Preview, row: Outcome) -> str:
     """`0.3`, or `a 0.3, b 0.5`."""
     if len(set(row.setting.weights)) == 1:
         return row.setting.weights_text
-    return ", ".join(f"{task} {in_words(weight)}" for task, weight in found.weights(row).items())
+    return ", ".join(f"{task} {in_words(weight)}" for task, weight in preview.weights(row).items())
 
 
-def reference_text(found: Preview) -> str:
-    what = "the reference" if found.own is None else "the recipe's own merge"
-    return f"{what} ({found.reference.setting.name})"
+def reference_text(preview: Preview) -> str:
+    what = "the reference" if preview.own is None else "the recipe's own merge"
+    return f"{what} ({preview.reference.setting.name})"
 
 
-def ranges_text(found: Preview, rows: Sequence[Outcome]) -> str:
+def ranges_text(preview: Preview, rows: Sequence[Outcome]) -> str:
     """The range of weights of some settings, `0.3–0.6` or by task; else how many they are."""
     if len(rows) > 1 and any(row.setting.changes for row in rows):
         return counted(rows, "setting")
-    spans = {task: f"{a:g}" if a == b else f"{a:g}–{b:g}" for task, (a, b) in found.spans(rows).items()}
-    if len(spans) == len(found.models) and len(set(spans.values())) == 1:
-        return spans[found.models[0]]
+    spans = {task: f"{a:g}" if a == b else f"{a:g}–{b:g}" for task, (a, b) in preview.spans(rows).items()}
+    if len(spans) == len(preview.models) and len(set(spans.values())) == 1:
+        return spans[preview.models[0]]
     return ", ".join(f"{task} {span}" for task, span in spans.items()) or "yes"
 
 
-def diagnosis_verdict(found: Diagnosis) -> list[str]:
+def diagnosis_verdict(diagnosis: Diagnosis) -> list[str]:
     """The result of a diagnosis in sentences."""
-    words = [f"{found.own} merges {counted(found.tuned, 'model')} ({', '.join(found.tuned)}) into {found.base_name}."]
-    words += _measured_results(found) if found.outcomes else _predicted_results(found)
-    layers = costliest_layers(found, 3)
+    models = f"{counted(diagnosis.tuned, 'model')} ({', '.join(diagnosis.tuned)})"
+    words = [f"{diagnosis.own} merges {models} into {diagnosis.base_name}."]
+    words += _measured_results(diagnosis) if diagnosis.outcomes else _predicted_results(diagnosis)
+    layers = costliest_layers(diagnosis, 3)
     if layers:
         listed = ", ".join(f"{name} ({100 * share:.0f} %)" for name, share in layers)
         words.append(f"Most of the predicted cost is in {listed}.")
-    words += [*_interference_results(found), *_penalty_results(found)]
-    if found.recipe.rule.removes:
-        return [*words, f"To try several strengths, on rows of the forget set and the retain set: {_preview(found)}"]
-    words += _predicted_advice(found) if found.measured is None else _measured_advice(found, found.measured)
-    loses = not set(found.tuned) <= set(found.examples) or any(_loss(found, task) for task in found.examples)
-    return [*words, *(_calibration_advice(found.commands) if loses else [])]
+    words += [*_interference_results(diagnosis), *_penalty_results(diagnosis)]
+    if diagnosis.recipe.rule.removes:
+        return [
+            *words,
+            f"To try several strengths, on rows of the forget set and the retain set: {_preview(diagnosis)}",
+        ]
+    words += (
+        _predicted_advice(diagnosis) if diagnosis.measured is None else _measured_advice(diagnosis, diagnosis.measured)
+    )
+    loses = not set(diagnosis.tuned) <= set(diagnosis.examples) or any(
+        _loss(diagnosis, task) for task in diagnosis.examples
+    )
+    return [*words, *(_calibration_advice(diagnosis.commands) if loses else [])]
 
 
-def _preview(found: Diagnosis, *options: str) -> str:
+def _preview(diagnosis: Diagnosis, *options: str) -> str:
     """The command that compares settings of the recipe."""
-    command = found.commands.get("preview", f"gradmerge preview {RECIPE}")
+    command = diagnosis.commands.get("preview", f"gradmerge preview {RECIPE}")
     return f"`{' '.join([command, *options, '-o', 'preview'])}`"
 
 
-def _compare_with(found: Diagnosis, method: str) -> str:
+def _compare_with(diagnosis: Diagnosis, method: str) -> str:
     """The command that compares the recipe's method with another, over the weights."""
-    own = [found.recipe.method] if found.recipe.rule.fallback is None else []
-    return _preview(found, "--methods", ",".join(dict.fromkeys([*own, method])))
+    own = [diagnosis.recipe.method] if diagnosis.recipe.rule.fallback is None else []
+    return _preview(diagnosis, "--methods", ",".join(dict.fromkeys([*own, method])))
 
 
-def costliest_layers(found: Diagnosis, count: int = 5) -> list[tuple[str, float]]:
+def costliest_layers(diagnosis: Diagnosis, count: int = 5) -> list[tuple[str, float]]:
     """The layer groups with the largest shares of the predicted excess loss; all tasks count equally."""
-    excess = found.prediction.excess
-    wholes = {task: excess(found.own, task) for task in found.prediction.tasks}
+    excess = diagnosis.prediction.excess
+    wholes = {task: excess(diagnosis.own, task) for task in diagnosis.prediction.tasks}
     wholes = {task: whole for task, whole in wholes.items() if whole > 0}
     shares = {
-        group: sum(excess(found.own, task, group) / whole / len(wholes) for task, whole in wholes.items())
-        for group in (found.prediction.groups if wholes else ())
+        group: sum(excess(diagnosis.own, task, group) / whole / len(wholes) for task, whole in wholes.items())
+        for group in (diagnosis.prediction.groups if wholes else ())
     }
     return sorted(shares.items(), key=lambda item: -item[1])[:count]
 
 
-def _predicted_results(found: Diagnosis) -> list[str]:
-    times = {task: found.relative(found.own, task) for task in found.prediction.tasks}
+def _predicted_results(diagnosis: Diagnosis) -> list[str]:
+    times = {task: diagnosis.relative(diagnosis.own, task) for task in diagnosis.prediction.tasks}
     parts = [f"{value:.2g}× for {task}" for task, value in times.items() if value is not None]
-    if found.reference == found.own or not parts:
+    if diagnosis.reference == diagnosis.own or not parts:
         return []
-    return [f"Its predicted loss, relative to {found.reference} at the same weights, is {', '.join(parts)}."]
+    return [f"Its predicted loss, relative to {diagnosis.reference} at the same weights, is {', '.join(parts)}."]
 
 
-def _measured_results(found: Diagnosis) -> list[str]:
+def _measured_results(diagnosis: Diagnosis) -> list[str]:
     words = []
-    for task in found.examples:
-        name, apart = headline(found.metrics(found.own, task)), _beside_tuned(found, task)
-        merged, tuned = (with_error(found.metrics(model, task), name) for model in (found.own, FINE_TUNED))
+    for task in diagnosis.examples:
+        name, apart = headline(diagnosis.metrics(diagnosis.own, task)), _beside_tuned(diagnosis, task)
+        merged, tuned = (with_error(diagnosis.metrics(model, task), name) for model in (diagnosis.own, FINE_TUNED))
         if merged is None or tuned is None:
             continue
-        on = f"On {task} ({counted(range(found.examples[task]), 'row')})"
+        on = f"On {task} ({counted(range(diagnosis.examples[task]), 'row')})"
         other = f"the {'base' if task == BASE else 'fine-tuned model'} has {tuned:.4g}"
         tie = " (tied)" if apart is not None and apart.tied else ""
         words.append(f"{on} its {plain_words(name)} is {merged:.4g}; {other}{tie}.")
     return words
 
 
-def _beside_tuned(found: Diagnosis, task: str) -> Difference | None:
+def _beside_tuned(diagnosis: Diagnosis, task: str) -> Difference | None:
     """How much larger a task's first metric is for the merge than for the task's own model, on the same rows."""
-    name = headline(found.metrics(found.own, task))
-    one, other = (found.outcomes[model].rows.get(task, {}) for model in (found.own, FINE_TUNED))
+    name = headline(diagnosis.metrics(diagnosis.own, task))
+    one, other = (diagnosis.outcomes[model].rows.get(task, {}) for model in (diagnosis.own, FINE_TUNED))
     return difference(one[name], other[name]) if name in one and name in other else None
 
 
-def _loss(found: Diagnosis, task: str) -> float:
+def _loss(diagnosis: Diagnosis, task: str) -> float:
     """How much worse the merge is than the task's own model, in standard errors; 0 if they are tied."""
-    apart = _beside_tuned(found, task)
+    apart = _beside_tuned(diagnosis, task)
     if apart is None or apart.tied:
         return 0.0
-    sign = -1.0 if higher_is_better(headline(found.metrics(found.own, task))) else 1.0
+    sign = -1.0 if higher_is_better(headline(diagnosis.metrics(diagnosis.own, task))) else 1.0
     return max(0.0, sign * apart.value / apart.error) if apart.error else math.inf
 
 
-def _interference_results(found: Diagnosis) -> list[str]:
-    shares = {pair: found.prediction.between(*pair).share for pair in itertools.combinations(found.tuned, 2)}
+def _interference_results(diagnosis: Diagnosis) -> list[str]:
+    shares = {pair: diagnosis.prediction.between(*pair).share for pair in itertools.combinations(diagnosis.tuned, 2)}
     if not shares:
         return []
     (one, other), worst = max(shares.items(), key=lambda item: item[1])
     share = f"{100 * worst:.0f} % of shared weights in opposite directions"
     if worst <= 0.5:
         return [f"Any two tasks move at most {share} (chance: 50 %)."]
-    if {one, other} <= set(found.examples) and not _loss(found, one) and not _loss(found, other):
+    if {one, other} <= set(diagnosis.examples) and not _loss(diagnosis, one) and not _loss(diagnosis, other):
         return [f"{one} and {other} move {share}, but neither measured worse than its fine-tuned model."]
     return [f"{one} and {other} move {share}: expect a trade-off between them."]
 
 
-def _penalty_results(found: Diagnosis) -> list[str]:
-    if "penalty" not in found.recipe.rule.inputs:
+def _penalty_results(diagnosis: Diagnosis) -> list[str]:
+    if "penalty" not in diagnosis.recipe.rule.inputs:
         return []
     words = []
     for low, high, result in (
         (0.0, UNDER_PENALTY, "trained under the penalty {}, as the merge assumes."),
         (UNDER_PENALTY, WITHOUT_PENALTY, "trained under a similar penalty to {}, or not to convergence."),
-        (WITHOUT_PENALTY, math.inf, "not trained under the penalty {}" + _without_penalty(found)),
+        (WITHOUT_PENALTY, math.inf, "not trained under the penalty {}" + _without_penalty(diagnosis)),
     ):
         fitting = {
             t: check
-            for t, check in found.penalty_checks.items()
+            for t, check in diagnosis.penalty_checks.items()
             if check.ratio is not None and low <= check.ratio < high
         }
         if fitting:
@@ -321,12 +329,12 @@ def _penalty_results(found: Diagnosis) -> list[str]:
     return words
 
 
-def _without_penalty(found: Diagnosis) -> str:
+def _without_penalty(diagnosis: Diagnosis) -> str:
     """What to do about models that were trained without the penalty."""
     none = "`base.penalty: none`"
-    if found.without_penalty:
+    if diagnosis.without_penalty:
         return f"; the merge with {none} is among those that were measured."
-    return f". To compare with {none}, on data: {_preview(found, '--set', 'base.penalty=none')}"
+    return f". To compare with {none}, on data: {_preview(diagnosis, '--set', 'base.penalty=none')}"
 
 
 def _comparison(compared: Preview, row: Outcome, other: Outcome) -> str:
@@ -337,42 +345,46 @@ def _comparison(compared: Preview, row: Outcome, other: Outcome) -> str:
     return scores if apart is None else f"{scores}, difference {plus_minus(number(apart.value, 2), apart)}"
 
 
-def _measured_advice(found: Diagnosis, compared: Preview) -> list[str]:
+def _measured_advice(diagnosis: Diagnosis, compared: Preview) -> list[str]:
     own, best = compared.reference, compared.best()
-    where = "" if len(found.examples) == len(found.prediction.tasks) else f" on the data of {', '.join(found.examples)}"
-    name = next((name for name, row in found.merges.items() if row is best), found.own)
-    if best is not None and name != found.own:
-        what = f"**{name} measured better** than {found.own}{where}: {_comparison(compared, best, own)}."
-        if name == found.without_penalty:
-            command = found.commands.get("merge", f"gradmerge merge {RECIPE}")
+    where = (
+        ""
+        if len(diagnosis.examples) == len(diagnosis.prediction.tasks)
+        else f" on the data of {', '.join(diagnosis.examples)}"
+    )
+    name = next((name for name, row in diagnosis.merges.items() if row is best), diagnosis.own)
+    if best is not None and name != diagnosis.own:
+        what = f"**{name} measured better** than {diagnosis.own}{where}: {_comparison(compared, best, own)}."
+        if name == diagnosis.without_penalty:
+            command = diagnosis.commands.get("merge", f"gradmerge merge {RECIPE}")
             return [f"{what} To merge without the penalty: `{command} --set base.penalty=none -o merged`"]
-        return [f"{what} To compare other weights: {_compare_with(found, name)}"]
-    words = f"No other merge measured better than {found.own}{where} by more than two standard errors."
-    losses = {task: _loss(found, task) for task in found.examples}
+        return [f"{what} To compare other weights: {_compare_with(diagnosis, name)}"]
+    words = f"No other merge measured better than {diagnosis.own}{where} by more than two standard errors."
+    losses = {task: _loss(diagnosis, task) for task in diagnosis.examples}
     if losses.get(BASE) and losses[BASE] == max(losses.values()):
-        return [words, _smaller_weights(found, "the base's own data has the clearest loss")]
-    return [words, f"To try other weights; more rows separate more settings: {_preview(found)}"]
+        return [words, _smaller_weights(diagnosis, "the base's own data has the clearest loss")]
+    return [words, f"To try other weights; more rows separate more settings: {_preview(diagnosis)}"]
 
 
-def _predicted_advice(found: Diagnosis) -> list[str]:
-    best, tasks = _predicted_winner(found), found.prediction.tasks
-    if best != found.own:
-        return [f"To try {best}, whose worst task is predicted to lose less: {_compare_with(found, best)}"]
-    if max(tasks, key=lambda task: found.relative(found.own, task) or 0.0) == BASE:
-        return [_smaller_weights(found, "the base's own data is predicted to lose most")]
-    return [f"To try other weights, better with a few labeled rows of each task: {_preview(found)}"]
+def _predicted_advice(diagnosis: Diagnosis) -> list[str]:
+    best, tasks = _predicted_winner(diagnosis), diagnosis.prediction.tasks
+    if best != diagnosis.own:
+        return [f"To try {best}, whose worst task is predicted to lose less: {_compare_with(diagnosis, best)}"]
+    if max(tasks, key=lambda task: diagnosis.relative(diagnosis.own, task) or 0.0) == BASE:
+        return [_smaller_weights(diagnosis, "the base's own data is predicted to lose most")]
+    return [f"To try other weights, better with a few labeled rows of each task: {_preview(diagnosis)}"]
 
 
-def _smaller_weights(found: Diagnosis, why: str) -> str:
-    return f"To try smaller weights, because {why}: {_preview(found, '--suggest')}"
+def _smaller_weights(diagnosis: Diagnosis, why: str) -> str:
+    return f"To try smaller weights, because {why}: {_preview(diagnosis, '--suggest')}"
 
 
-def _worst(found: Diagnosis, candidate: str) -> float:
+def _worst(diagnosis: Diagnosis, candidate: str) -> float:
     """The largest predicted loss of a task, as a multiple of the reference's."""
-    return max(found.relative(candidate, task) or 0.0 for task in found.prediction.tasks)
+    return max(diagnosis.relative(candidate, task) or 0.0 for task in diagnosis.prediction.tasks)
 
 
-def _predicted_winner(found: Diagnosis) -> str:
+def _predicted_winner(diagnosis: Diagnosis) -> str:
     """The merge whose worst task is predicted to lose clearly less than the own merge's, or the own merge."""
-    best = min(found.candidates, key=lambda candidate: _worst(found, candidate))
-    return best if _worst(found, best) < WORTH_TRYING * _worst(found, found.own) else found.own
+    best = min(diagnosis.candidates, key=lambda candidate: _worst(diagnosis, candidate))
+    return best if _worst(diagnosis, best) < WORTH_TRYING * _worst(diagnosis, diagnosis.own) else diagnosis.own

@@ -28,110 +28,114 @@ MAX_CURVES = 6
 Get = Callable[[Outcome], float | None]
 
 
-def preview_page(found: Preview, recipe: str, provenance: Mapping[str, str], commands: Sequence[str]) -> Page:
+def preview_page(preview: Preview, recipe: str, provenance: Mapping[str, str], commands: Sequence[str]) -> Page:
     """The report of a preview, or of a search for weights."""
     sections = []
-    if drawn := _curves(found):
+    if drawn := _curves(preview):
         text = "Lines through points reach one standard error to each side."
-        if not found.measured:
-            text = f"Predicted losses are multiples of those of {reference_text(found)}; lower is better."
-        stars = " A star is the setting to take of a method." if found.best() is not None else ""
-        sections.append(Section(f"By {found.axis.label.partition(',')[0]}", text + stars, drawn))
-    if (chart := trade_off_chart(found)) is not None:
+        if not preview.measured:
+            text = f"Predicted losses are multiples of those of {reference_text(preview)}; lower is better."
+        stars = " A star is the setting to take of a method." if preview.best() is not None else ""
+        sections.append(Section(f"By {preview.axis.label.partition(',')[0]}", text + stars, drawn))
+    if (chart := trade_off_chart(preview)) is not None:
         text = "Every setting is a point. The line connects settings that no other setting beats on both axes."
         sections.append(Section("Trade-offs", text, [Figure("Trade-off between tasks", "trade-off", chart)]))
-    tables = [best_table(found), _top_table(found), *([_alone_table(found)] if found.alone else [])]
-    what = "Measured" if found.measured else "Predicted"
+    tables = [best_table(preview), _top_table(preview), *([_alone_table(preview)] if preview.alone else [])]
+    what = "Measured" if preview.measured else "Predicted"
     sections.append(Section("Settings", f"{what}; `preview.csv` has every setting with all numbers.", (), tables))
-    base = found.recipe.base.model if found.recipe.base is not None else "no base"
-    subtitle = f"{base} and {counted(found.models, 'fine-tuned model')}, {counted(found.rows, 'setting')}"
-    title = f"Preview of {', '.join(found.methods)}"
-    return Page(title, subtitle, found.verdict, sections, recipe, provenance, commands, found.notes)
+    base = preview.recipe.base.model if preview.recipe.base is not None else "no base"
+    subtitle = f"{base} and {counted(preview.models, 'fine-tuned model')}, {counted(preview.rows, 'setting')}"
+    title = f"Preview of {', '.join(preview.methods)}"
+    return Page(title, subtitle, preview.verdict, sections, recipe, provenance, commands, preview.notes)
 
 
-def _curves(found: Preview) -> list[Figure]:
+def _curves(preview: Preview) -> list[Figure]:
     """The score and every task over the key that varies, with all methods in one figure."""
     charts: list[Figure | None] = []
-    if len(found.tasks) > 1 or not found.measured:
-        title = plain_words(found.criterion.name)
-        charts.append(_chart(found, title[:1].upper() + title[1:], "score", _label(found), found.shown_score))
-    for task in found.tasks:
+    if len(preview.tasks) > 1 or not preview.measured:
+        title = plain_words(preview.criterion.name)
+        charts.append(_chart(preview, title[:1].upper() + title[1:], "score", _label(preview), preview.shown_score))
+    for task in preview.tasks:
 
         def value(row: Outcome, task: str = task) -> float | None:
-            return found.shown_value(row, task)
+            return preview.shown_value(row, task)
 
-        charts.append(_chart(found, f"Task {task}", f"task-{task}", _label(found, task), value, _marks(found, task)))
+        charts.append(
+            _chart(preview, f"Task {task}", f"task-{task}", _label(preview, task), value, _marks(preview, task))
+        )
     return [chart for chart in charts if chart is not None]
 
 
-def _label(found: Preview, task: str | None = None) -> str:
+def _label(preview: Preview, task: str | None = None) -> str:
     """What an axis shows: the score, or the number of a task; with data also whether higher is better."""
-    higher = found.criterion.higher if task is None else found.higher(task)
+    higher = preview.criterion.higher if task is None else preview.higher(task)
     return (
-        f"{_unit(found, task)}, {'higher' if higher else 'lower'} is better" if found.measured else _unit(found, task)
+        f"{_unit(preview, task)}, {'higher' if higher else 'lower'} is better"
+        if preview.measured
+        else _unit(preview, task)
     )
 
 
-def _marks(found: Preview, task: str) -> list[tuple[str, float]]:
+def _marks(preview: Preview, task: str) -> list[tuple[str, float]]:
     """The metrics of the base and of the task's own model."""
     models = {BASE: "base"} | ({task: "its own model"} if task != BASE else {})
-    known = {name: found.alone.get(model, {}).get(task, {}) for model, name in models.items()}
-    values = {name: metrics.get(found.metric(task)) for name, metrics in known.items() if metrics}
+    known = {name: preview.alone.get(model, {}).get(task, {}) for model, name in models.items()}
+    values = {name: metrics.get(preview.metric(task)) for name, metrics in known.items() if metrics}
     return [(name, value) for name, value in values.items() if value is not None]
 
 
 def _chart(
-    found: Preview, title: str, slug: str, label: str, get: Get, alone: Sequence[tuple[str, float]] = ()
+    preview: Preview, title: str, slug: str, label: str, get: Get, alone: Sequence[tuple[str, float]] = ()
 ) -> Figure | None:
     """A curve for each method and for other keys; a line where nothing varies; None without a curve."""
     series, marks, stars = [], [], []
-    for method in found.methods:
-        rows, best = [row for row in found.rows if row.setting.method == method], found.best(method)
+    for method in preview.methods:
+        rows, best = [row for row in preview.rows if row.setting.method == method], preview.best(method)
         points: dict[str, list[tuple[float, Outcome]]] = {}
         for row in rows:
-            if (x := found.axis.position(row.setting)) is not None:
-                points.setdefault(found.axis.curve(row.setting), []).append((x, row))
+            if (x := preview.axis.position(row.setting)) is not None:
+                points.setdefault(preview.axis.curve(row.setting), []).append((x, row))
         if len(points) > MAX_CURVES and best is not None:
-            points = {name: curve for name, curve in points.items() if name == found.axis.curve(best.setting)}
+            points = {name: curve for name, curve in points.items() if name == preview.axis.curve(best.setting)}
         for name, curve in points.items():
             curve.sort(key=lambda point: point[0])
             if len(curve) > 1:
-                words = [_setting(found, row) for _, row in curve]
+                words = [_setting(preview, row) for _, row in curve]
                 series.append(Series(name, [x for x, _ in curve], [get(row) for _, row in curve], words))
                 stars += [(name, x, y) for x, row in curve if row is best and (y := get(row)) is not None]
         if len(rows) == 1 and (value := get(rows[0])) is not None:
             marks.append((method, value))
-    chart = curves(series, found.axis.label, label, marks=[*marks, *alone], stars=stars)
+    chart = curves(series, preview.axis.label, label, marks=[*marks, *alone], stars=stars)
     return Figure(title, slug, chart) if series else None
 
 
-def _setting(found: Preview, row: Outcome) -> str:
+def _setting(preview: Preview, row: Outcome) -> str:
     """The weights and what else is changed."""
-    return ", ".join(part for part in (weights_text(found, row), changes_text(row.setting.changes)) if part)
+    return ", ".join(part for part in (weights_text(preview, row), changes_text(row.setting.changes)) if part)
 
 
-def trade_off_chart(found: Preview, present: Outcome | None = None) -> LayerChart | None:
+def trade_off_chart(preview: Preview, present: Outcome | None = None) -> LayerChart | None:
     """Every setting as a point, the Pareto front, and a ring around the present setting; None without two axes.
 
     The axes are the tasks to forget and the others; else the last task (the base's own data, if there is any) and the
     mean of the others.
     """
-    removed = [task for task in found.models if task in found.tasks] if is_removal(found.recipe) else []
-    across = removed or found.tasks[:-1]
-    up = [task for task in found.tasks if task not in across]
+    removed = [task for task in preview.models if task in preview.tasks] if is_removal(preview.recipe) else []
+    across = removed or preview.tasks[:-1]
+    up = [task for task in preview.tasks if task not in across]
     if not across or not up:
         return None
-    points = [(row, _mean(found, row, across), _mean(found, row, up)) for row in found.rows]
+    points = [(row, _mean(preview, row, across), _mean(preview, row, up)) for row in preview.rows]
     known = [(row, x, y) for row, x, y in points if finite(x) and finite(y)]
-    more_x, more_y = (all(map(found.higher, tasks)) for tasks in (across, up))
+    more_x, more_y = (all(map(preview.higher, tasks)) for tasks in (across, up))
     front = pareto_front([(x, y) for _, x, y in known], more_x != bool(removed), more_y)
     series = []
-    for method in found.methods:
+    for method in preview.methods:
         of_method = [point for point in known if point[0].setting.method == method]
-        words = [_setting(found, row) for row, _, _ in of_method]
+        words = [_setting(preview, row) for row, _, _ in of_method]
         series.append(Series(method, [x for _, x, _ in of_method], [y for _, _, y in of_method], words))
-    labels = [_axis(found, across, "forgotten: " if removed else ""), _axis(found, up, "kept: " if removed else "")]
-    now = None if present is None else (_mean(found, present, across), _mean(found, present, up))
+    labels = [_axis(preview, across, "forgotten: " if removed else ""), _axis(preview, up, "kept: " if removed else "")]
+    now = None if present is None else (_mean(preview, present, across), _mean(preview, present, up))
     return trade_off(series, *labels, front=front, present=now)
 
 
@@ -144,9 +148,9 @@ def pareto_front(points: Sequence[tuple[float, float]], more_x: bool, more_y: bo
     return front
 
 
-def _mean(found: Preview, row: Outcome, tasks: Sequence[str]) -> float:
+def _mean(preview: Preview, row: Outcome, tasks: Sequence[str]) -> float:
     """The mean of the values of some tasks, with its standard error: the rows of tasks are independent."""
-    values = [found.shown_value(row, task) for task in tasks]
+    values = [preview.shown_value(row, task) for task in tasks]
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return math.nan
@@ -154,91 +158,91 @@ def _mean(found: Preview, row: Outcome, tasks: Sequence[str]) -> float:
     return Measured(sum(known) / len(known), math.hypot(*errors) / len(known))
 
 
-def _axis(found: Preview, tasks: Sequence[str], what: str) -> str:
-    units = " or ".join(dict.fromkeys(_unit(found, task) for task in tasks))
+def _axis(preview: Preview, tasks: Sequence[str], what: str) -> str:
+    units = " or ".join(dict.fromkeys(_unit(preview, task) for task in tasks))
     return f"{'mean ' if len(tasks) > 1 else ''}{units}, {what}{', '.join(tasks)}"
 
 
-def _unit(found: Preview, task: str | None = None) -> str:
+def _unit(preview: Preview, task: str | None = None) -> str:
     """The name of the score, or of the number of a task."""
-    if found.measured:
-        return plain_words(found.criterion.name if task is None else found.metric(task))
-    return f"{found.criterion.name if task is None else 'predicted loss'}, × reference"
+    if preview.measured:
+        return plain_words(preview.criterion.name if task is None else preview.metric(task))
+    return f"{preview.criterion.name if task is None else 'predicted loss'}, × reference"
 
 
-def _cells(found: Preview, row: Outcome) -> dict[str, Value]:
+def _cells(preview: Preview, row: Outcome) -> dict[str, Value]:
     """Column → value, for tables in a page."""
     cells: dict[str, Value] = {"method": row.setting.method}
-    cells["weights"] = weights_text(found, row) if row.setting.weights else "takes none"
-    if any(row.setting.changes for row in found.rows):
+    cells["weights"] = weights_text(preview, row) if row.setting.weights else "takes none"
+    if any(row.setting.changes for row in preview.rows):
         cells["changed"] = changes_text(row.setting.changes) or None
-    cells |= {_unit(found): found.shown_score(row), "rank": row.rank}
-    if found.criterion.shares:
-        cells |= {f"{task}, share lost": lost_share(row, task) for task in found.tasks}
-    for task in found.tasks:
-        what = plain_words(found.metric(task)) if found.measured else "× reference's worst task"
-        cells[f"{task}, {what}"] = found.shown_value(row, task)
+    cells |= {_unit(preview): preview.shown_score(row), "rank": row.rank}
+    if preview.criterion.shares:
+        cells |= {f"{task}, share lost": lost_share(row, task) for task in preview.tasks}
+    for task in preview.tasks:
+        what = plain_words(preview.metric(task)) if preview.measured else "× reference's worst task"
+        cells[f"{task}, {what}"] = preview.shown_value(row, task)
     return cells
 
 
-def best_table(found: Preview) -> Table:
+def best_table(preview: Preview) -> Table:
     """The setting to take of every method, and the reference."""
     rows: list[list[Value]] = []
-    columns = [*_cells(found, found.reference), "tied with the best" if found.measured else "within 1 % of it"]
-    for method in found.methods:
-        best = found.best(method)
+    columns = [*_cells(preview, preview.reference), "tied with the best" if preview.measured else "within 1 % of it"]
+    for method in preview.methods:
+        best = preview.best(method)
         if best is None:
             rows.append([method, "no best setting", *[None] * (len(columns) - 2)])
             continue
-        close = [row for row in found.as_good(None if found.measured else method) if row.setting.method == method]
-        rows.append([*_cells(found, best).values(), ranges_text(found, close) if close else None])
-    if found.best() is not None and not any(found.best(method) is found.reference for method in found.methods):
-        rows.append([*_cells(found, found.reference).values(), reference_text(found).partition(" (")[0]])
-    more = f", or tied with it. {ERRORS}" if found.measured else f". The reference is {reference_text(found)}."
-    note = f"Rank 1 is best of {len(found.rows)} settings{more}"
+        close = [row for row in preview.as_good(None if preview.measured else method) if row.setting.method == method]
+        rows.append([*_cells(preview, best).values(), ranges_text(preview, close) if close else None])
+    if preview.best() is not None and not any(preview.best(method) is preview.reference for method in preview.methods):
+        rows.append([*_cells(preview, preview.reference).values(), reference_text(preview).partition(" (")[0]])
+    more = f", or tied with it. {ERRORS}" if preview.measured else f". The reference is {reference_text(preview)}."
+    note = f"Rank 1 is best of {len(preview.rows)} settings{more}"
     return Table("Best setting of each method", "best", columns, rows, note)
 
 
-def _top_table(found: Preview) -> Table:
+def _top_table(preview: Preview) -> Table:
     """The settings, best first."""
-    ranked = found.ranked()
+    ranked = preview.ranked()
     cut = len(ranked) > SHOWN
-    note = (f"The first {SHOWN} of {len(ranked)}. " if cut else "") + (ERRORS if found.measured else "")
-    rows = [[*_cells(found, row).values()] for row in ranked[:SHOWN]]
-    columns = [*_cells(found, found.reference)]
+    note = (f"The first {SHOWN} of {len(ranked)}. " if cut else "") + (ERRORS if preview.measured else "")
+    rows = [[*_cells(preview, row).values()] for row in ranked[:SHOWN]]
+    columns = [*_cells(preview, preview.reference)]
     return Table("First settings" if cut else "All settings", "settings", columns, rows, note)
 
 
-def _alone_table(found: Preview) -> Table:
+def _alone_table(preview: Preview) -> Table:
     """The base and the fine-tuned models on the data of every task."""
     rows: list[list[Value]] = [
-        [name, *(with_error(by_task[task], found.metric(task)) for task in found.tasks)]
-        for name, by_task in found.alone.items()
+        [name, *(with_error(by_task[task], preview.metric(task)) for task in preview.tasks)]
+        for name, by_task in preview.alone.items()
     ]
-    names = [f"{task}, {plain_words(found.metric(task))}" for task in found.tasks]
+    names = [f"{task}, {plain_words(preview.metric(task))}" for task in preview.tasks]
     return Table("The models alone", "alone", ["model", *names], rows, ERRORS)
 
 
-def settings_table(found: Preview) -> Table:
+def settings_table(preview: Preview) -> Table:
     """Every setting with all numbers, as in `preview.csv`. Predictions are multiples of the reference's."""
-    columns: dict[str, Iterable[Value]] = {"method": [row.setting.method for row in found.rows]}
-    for model in found.models:
-        columns[f"weight {model}"] = [_cell(found.weights(row).get(model)) for row in found.rows]
-    columns["rank"] = [row.rank for row in found.rows]
-    for key in dict.fromkeys(key for row in found.rows for key in row.setting.changes):
-        columns[key] = [_cell(row.setting.get(key)) for row in found.rows]
-    name, leading = found.criterion.name, found.leading()
-    columns[name if found.measured else f"{name}, times reference"] = map(found.shown_score, found.rows)
-    if found.measured and leading is not None:
-        columns["tied with best"] = ["yes" if found.among_best(row) else "no" for row in found.rows]
-        apart = [found.difference(row, leading) for row in found.rows]
+    columns: dict[str, Iterable[Value]] = {"method": [row.setting.method for row in preview.rows]}
+    for model in preview.models:
+        columns[f"weight {model}"] = [_cell(preview.weights(row).get(model)) for row in preview.rows]
+    columns["rank"] = [row.rank for row in preview.rows]
+    for key in dict.fromkeys(key for row in preview.rows for key in row.setting.changes):
+        columns[key] = [_cell(row.setting.get(key)) for row in preview.rows]
+    name, leading = preview.criterion.name, preview.leading()
+    columns[name if preview.measured else f"{name}, times reference"] = map(preview.shown_score, preview.rows)
+    if preview.measured and leading is not None:
+        columns["tied with best"] = ["yes" if preview.among_best(row) else "no" for row in preview.rows]
+        apart = [preview.difference(row, leading) for row in preview.rows]
         columns["more than the best"] = [None if one is None else Measured(one.value, one.error) for one in apart]
-    for task in found.tasks:
-        if not found.measured:
-            columns[f"{task} times reference"] = [found.shown_value(row, task) for row in found.rows]
-        for metric in dict.fromkeys(metric for row in found.rows for metric in row.metrics.get(task, {})):
+    for task in preview.tasks:
+        if not preview.measured:
+            columns[f"{task} times reference"] = [preview.shown_value(row, task) for row in preview.rows]
+        for metric in dict.fromkeys(metric for row in preview.rows for metric in row.metrics.get(task, {})):
             if metric != "standard_errors":
-                columns[f"{task} {metric}"] = [with_error(row.metrics[task], metric) for row in found.rows]
+                columns[f"{task} {metric}"] = [with_error(row.metrics[task], metric) for row in preview.rows]
     return Table("Settings", "preview", list(columns), list(zip(*columns.values(), strict=True)))
 
 
@@ -262,99 +266,110 @@ _RESIDUAL = (
 )
 
 
-def diagnosis_page(found: Diagnosis, recipe: str, provenance: Mapping[str, str], commands: Sequence[str]) -> Page:
+def diagnosis_page(diagnosis: Diagnosis, recipe: str, provenance: Mapping[str, str], commands: Sequence[str]) -> Page:
     """The report of a diagnosis."""
-    sections = [_metrics_section(found)] if found.outcomes else []
-    sections += [_prediction_section(found), _layer_section(found)]
-    if len(found.tuned) > 1:
-        sections.append(Section("Conflicts between tasks", _CONFLICTS, tables=[_conflicts_table(found)]))
-    if found.penalty_checks:
-        tables = [_penalty_table(found)]
+    sections = [_metrics_section(diagnosis)] if diagnosis.outcomes else []
+    sections += [_prediction_section(diagnosis), _layer_section(diagnosis)]
+    if len(diagnosis.tuned) > 1:
+        sections.append(Section("Conflicts between tasks", _CONFLICTS, tables=[_conflicts_table(diagnosis)]))
+    if diagnosis.penalty_checks:
+        tables = [_penalty_table(diagnosis)]
         sections.append(Section("Were the models trained under the penalty?", _PENALTY, tables=tables))
-    if found.residuals:
-        sections.append(Section("Distance to the jointly trained model", _RESIDUAL, tables=[_residual_table(found)]))
-    if found.mismatch:
+    if diagnosis.residuals:
+        sections.append(
+            Section("Distance to the jointly trained model", _RESIDUAL, tables=[_residual_table(diagnosis)])
+        )
+    if diagnosis.mismatch:
         text = "‖∇ℓ_t(θ) − ∇ℓ_t(target)‖ of the mean loss on each task's data."
-        sections.append(Section("Gradient mismatch to the target", text, tables=[_mismatch_table(found)]))
-    subtitle, title = f"{found.base_name} and {counted(found.tuned, 'fine-tuned model')}", f"What {found.own} costs"
-    return Page(title, subtitle, found.verdict, sections, recipe, provenance, commands, found.notes)
+        sections.append(Section("Gradient mismatch to the target", text, tables=[_mismatch_table(diagnosis)]))
+    subtitle, title = (
+        f"{diagnosis.base_name} and {counted(diagnosis.tuned, 'fine-tuned model')}",
+        f"What {diagnosis.own} costs",
+    )
+    return Page(title, subtitle, diagnosis.verdict, sections, recipe, provenance, commands, diagnosis.notes)
 
 
-def prediction_table(found: Diagnosis) -> Table:
+def prediction_table(diagnosis: Diagnosis) -> Table:
     """Predicted loss and rank of every candidate on every task."""
-    tasks, reference = found.prediction.tasks, found.reference
+    tasks, reference = diagnosis.prediction.tasks, diagnosis.reference
     columns = ["merge", *(f"{task}, {what}" for task in tasks for what in (f"× {reference}", "rank"))]
     rows = [
-        [candidate, *(cell(candidate, task) for task in tasks for cell in (found.relative, found.rank))]
-        for candidate in found.candidates
+        [candidate, *(cell(candidate, task) for task in tasks for cell in (diagnosis.relative, diagnosis.rank))]
+        for candidate in diagnosis.candidates
     ]
     note = "Relative to the reference merge; rank 1 is best."
     return Table("Predicted loss of each task", "predicted", columns, rows, note)
 
 
-def _prediction_section(found: Diagnosis) -> Section:
-    tasks = found.prediction.tasks
-    values = {name: [found.relative(name, task) for task in tasks] for name in found.candidates}
-    figure = Figure("Predicted excess loss", "predicted-loss", bars(tasks, values, f"multiple of {found.reference}"))
-    return Section("Predicted loss of each task", TRUST, [figure], [prediction_table(found)])
+def _prediction_section(diagnosis: Diagnosis) -> Section:
+    tasks = diagnosis.prediction.tasks
+    values = {name: [diagnosis.relative(name, task) for task in tasks] for name in diagnosis.candidates}
+    figure = Figure(
+        "Predicted excess loss", "predicted-loss", bars(tasks, values, f"multiple of {diagnosis.reference}")
+    )
+    return Section("Predicted loss of each task", TRUST, [figure], [prediction_table(diagnosis)])
 
 
-def _layer_section(found: Diagnosis) -> Section:
-    groups, tasks, excess = found.prediction.groups, found.prediction.tasks, found.prediction.excess
-    wholes = {task: excess(found.own, task) for task in tasks}
+def _layer_section(diagnosis: Diagnosis) -> Section:
+    groups, tasks, excess = diagnosis.prediction.groups, diagnosis.prediction.tasks, diagnosis.prediction.excess
+    wholes = {task: excess(diagnosis.own, task) for task in tasks}
     shares = [
-        [round(100 * excess(found.own, t, group) / wholes[t], 2) if wholes[t] > 0 else None for t in tasks]
+        [round(100 * excess(diagnosis.own, t, group) / wholes[t], 2) if wholes[t] > 0 else None for t in tasks]
         for group in groups
     ]
     chart = heat_map(groups, tasks, shares, "% of the task's predicted loss")
-    text = f"The share of each layer group in the predicted excess loss of {found.own}. Each column adds up to 100 %."
+    text = (
+        f"The share of each layer group in the predicted excess loss of {diagnosis.own}. Each column adds up to 100 %."
+    )
     return Section("Which layers cost most", text, [Figure("Predicted cost by layer and task", "layers", chart)])
 
 
-def _conflicts_table(found: Diagnosis) -> Table:
-    pairs = itertools.combinations(found.tuned, 2)
-    rows: list[list[Value]] = [[*pair, 100 * found.prediction.between(*pair).share] for pair in pairs]
+def _conflicts_table(diagnosis: Diagnosis) -> Table:
+    pairs = itertools.combinations(diagnosis.tuned, 2)
+    rows: list[list[Value]] = [[*pair, 100 * diagnosis.prediction.between(*pair).share] for pair in pairs]
     return Table("Pairs of tasks", "conflicts", ["task", "and", "opposed, % of the overlap"], rows)
 
 
-def measured_table(found: Diagnosis) -> Table:
+def measured_table(diagnosis: Diagnosis) -> Table:
     """Metrics of every model with standard errors, and how merges compare with the one that is diagnosed."""
-    compared = found.measured
+    compared = diagnosis.measured
     assert compared is not None
-    columns = ["model", plain_words(compared.criterion.name), f"more than {found.own}"]
-    columns += [f"{task}, {plain_words(headline(found.metrics(found.own, task)))}" for task in found.examples]
+    columns = ["model", plain_words(compared.criterion.name), f"more than {diagnosis.own}"]
+    columns += [
+        f"{task}, {plain_words(headline(diagnosis.metrics(diagnosis.own, task)))}" for task in diagnosis.examples
+    ]
     rows: list[list[Value]] = []
-    for model, values in _measured_values(found).items():
-        row = found.merges.get(model)
-        apart = None if row is None or model == found.own else compared.difference(row, compared.reference)
+    for model, values in _measured_values(diagnosis).items():
+        row = diagnosis.merges.get(model)
+        apart = None if row is None or model == diagnosis.own else compared.difference(row, compared.reference)
         more = None if apart is None else "tie" if apart.tied else Measured(apart.value, apart.error)
         rows.append([model, None if row is None else compared.shown_score(row), more, *values])
     note = "± is a standard error. Merges are compared on the same rows; a tie is within two standard errors."
     return Table("Measured", "measured-table", columns, rows, note)
 
 
-def _measured_values(found: Diagnosis) -> dict[str, list[float | None]]:
+def _measured_values(diagnosis: Diagnosis) -> dict[str, list[float | None]]:
     """Model → the first metric of every task."""
-    models = [BASE, FINE_TUNED, *found.candidates, *filter(None, [found.without_penalty])]
-    names = {task: headline(found.metrics(found.own, task)) for task in found.examples}
+    models = [BASE, FINE_TUNED, *diagnosis.candidates, *filter(None, [diagnosis.without_penalty])]
+    names = {task: headline(diagnosis.metrics(diagnosis.own, task)) for task in diagnosis.examples}
     return {
-        model: [with_error(found.metrics(model, task), name) for task, name in names.items()]
-        for model in [*models, *([TARGET] if TARGET in found.outcomes else [])]
+        model: [with_error(diagnosis.metrics(model, task), name) for task, name in names.items()]
+        for model in [*models, *([TARGET] if TARGET in diagnosis.outcomes else [])]
     }
 
 
-def _metrics_section(found: Diagnosis) -> Section:
-    kinds = sorted({headline(found.metrics(found.own, task)) for task in found.examples})
+def _metrics_section(diagnosis: Diagnosis) -> Section:
+    kinds = sorted({headline(diagnosis.metrics(diagnosis.own, task)) for task in diagnosis.examples})
     label = plain_words(" / ".join(kinds)) + ("" if any(map(higher_is_better, kinds)) else ", lower is better")
-    figure = Figure("Measured on data", "measured", bars(list(found.examples), _measured_values(found), label))
-    counts = ", ".join(f"{task}: {count} rows" for task, count in found.examples.items())
+    figure = Figure("Measured on data", "measured", bars(list(diagnosis.examples), _measured_values(diagnosis), label))
+    counts = ", ".join(f"{task}: {count} rows" for task, count in diagnosis.examples.items())
     text = f"Measured on {counts}. `diagnosis.json` has all metrics, also the losses."
-    return Section("Measured results", text, [figure], [measured_table(found)])
+    return Section("Measured results", text, [figure], [measured_table(diagnosis)])
 
 
-def _penalty_table(found: Diagnosis) -> Table:
+def _penalty_table(diagnosis: Diagnosis) -> Table:
     rows: list[Sequence[Value]] = []
-    for task, check in found.penalty_checks.items():
+    for task, check in diagnosis.penalty_checks.items():
         answer = None
         if check.ratio is not None:
             answer = "no" if check.ratio >= WITHOUT_PENALTY else "a similar one, or not to convergence"
@@ -364,7 +379,7 @@ def _penalty_table(found: Diagnosis) -> Table:
     return Table("Penalty check", "penalty-check", columns, rows)
 
 
-def _residual_table(found: Diagnosis) -> Table:
+def _residual_table(diagnosis: Diagnosis) -> Table:
     rows: list[list[Value]] = [
         [
             name,
@@ -372,15 +387,17 @@ def _residual_table(found: Diagnosis) -> Table:
             100 * r.residual / r.gradient if r.gradient > 0 else None,
             _relative_step(r.distance, r.moved),
         ]
-        for name, r in found.residuals.items()
+        for name, r in diagnosis.residuals.items()
     ]
     columns = ["merge", "‖r‖, sum over examples", "‖r‖, % of the gradient Σ α ∇ℓ", "predicted step to the joint model"]
     return Table("Residual", "residual", columns, rows)
 
 
-def _mismatch_table(found: Diagnosis) -> Table:
-    tasks = list(found.examples)
-    rows: list[list[Value]] = [[name, *(found.mismatch[name, task] for task in tasks)] for name in found.candidates]
+def _mismatch_table(diagnosis: Diagnosis) -> Table:
+    tasks = list(diagnosis.examples)
+    rows: list[list[Value]] = [
+        [name, *(diagnosis.mismatch[name, task] for task in tasks)] for name in diagnosis.candidates
+    ]
     return Table("True mismatch", "mismatch", ["merge", *tasks], rows)
 
 

@@ -448,12 +448,12 @@ class Workbench:
             rows.append([str(numbers[row.setting]), star + row.setting.name, average, *cells])
         return rows
 
-    def _mean(self, found: Preview, row: Outcome) -> float | None:
+    def _mean(self, preview: Preview, row: Outcome) -> float | None:
         """The mean over tasks; None if they have different metrics."""
         tasks = self.explorer.tasks
-        if len({found.metric(task) for task in tasks}) > 1:
+        if len({preview.metric(task) for task in tasks}) > 1:
             return None
-        return html.mean([found.shown_value(row, task) for task in tasks])
+        return html.mean([preview.shown_value(row, task) for task in tasks])
 
     def _board(self, now: Outcome, seconds: float = 0.0) -> str:
         """The present merge beside the best so far, the base and the fine-tuned models."""
@@ -471,19 +471,19 @@ class Workbench:
         cards = "" if self.explorer.removes else self._cards(now, best, found)
         return html.board(lanes, cards, how)
 
-    def _cards(self, now: Outcome, best: Outcome | None, found: Preview) -> str:
-        mean, metric = self._mean(found, now), found.metric(found.tasks[0])
+    def _cards(self, now: Outcome, best: Outcome | None, preview: Preview) -> str:
+        mean, metric = self._mean(preview, now), preview.metric(preview.tasks[0])
         below = "tasks have different metrics" if mean is None else html.words(metric)
-        if mean is not None and len(found.tasks) > 1:
-            below = f"average {below} over {len(found.tasks)} tasks"
-        chip = _comparison(now, best, found) if best is not None and len(found.rows) > 1 else ""
+        if mean is not None and len(preview.tasks) > 1:
+            below = f"average {below} over {len(preview.tasks)} tasks"
+        chip = _comparison(now, best, preview) if best is not None and len(preview.rows) > 1 else ""
         cards = html.card("now", "This merge", metric, mean, below, chip)
         if best is None:
             return cards
-        ties = sum(map(found.among_best, found.rows)) - 1
+        ties = sum(map(preview.among_best, preview.rows)) - 1
         more = f" · {ties} other{'s' if ties > 1 else ''} tried tie{'' if ties > 1 else 's'} with it" if ties else ""
         name = f"<code>{esc(best.setting.name)}</code>{more}"
-        return cards + html.card("best", "Best so far", metric, self._mean(found, best), name)
+        return cards + html.card("best", "Best so far", metric, self._mean(preview, best), name)
 
 
 def _new_folder(text: str) -> Path:
@@ -495,19 +495,19 @@ def _new_folder(text: str) -> Path:
     return out
 
 
-def _comparison(now: Outcome, best: Outcome, found: Preview) -> str:
+def _comparison(now: Outcome, best: Outcome, preview: Preview) -> str:
     """How a merge compares with the best so far."""
     if now.setting == best.setting:
         return html.chip("good", "the best so far")
-    of = {row.setting: row for row in found.rows}
-    gap = found.difference(of[now.setting], of[best.setting])
+    of = {row.setting: row for row in preview.rows}
+    gap = preview.difference(of[now.setting], of[best.setting])
     if gap is None:
         return html.chip("tied", "differs from the best")
-    metric = "accuracy" if found.criterion.shares else found.metric(found.tasks[0])
+    metric = "accuracy" if preview.criterion.shares else preview.metric(preview.tasks[0])
     apart = f"{html.number(metric, abs(gap.value))} ± {html.number(metric, gap.error)}"
     if gap.tied:
         return html.chip("tied", f"tied with the best: {apart} apart")
-    better = (gap.value > 0) == found.criterion.higher
+    better = (gap.value > 0) == preview.criterion.higher
     return html.chip("good", f"better by {apart}") if better else html.chip("bad", f"behind by {apart}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..compare.candidates import plan_of
+from ..compare.candidates import derive_plan
 from ..compare.settings import is_removal, make_setting, recipe_with, takes_weights, task_names, weight_keys
 from ..engine.plan import Plan
 from ..errors import InputError
@@ -94,7 +94,7 @@ def methods_of(recipe: Recipe, plan: Plan) -> list[str]:
         if lacking or ("base" in needs - rule.optional and plan.inputs.base is None):
             continue
         try:
-            plan_of(plan, recipe_with(recipe, make_setting(recipe, name, dict.fromkeys(weight_keys(recipe), 1.0))))
+            derive_plan(plan, recipe_with(recipe, make_setting(recipe, name, dict.fromkeys(weight_keys(recipe), 1.0))))
         except InputError:
             continue
         found.append(name)

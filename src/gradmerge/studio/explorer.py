@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ..api.calibrate import CalibrationResult, calibrate
 from ..api.diagnose import report_folder
-from ..api.merge import merge, merged_first, number_of_threads, recipe_of_models
+from ..api.merge import merge, merge_named_recipes, number_of_threads, recipe_without_slices
 from ..api.preview import write_preview
 from ..api.recipe_yaml import recipe_documents
 from ..compare.evaluate import InteractiveEvaluator, Stop, Superseded
@@ -100,7 +100,7 @@ class Explorer:
     ) -> None:
         if not data:
             raise InputError("data: there are no rows to measure settings on; give data NAME=SRC")
-        self.recipe: Recipe = recipe_of_models(recipe, "studio", allow_code)
+        self.recipe: Recipe = recipe_without_slices(recipe, "studio", allow_code)
         check_methods(None, self.recipe)
         options = complete(loading, Explorer)
         self._threads, self._sources = number_of_threads(threads), dict(data)
@@ -110,7 +110,7 @@ class Explorer:
             "dequantize": dequantize,
         }
         with contextlib.ExitStack() as stack:
-            ready = stack.enter_context(merged_first(self.recipe, None, self._threads, self._allowed))
+            ready = stack.enter_context(merge_named_recipes(self.recipe, None, self._threads, self._allowed))
             self.evaluator = InteractiveEvaluator(ready, data, options, threads=self._threads, **self._allowed)
             stack.callback(self.evaluator.close)
             methods = methods_of(ready, self.evaluator.plan)
@@ -140,7 +140,7 @@ class Explorer:
         weights = {key: one.value for key, one in self.controls.get(method, {}).items() if one.is_weight}
         own = {} if method == self.recipe.method else weights
         made = make_setting(self.recipe, method, own | dict(overrides or {}))
-        self.evaluator.merge_plan(made)
+        self.evaluator.setting_plan(made)
         return made
 
     def shared_weights(self, present: Setting, steps: int = 10) -> list[Setting]:
