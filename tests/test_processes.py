@@ -21,7 +21,6 @@ from gradmerge.api import saved_sums
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.tasks import load_task
 
-from .curvature import slow
 from .groups import Ended, launch
 from .tasks.making import labelled, sentences, tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
 
@@ -106,13 +105,6 @@ def test_all_kinds_of_sums_are_those_of_one_process(several: tuple[Path, list[En
     mine, theirs = (gm.Curvature.load(where / "kronecker") for where in (out, one[0]))
     assert all(mine.layers[name].tokens == layer.tokens for name, layer in theirs.layers.items())
     assert not list(out.glob("*.gradmerge-partial"))
-
-
-def test_sums_of_several_processes_are_those_of_the_slow_loop(place: Path, several: tuple[Path, list[Ended]]) -> None:
-    loaded = load_task(place / "bert", place / "rows.jsonl", device="cpu", dtype="float64")
-    rows = [{k: v[0] for k, v in b.items() if k != "attention_mask"} for b in loaded.batches(1)]
-    slow.assert_same(gm.Curvature.load(several[0] / "diagonal"), slow.empirical(loaded.model, rows, "classes"), 1e-4)
-    slow.assert_same(gm.Curvature.load(several[0] / "few"), slow.empirical(loaded.model, rows[:1], "classes"), 1e-4)
 
 
 def test_metrics_with_their_errors_are_those_of_all_rows(

@@ -63,7 +63,7 @@ def measure(place: Path, name: str, out: Path, **options: Any) -> Estimate:
     )
 
 
-def by_hand(place: Path, name: str, likelihood: str = "empirical") -> dict[str, Tensor]:
+def by_hand(place: Path, name: str, likelihood: str) -> dict[str, Tensor]:
     """The slow loop over the data's rows, one by one, by the names of the checkpoint."""
     loaded = load_task(str(place / name), str(place / DATA[name]), device="cpu", dtype="float64")
     rows = [{key: value[0] for key, value in batch.items() if key != "attention_mask"} for batch in loaded.batches(1)]
@@ -76,18 +76,18 @@ def by_hand(place: Path, name: str, likelihood: str = "empirical") -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize(("name", "likelihood"), [*((name, "empirical") for name in DATA), ("bert", "exact")])
 def test_what_is_written_is_the_slow_loop_under_the_names_of_the_checkpoint(
-    place: Path, name: str, tmp_path: Path
+    place: Path, name: str, likelihood: str, tmp_path: Path
 ) -> None:
-    done = measure(place, name, tmp_path / "c", batch_size=4)
+    done = measure(place, name, tmp_path / "c", likelihood=likelihood, batch_size=4)
     got = gm.Curvature.load(tmp_path / "c")
     assert got.keys() == read_model(place / name).keys()
-    assert_same(got, by_hand(place, name), 1e-4)
+    assert_same(got, by_hand(place, name, likelihood), 1e-4)
     assert (done.examples, done.tensors) == (got.examples, len(got))
     assert done.entries == sum(v.numel() for v in got.values())
     assert (done.kind, done.device, done.resumed_from) == ("diagonal", "cpu", 0)
-    assert (got.likelihood, got.model) == ("empirical", name)
+    assert (got.likelihood, got.model) == (likelihood, name)
 
 
 def test_the_fisher_at_the_difference_is_measured_with_the_base_taken_away(place: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +37,6 @@ def draws(folder: Path, n: int, **options: Any) -> list[dict[str, Tensor]]:
     """Draw models, and return their tensors."""
     out = folder.with_name("draws of " + folder.name)
     return [read_model(written) for written in gm.sample_posterior(folder, n, out=out, force=True, **options)]
-
-
-def test_random_numbers_are_standard_normal_and_do_not_depend_on_blocks() -> None:
-    n = 100_000
-    whole = standard_normal(3, 0, "w", 0, n)
-    parts = [standard_normal(3, 0, "w", a, b) for a, b in ((0, 7), (7, 5000), (5000, n))]
-    assert torch.equal(whole, torch.cat(parts))
-    assert abs(float(whole.mean())) < 5 / math.sqrt(n)
-    assert abs(float(whole.var()) - 1) < 5 * math.sqrt(2 / n)
-    for seed, sample, name in ((4, 0, "w"), (3, 1, "w"), (3, 0, "v")):
-        other = standard_normal(seed, sample, name, 0, n)
-        assert abs(float((whole * other).mean())) < 5 / math.sqrt(n)
 
 
 def test_a_sample_is_the_merged_model_plus_scaled_normal_numbers(merged: Path) -> None:

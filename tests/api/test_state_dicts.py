@@ -53,17 +53,3 @@ def test_a_penalty_is_a_number_a_mapping_a_curvature_or_none(
     capped = {"cap": 1.0} if method == "removal" else {}
     got = merge(method=method, penalty=penalty, damping=0.01)
     assert got == pytest.approx(expected(method, 0.01, values, **capped), rel=1e-11, abs=1e-12)
-
-
-def test_default_dampings() -> None:
-    mean = sum(sum(flat(c.sum())) for c in CURVATURE[1:]) / 25
-    assert merge(method="removal") == pytest.approx(expected("removal", mean, None, cap=1.0), rel=1e-11)
-    assert merge() == pytest.approx(expected("gradient-matching", 1e-10, None), rel=1e-11)
-    unbounded = merge(method="removal", damping=0.5, options={"cap": "none"})
-    assert unbounded == pytest.approx(expected("removal", 0.5, None), rel=1e-11)
-
-
-def test_curvature_can_be_read_as_a_multiple_of_its_mean() -> None:
-    scaled = [one.scale(50 / one.examples) for one in CURVATURE]
-    got = merge(reduction={"mean_times": 50}, damping=0.01)
-    assert got == pytest.approx(merge(prior=scaled[0], curvature=scaled[1:], damping=0.01), rel=1e-6)

@@ -63,7 +63,6 @@ BOTH = {
 CASES = {
     "calibrate": BOTH
     | {
-        "infinite activations, by layer": ("infinite", "yelp={yelp}.jsonl", [], LAYER),
         "infinite activations of a teacher": (
             "merged",
             "yelp={yelp}.jsonl",
@@ -71,13 +70,9 @@ CASES = {
             LAYER,
         ),
         "no linear layer": ("excluded", "yelp={yelp}.jsonl", [], "no linear layer"),
-        "alpha above 1": ("merged", "yelp={yelp}.jsonl", ["--alpha", "2"], "alpha"),
         "no factors of any width": ("merged", "yelp={yelp}.jsonl", ["--max-kronecker-dim", "0"], "max-kronecker-dim"),
     },
-    "distill": BOTH
-    | {
-        "no learning rate": ("merged", "yelp={yelp}.jsonl", ["--lr", "0"], "lr"),
-    },
+    "distill": BOTH,
 }
 
 

@@ -30,6 +30,8 @@ def test_normal_numbers_do_not_depend_on_where_blocks_are_cut() -> None:
 def test_normal_numbers_differ_by_seed_number_and_tensor_and_share_nothing_with_masks() -> None:
     size = 2000
     draws = [standard_normal(*key, 0, size) for key in [(0, 0, "a"), (1, 0, "a"), (0, 1, "a"), (0, 0, "b")]]
+    for draw in draws:
+        assert abs(float(draw.mean())) < 5 / size**0.5 and abs(float(draw.var()) - 1) < 5 * (2 / size) ** 0.5
     draws += [keep_mask(0, 0, "a", 0, size, 0.5).double() * 2 - 1]
     together = np.corrcoef(torch.stack(draws).numpy())
     assert np.abs(together - np.eye(5)).max() < 5 / size**0.5

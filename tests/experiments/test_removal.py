@@ -12,7 +12,7 @@ import transformers as t
 from experiments.common.data import write_rows
 from experiments.removal.report import WAYS
 from experiments.removal.robustness import BLOCK, quantize
-from experiments.removal.run import EXPERIMENT, follow
+from experiments.removal.run import EXPERIMENT
 
 from .making import smoke_run
 
@@ -77,11 +77,3 @@ def test_quantized_layers_have_at_most_16_values_per_block_and_the_output_layer_
     # A block is 64 inputs of one output; GPT-2 has the inputs in rows.
     blocks = after["transformer.h.0.mlp.c_fc.weight"].T.reshape(-1, BLOCK)
     assert max(len(block.unique()) for block in blocks) <= 16
-
-
-def test_a_path_is_followed_to_the_last_strength_within_the_budget() -> None:
-    def at(strength: float) -> dict[str, object]:
-        return {"dial": strength, "validation": {"kept": 0.1 * strength}}
-
-    curve, chosen = follow(at, [0.5, 1.0, 2.0], 0.05, 6)
-    assert chosen == pytest.approx(0.488, abs=0.5 / 2**6) and len(curve) == 10

@@ -75,34 +75,6 @@ def test_with_the_penalty_that_the_models_were_tuned_under_the_merge_is_the_join
         assert torch.equal(gradient_matching_full(base, tuned, hold, curvature, weights), merged([hold] * 3))
 
 
-def test_task_arithmetic_errs_by_exactly_the_gradient_mismatch(prior: Tensor) -> None:
-    base = torch.randn(FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    tasks = [data(20, seed) for seed in range(3)]
-    tuned = [minimise([(1.0, x, y)], prior, base) for x, y in tasks]
-    target = minimise([(1.0, x, y) for x, y in tasks], prior, base)
-    arithmetic = base + sum(t - base for t in tuned)
-
-    def gradient(task: tuple[Tensor, Tensor], theta: Tensor) -> Tensor:
-        x, y = task
-        return x.T @ (x @ theta - y)
-
-    mismatch = sum(gradient(d, target) - gradient(d, t) for d, t in zip(tasks, tuned, strict=True))
-    assert torch.allclose(target - arithmetic, -torch.linalg.solve(prior, mismatch), atol=1e-10)
-
-
-def test_removal_of_several_parts_gives_the_retrained_model(prior: Tensor) -> None:
-    """Exact up to the step's own definition: (H_0 + H_t)(θ_t − θ) is the gradient that a part puts on the base."""
-    stays, first, second = data(30, 0), data(8, 1), data(9, 2)
-    ridge = 0.1 * torch.eye(FEATURES, dtype=torch.float64)
-    centre = torch.zeros(FEATURES, dtype=torch.float64)
-    base = minimise([(1.0, *stays), (1.0, *first), (1.0, *second)], ridge, centre)
-    tuned = [minimise([(1.0, *part)], prior, base) for part in (first, second)]
-    removed = removal_full(
-        base, tuned, stays[0].T @ stays[0] + ridge, prior, [part[0].T @ part[0] for part in (first, second)]
-    )
-    assert torch.allclose(removed, minimise([(1.0, *stays)], ridge, centre), rtol=1e-9, atol=1e-10)
-
-
 def test_removal_of_one_row_is_cooks_influence_formula(prior: Tensor) -> None:
     """θ₋ᵢ = θ − (XᵀX)⁻¹ xᵢ eᵢ / (1 − hᵢ), the classical formula for a row left out."""
     x, y = data(15, 4)

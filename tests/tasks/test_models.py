@@ -224,15 +224,6 @@ def test_an_adapter_is_merged_into_its_base_with_its_head(tmp_path: Path, classe
         load_model(str(tmp_path / "adapter"))
 
 
-def test_a_text_that_the_tokenizer_cannot_read_is_refused_by_row(tmp_path: Path) -> None:
-    model = tiny_bert_checkpoint(tmp_path / "model")
-    data = tmp_path / "a.jsonl"
-    data.write_text('{"text": "good", "label": 0}\n{"text": "half a character: \\ud800", "label": 1}\n')
-    loaded = load_task(str(model), str(data), device="cpu")
-    with pytest.raises(InputError, match="row 2"):
-        list(loaded.batches(1))
-
-
 @pytest.mark.parametrize("values", [{"architectures": [5]}, {"num_attention_heads": -1}])
 def test_invalid_configs_are_refused(tmp_path: Path, values: dict[str, Any]) -> None:
     model = tiny_bert_checkpoint(tmp_path / "model")
