@@ -128,13 +128,15 @@ def assert_close(got: Mapping[str, Tensor], want: Mapping[str, Tensor], toleranc
 
 
 def three_models(
-    tmp_path: Path, dtype: torch.dtype = torch.float32, shards: Sequence[int] = (1, 2, 3)
+    tmp_path: Path, dtype: torch.dtype = torch.float32, shards: Sequence[int] = (1, 2, 3), curvature: bool = False
 ) -> tuple[list[Path], list[dict[str, Tensor]]]:
-    """A base and two tuned models in unequal shards: folders and state dicts."""
+    """A base and two tuned models in unequal shards, with curvature if wanted: folders and state dicts."""
     base = random_state(0, dtype=dtype)
     states = [base, near(base, 1), near(base, 2)]
     folders = [
         write_model(tmp_path / name, state, count)
         for name, state, count in zip(("base", "a", "b"), states, shards, strict=True)
     ]
+    for seed, (folder, state) in enumerate(zip(folders, states, strict=True) if curvature else ()):
+        random_curvature(seed, state).save(folder / "curvature")
     return folders, states

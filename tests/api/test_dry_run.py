@@ -18,15 +18,13 @@ from gradmerge.api.merge import as_recipe
 from gradmerge.engine import run as run_merge
 from gradmerge.io.reader import PositionalFile
 
-from ..making import near, random_curvature, random_state, run, three_models, write_model, write_recipe
+from ..making import near, random_state, run, three_models, write_model, write_recipe
 from ..tasks.making import sentences, tiny_gpt2_checkpoint, tiny_llama_checkpoint, write_jsonl
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> dict[str, Any]:
-    folders, states = three_models(tmp_path)
-    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
-        random_curvature(seed, state).save(folder / "curvature")
+    folders, _ = three_models(tmp_path, curvature=True)
     return {"base": str(folders[0]), "models": [str(folder) for folder in folders[1:]]}
 
 

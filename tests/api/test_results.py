@@ -79,9 +79,7 @@ def test_a_result_is_a_table_in_a_notebook(results: dict[str, Any], kind: str) -
 
 
 def test_a_diagnosis_without_a_folder_writes_nothing_and_has_its_verdict(tmp_path: Path) -> None:
-    folders, states = three_models(tmp_path)
-    for at, (path, state) in enumerate(zip(folders, states, strict=True)):
-        random_curvature(at, state).save(path / "curvature")
+    folders, _ = three_models(tmp_path, curvature=True)
     recipe = {"method": "gradient-matching", "base": str(folders[0]), "models": [str(path) for path in folders[1:]]}
     before = sorted(tmp_path.iterdir())
     found = gm.diagnose(recipe)

@@ -18,9 +18,7 @@ from ..making import random_curvature, random_state, read_model, three_models, w
 @pytest.fixture
 def merged(tmp_path: Path) -> Path:
     """A merge of two models with its curvature."""
-    folders, states = three_models(tmp_path, torch.float64)
-    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
-        random_curvature(seed, state).save(folder / "curvature")
+    folders, _ = three_models(tmp_path, torch.float64, curvature=True)
     (folders[0] / "tokenizer.json").write_text("{}")
     recipe = {"method": "gradient-matching", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
     gm.merge(recipe | {"damping": 0.5, "output": {"curvature": True}}, tmp_path / "merged")

@@ -10,19 +10,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 from gradmerge.refinement.blocks import BlockModel, HiddenCache
 from gradmerge.refinement.structure import find_structure
 
+from ..making import run
 from ..refinement.calibration_families import FAMILIES, calibrated, make, rows, solve_all
 from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_llama_checkpoint, write_jsonl
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def fine_tune(base, folder, seed, head=False):
@@ -66,8 +61,7 @@ def state_of(folder):
 
 def test_it_writes_a_model_that_is_closer_to_the_fine_tuned_ones(texts, tmp_path):
     out = tmp_path / "out"
-    result = invoke("calibrate", texts / "merged", *data_of(texts, "yelp", "imdb"), "--json", "-o", out)
-    assert result.exit_code == 0, result.output
+    result = run("calibrate", texts / "merged", *data_of(texts, "yelp", "imdb"), "--json", "-o", out)
     facts = json.loads(result.stdout)
     assert facts["improved"] and facts["rows"] == {"yelp": 60, "imdb": 60}
     assert facts["distances"][facts["chosen"]]["total"] < facts["distances"]["merge"]["total"]
@@ -90,8 +84,7 @@ def test_two_runs_write_the_same_bytes_whatever_the_cache(texts, tmp_path):
     for number, memory in enumerate(("1GB", "1kB")):
         out = tmp_path / str(number)
         words = ["--curvature", "none", "--cache-memory", memory]
-        result = invoke("calibrate", texts / "merged", *data_of(texts, "yelp", "imdb"), *words, "-o", out)
-        assert result.exit_code == 0, result.output
+        run("calibrate", texts / "merged", *data_of(texts, "yelp", "imdb"), *words, "-o", out)
         folders.append((out / "model.safetensors").read_bytes())
         assert not list(out.glob("*hidden*"))
     assert folders[0] == folders[1]
@@ -149,8 +142,7 @@ def test_lora_adapters_are_teachers_and_an_adapter_becomes_a_full_model(tmp_path
     assert (tmp_path / "merged" / "adapter_config.json").is_file()
     out = tmp_path / "out"
     words = [*data_of(tmp_path, "code", "chat"), "--curvature", "none"]
-    result = invoke("calibrate", tmp_path / "merged", *words, "-o", out)
-    assert result.exit_code == 0, result.output
+    run("calibrate", tmp_path / "merged", *words, "-o", out)
     AutoModelForCausalLM.from_pretrained(out)
     assert state_of(out).keys() == load_file(base / "model.safetensors").keys()
     assert not (out / "adapter_config.json").exists()
@@ -158,8 +150,7 @@ def test_lora_adapters_are_teachers_and_an_adapter_becomes_a_full_model(tmp_path
 
 def test_a_dry_run_writes_nothing(texts, tmp_path):
     words = ["--dry-run", "--json", "-o", tmp_path / "out"]
-    result = invoke("calibrate", texts / "merged", *data_of(texts, "yelp", "imdb"), *words)
-    assert result.exit_code == 0, result.output
+    result = run("calibrate", texts / "merged", *data_of(texts, "yelp", "imdb"), *words)
     facts = json.loads(result.stdout)
     size = sum(value.nbytes for value in state_of(texts / "merged").values())
     assert facts["fits"] and facts["bytes_written"] == size
@@ -174,8 +165,7 @@ def test_running_out_of_memory_names_the_options_that_need_less(texts, tmp_path,
 
     monkeypatch.setattr("gradmerge.refinement.calibrate.input_products", fail)
     monkeypatch.setattr("gradmerge.refinement.distill.batch_losses", fail)
-    result = invoke(command, texts / "merged", *data_of(texts, "yelp"), "-o", tmp_path / "out")
-    assert result.exit_code == 1
+    result = run(command, texts / "merged", *data_of(texts, "yelp"), "-o", tmp_path / "out", status=1)
     assert "--batch-size" in result.output and ("--cache-memory" in result.output) is (command == "calibrate")
     assert list(tmp_path.iterdir()) == []
 
@@ -189,13 +179,11 @@ def test_a_merge_of_encoders_is_evaluated_with_the_head_of_a_task(texts, tmp_pat
     rows = [{"text": text, "label": number % 3} for number, text in enumerate(sentences(30))]
     source = write_jsonl(tmp_path / "labeled.jsonl", rows)
     words = ["--head", tmp_path / "imdb", "--json"]
-    result = invoke("evaluate", tmp_path / "merged", "--data", source, *words)
-    assert result.exit_code == 0, result.output
+    result = run("evaluate", tmp_path / "merged", "--data", source, *words)
     # By hand: the encoder of the merge and the classifier of imdb in one folder.
     both = state_of(tmp_path / "merged") | {n: v for n, v in state_of(tmp_path / "imdb").items() if "classifier" in n}
     save_file(both, tmp_path / "imdb" / "model.safetensors", metadata={"format": "pt"})
     by_hand = gm.evaluate(tmp_path / "imdb", source, progress=False)
     found = json.loads(result.stdout)
     assert found["loss_per_example"] == pytest.approx(by_hand["loss_per_example"])
-    refused = invoke("evaluate", tmp_path / "merged", "--data", source, "--head", texts / "yelp")
-    assert refused.exit_code == 2
+    run("evaluate", tmp_path / "merged", "--data", source, "--head", texts / "yelp", status=2)

@@ -9,8 +9,9 @@ import torch
 
 import gradmerge as gm
 
+from ..making import run
 from ..tasks.making import sentences, write_jsonl, write_sentence_model
-from .test_calibrate import data_of, fine_tune, invoke, merge_recipe, state_of
+from .test_calibrate import data_of, fine_tune, merge_recipe, state_of
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +30,7 @@ def place(tmp_path_factory):
 def test_the_transformer_changes_and_the_other_modules_come_along(place, tmp_path, words):
     out = tmp_path / "out"
     command, *options = words
-    result = invoke(command, place / "merged", *data_of(place, "yelp", "imdb"), *options, "--json", "-o", out)
-    assert result.exit_code == 0, result.output
+    result = run(command, place / "merged", *data_of(place, "yelp", "imdb"), *options, "--json", "-o", out)
     assert json.loads(result.stdout)["improved"]
     before, after = state_of(place / "merged"), state_of(out)
     assert any(not torch.equal(before[name], after[name]) for name in before)

@@ -7,28 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 from gradmerge.cli.output import typed
 
-from ..making import random_curvature, read_model, three_models, write_recipe
-
-runner = CliRunner()
-
-
-def run(*arguments: str | Path, status: int = 0) -> str:
-    result = runner.invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == status, result.output
-    return result.output
+from ..making import random_curvature, read_model, run, three_models, write_recipe
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> tuple[Path, Path, Path]:
-    folders, states = three_models(tmp_path)
-    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
-        random_curvature(seed, state).save(folder / "curvature")
+    folders, _ = three_models(tmp_path, curvature=True)
     return tuple(folders)  # type: ignore[return-value]
 
 

@@ -14,16 +14,14 @@ from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
 
-from ..making import random_curvature, three_models
+from ..making import three_models
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a base and two models, all with curvature."""
-    folders, states = three_models(tmp_path)
-    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
-        random_curvature(seed, state).save(folder / "curvature")
+    three_models(tmp_path, curvature=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -8,21 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from torch import Tensor
 from transformers import BertForSequenceClassification
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
-from tests.making import read_model, write_recipe
+from tests.making import read_model, run, write_recipe
 from tests.tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
 
 DAMPING = 1e-3
-
-
-def invoke(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_recipe(folder / "recipe.yml", recipe())
     data = ["--data", f"one={folder / 'one.jsonl'}", "--data", f"two={folder / 'two.jsonl'}"]
     more = ["--target", folder / "joint", "--device", "cpu"]
-    done = invoke(folder / "recipe.yml", "-o", folder / "report", *data, *more)
-    assert done.exit_code == 0, done.output
+    run("diagnose", folder / "recipe.yml", "-o", folder / "report", *data, *more)
     return folder
 
 
@@ -132,6 +124,5 @@ def test_the_residual_and_the_true_mismatch_are_what_their_formulas_say(place: P
 
 def test_removal_is_compared_with_negation(place: Path) -> None:
     write_recipe(place / "removal.yml", recipe(method="removal", damping=1.0))
-    done = invoke(place / "removal.yml", "-o", place / "of-removal", "--json")
-    assert done.exit_code == 0, done.output
+    done = run("diagnose", place / "removal.yml", "-o", place / "of-removal", "--json")
     assert json.loads(done.stdout)["candidates"] == ["removal", "task-arithmetic (negated)"]

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import gradmerge as gm
 
+from ..making import run
 from ..tasks.making import sentences, tiny_llama_checkpoint, write_jsonl
-from .test_calibrate import data_of, fine_tune, invoke, merge_recipe, state_of, write_adapters
+from .test_calibrate import data_of, fine_tune, merge_recipe, state_of, write_adapters
 
 STEPS = ("--steps", 20, "--lr", 0.0003, "--batch-size", 10)
 
@@ -32,8 +33,7 @@ def chats(tmp_path_factory):
 
 def test_it_writes_the_best_model_with_record_card_and_report(chats, tmp_path):
     out = tmp_path / "out"
-    result = invoke("distill", chats / "merged", *data_of(chats, "yelp", "imdb"), *STEPS, "--json", "-o", out)
-    assert result.exit_code == 0, result.output
+    result = run("distill", chats / "merged", *data_of(chats, "yelp", "imdb"), *STEPS, "--json", "-o", out)
     facts = json.loads(result.stdout)
     assert facts["improved"] and facts["match"] == "answers" and facts["steps"] == 20
     before, after = state_of(chats / "merged"), state_of(out)
@@ -51,9 +51,8 @@ def test_what_the_recipe_excludes_stays_that_of_the_base_through_both_steps(chat
         (tmp_path / name).symlink_to(chats / name)
     gm.merge(merge_recipe(tmp_path, exclude=["*.0.mlp.*"]), tmp_path / "merged", progress=False)
     data = data_of(chats, "yelp", "imdb")
-    first = invoke("calibrate", tmp_path / "merged", *data, "--curvature", "none", "-o", tmp_path / "calibrated")
-    second = invoke("distill", tmp_path / "calibrated", *data, *STEPS, "-o", tmp_path / "distilled")
-    assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
+    run("calibrate", tmp_path / "merged", *data, "--curvature", "none", "-o", tmp_path / "calibrated")
+    run("distill", tmp_path / "calibrated", *data, *STEPS, "-o", tmp_path / "distilled")
     base, found = state_of(chats / "base"), state_of(tmp_path / "distilled")
     changed = {name for name in base if not torch.equal(base[name], found[name])}
     assert any(".1.mlp." in name for name in changed) and not any(".0.mlp." in name for name in changed)
@@ -62,8 +61,7 @@ def test_what_the_recipe_excludes_stays_that_of_the_base_through_both_steps(chat
 def test_of_an_adapter_only_the_adapter_is_trained_and_written(tmp_path):
     base = write_adapters(tmp_path)
     out = tmp_path / "out"
-    result = invoke("distill", tmp_path / "merged", *data_of(tmp_path, "code", "chat"), *STEPS, "--json", "-o", out)
-    assert result.exit_code == 0, result.output
+    result = run("distill", tmp_path / "merged", *data_of(tmp_path, "code", "chat"), *STEPS, "--json", "-o", out)
     assert json.loads(result.stdout)["improved"]
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "merged", out))
     assert before.keys() == after.keys() and any(not torch.equal(before[k], after[k]) for k in before)
@@ -83,8 +81,7 @@ def test_tied_weights_that_are_stored_twice_change_together(chats, tmp_path):
     assert tied[0] in state_of(tmp_path / "merged")
     out = tmp_path / "out"
     words = ["--steps", 10, "--lr", 1e-4, "--batch-size", 10]
-    result = invoke("distill", tmp_path / "merged", *data_of(chats, "yelp", "imdb"), *words, "--json", "-o", out)
-    assert result.exit_code == 0, result.output
+    result = run("distill", tmp_path / "merged", *data_of(chats, "yelp", "imdb"), *words, "--json", "-o", out)
     assert json.loads(result.stdout)["improved"]
     before, after = state_of(tmp_path / "merged"), state_of(out)
     assert torch.equal(after[tied[0]], after[tied[1]]) and not torch.equal(before[tied[0]], after[tied[0]])

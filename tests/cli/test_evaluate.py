@@ -7,20 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
+from tests.making import run
 from tests.tasks.making import (
     labelled,
     tiny_bert_checkpoint,
     write_jsonl,
 )
-
-
-def invoke(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_numbers_are_shown_with_their_meaning(place: Path) -> None:
-    result = invoke(place / "bert", "--data", place / "labelled.jsonl", "--device", "cpu")
-    assert result.exit_code == 0, result.output
+    result = run("evaluate", place / "bert", "--data", place / "labelled.jsonl", "--device", "cpu")
     want = gm.evaluate(str(place / "bert"), str(place / "labelled.jsonl"), device="cpu")
     share, errors = want["accuracy"], want["standard_errors"]
     assert errors["accuracy"] == pytest.approx(math.sqrt(share * (1 - share) / 9))
@@ -50,6 +43,4 @@ def test_a_device_without_memory_is_a_failure_of_the_machine(place: Path, monkey
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("gradmerge.tasks.evaluate", full)
-    result = invoke(place / "bert", "--data", place / "labelled.jsonl")
-    assert result.exit_code == 1
-    assert "--batch-size" in result.stderr
+    assert "--batch-size" in run("evaluate", place / "bert", "--data", place / "labelled.jsonl", status=1).stderr

@@ -9,19 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.api.estimate import estimate_curvature
-from gradmerge.cli.app import app
 
-from ..making import Stop, random_curvature, three_models, weight_bytes, write_recipe
+from ..making import Stop, run, three_models, weight_bytes, write_recipe
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
-
-
-def refused(*words: str | Path) -> None:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == 2 and result.stderr.startswith("error: "), result.output
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -51,9 +44,7 @@ def test_estimate_may_write_into_its_model(bert: Path) -> None:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    folders, states = three_models(tmp_path / "models")
-    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
-        random_curvature(seed, state).save(folder / "curvature")
+    folders, _ = three_models(tmp_path / "models", curvature=True)
     (tmp_path / "target").mkdir()
     (tmp_path / "data").mkdir()
     np.savez(tmp_path / "data" / "x.npz", x_test=np.zeros((2, 8, 8)), y_test=np.zeros(2))
@@ -70,7 +61,7 @@ def test_the_best_setting_is_not_written_over_the_data_that_chose_it(recipe: Pat
     (place / "data" / "x.npz").rename(place / "merged" / "x.npz")
     before = contents(place)
     words = ("preview", recipe, "--data", f"a={place / 'merged' / 'x.npz'}:test", "-o", place / "report", "--force")
-    refused(*words, "--save-best", place / "merged")
+    run(*words, "--save-best", place / "merged", status=2)
     assert contents(place) == before
 
 

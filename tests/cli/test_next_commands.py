@@ -7,14 +7,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 from gradmerge.recipe import make_recipe
 from gradmerge.report.advice import next_commands
 
 from ..compare.conftest import write_texts
+from ..making import run
 
 
 @pytest.fixture
@@ -24,10 +23,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(command: str) -> None:
+def run_advised(command: str) -> None:
     name, *arguments = shlex.split(command)
-    done = CliRunner().invoke(app, [*arguments, *(["--device", "cpu"] if "merge" not in arguments else [])])
-    assert name == "gradmerge" and done.exit_code == 0, done.output
+    assert name == "gradmerge"
+    run(*arguments, *(["--device", "cpu"] if "merge" not in arguments else []))
 
 
 def advised(stdout: str) -> str:
@@ -37,12 +36,11 @@ def advised(stdout: str) -> str:
 def test_the_command_that_a_preview_prints_runs(place: Path) -> None:
     options = ["--weights", "0,0.4", "-d", "a=a.jsonl", "-d", "base=b.jsonl", "--columns", "text=text,label=label"]
     options += ["--device", "cpu", "--save-best", "best"]
-    done = CliRunner().invoke(app, ["preview", "recipe.yml", *options, "-o", "report"])
-    assert done.exit_code == 0, done.output
+    done = run("preview", "recipe.yml", *options, "-o", "report")
     assert "gradmerge merge" not in done.stdout, "it is merged already"
     command = advised(done.stdout)
     assert "gradmerge calibrate" in (place / "report" / "report.html").read_text()
-    run(command.replace("b=ROWS", "b=b.jsonl"))
+    run_advised(command.replace("b=ROWS", "b=b.jsonl"))
     record = json.loads((place / "calibrated" / "gradmerge.json").read_text())
     assert set(record["calibration"]["data"]) == {"a", "b", "base"}
 
@@ -52,15 +50,12 @@ def test_the_command_of_a_diagnosis_names_the_merged_model_and_models_that_have_
     for name in ("base", "a", "b"):
         gm.estimate_curvature(name, "a.jsonl", out=f"{name}/curvature", device="cpu")
     data = ["-d", "a=a.jsonl", "-d", "b=b.jsonl"]
-    done = CliRunner().invoke(
-        app, ["diagnose", "recipe.yml", "--merged", "merged", *data, "--device", "cpu", "-o", "report"]
-    )
-    assert done.exit_code == 0, done.output
+    run("diagnose", "recipe.yml", "--merged", "merged", *data, "--device", "cpu", "-o", "report")
     found = gm.diagnose("recipe.yml", merged="merged", data={"a": "a.jsonl", "b": "b.jsonl"}, device="cpu")
-    run(found.commands["calibrate"])
+    run_advised(found.commands["calibrate"])
     assert (place / "calibrated" / "model.safetensors").exists()
-    run(f"{found.commands['preview']} --weights 0,1 -o preview")
-    run(f"{found.commands['merge']} -o again")
+    run_advised(f"{found.commands['preview']} --weights 0,1 -o preview")
+    run_advised(f"{found.commands['merge']} -o again")
     assert (place / "preview" / "report.html").exists() and (place / "again").exists()
 
 

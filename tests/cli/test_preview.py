@@ -6,24 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
-from tests.making import random_curvature, three_models, weight_bytes, write_recipe
-
-
-def invoke(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["preview", *map(str, arguments)])
+from tests.making import run, three_models, weight_bytes, write_recipe
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A recipe with curvature of a base and two models; its paths are relative."""
-    folders, states = three_models(tmp_path)
-    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
-        random_curvature(seed + 5, state).save(folder / "curvature")
+    three_models(tmp_path, curvature=True)
     recipe = {
         "method": "gradient-matching",
         "base": "./base",
@@ -36,8 +27,7 @@ def place(tmp_path: Path) -> Path:
 
 def test_the_best_setting_is_merged_and_its_recipe_kept(place: Path) -> None:
     out, merged = place / "report", place / "deep" / "merged"
-    result = invoke(place / "recipe.yml", "-w", "a=0,0.3,1", "-o", out, "--save-best", merged, "--json")
-    assert result.exit_code == 0, result.output
+    result = run("preview", place / "recipe.yml", "-w", "a=0,0.3,1", "-o", out, "--save-best", merged, "--json")
     facts = json.loads(result.stdout)
     assert facts["saved"] == str(merged) and facts["report"] == str(out / "report.html")
     raw = gm.load_recipe(place / "recipe.yml").model_dump(exclude_unset=True)

@@ -5,21 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from typer.testing import CliRunner
-
-from gradmerge.cli.app import app
+from ..making import run
 
 RECIPES = Path(__file__).parent.parent / "golden" / "recipes"
-runner = CliRunner()
-
-
-def run(*arguments: str | Path, status: int = 0) -> str:
-    result = runner.invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == status, result.output
-    return result.output
 
 
 def test_a_recipe_of_mergekits_can_be_changed_on_the_command_line_and_planned(tmp_path: Path) -> None:
     changed = ["--set", "density=0.9", "--set", "models[0].weight=2", "--dry-run", "--json"]
-    plan = json.loads(run("merge", RECIPES / "ties-rescale.yml", *changed))
+    plan = json.loads(run("merge", RECIPES / "ties-rescale.yml", *changed).stdout)
     assert (plan["method"], plan["options"]["density"], plan["options"]["rescale"]) == ("ties", 0.9, "norm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 
-from ..making import random_curvature, read_model, three_models
+from ..making import random_curvature, read_model, run, three_models
 from ..tasks.making import sentences, tiny_bert_checkpoint, write_jsonl
 
-
-def run(*arguments: str | Path | int, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["remove", *(str(a) for a in arguments)])
-    assert result.exit_code == status, result.output
-    assert "Traceback" not in result.output and "internal" not in result.output
-    return result
+remove = partial(run, "remove")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +43,7 @@ def record(out: Path) -> Any:
 
 def test_a_folder_is_written_like_the_base_with_a_record_a_card_and_a_report(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    run(*given(place), "--budget", "5%", "--retain-size", 400, "-o", out)
+    remove(*given(place), "--budget", "5%", "--retain-size", 400, "-o", out)
     before, after = read_model(place / "base"), read_model(out)
     assert {n: (v.dtype, v.shape) for n, v in before.items()} == {n: (v.dtype, v.shape) for n, v in after.items()}
     assert any(not torch.equal(before[name], after[name]) for name in before)
@@ -79,7 +73,7 @@ def test_a_folder_is_written_like_the_base_with_a_record_a_card_and_a_report(pla
 
 
 def test_python_and_the_command_line_write_the_same_bytes_and_json_has_the_record(place: Path, tmp_path: Path) -> None:
-    told = json.loads(run(*given(place, "base", "--json"), "-o", tmp_path / "one").stdout)
+    told = json.loads(remove(*given(place, "base", "--json"), "-o", tmp_path / "one").stdout)
     sources: Any = {"forget": place / "forget.jsonl", "retain": str(place / "retain.jsonl")}
     result = gm.remove(place / "base", tmp_path / "two", **sources, batch_size=16, progress=False)
     assert result.output == tmp_path / "two" and result.used <= 0.02
@@ -96,7 +90,7 @@ def test_several_steps_stop_at_the_loss_on_unseen_rows(place: Path, tmp_path: Pa
     losses = [gm.evaluate(place / "base", file, progress=False)["loss_per_example"] for file in files]
     forget, unseen = (file for _, file in sorted(zip(losses, files, strict=True)))
     start = ["--base", place / "base", "--forget", forget, "--retain", place / "retain.jsonl", "--budget", "50%"]
-    run(*start, "--steps", 3, "--unseen", unseen, "-o", tmp_path / "unseen")
+    remove(*start, "--steps", 3, "--unseen", unseen, "-o", tmp_path / "unseen")
     facts = record(tmp_path / "unseen")
     assert facts["until"] == pytest.approx(max(losses), rel=1e-4)
     assert min(losses) < facts["after"]["forget"] <= facts["until"]
@@ -123,7 +117,7 @@ def test_of_an_adapter_the_adapter_alone_is_moved_and_written(place: Path, tmp_p
     base = BertForSequenceClassification.from_pretrained(place / "base")
     get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
     more = ["--model-args", f"tokenizer={place / 'base'}"]
-    run(*given(place)[2:], *more, "--base", tmp_path / "adapter", "-o", tmp_path / "out")
+    remove(*given(place)[2:], *more, "--base", tmp_path / "adapter", "-o", tmp_path / "out")
     before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "out"))
     assert before.keys() == after.keys() and not (tmp_path / "out" / "model.safetensors").exists()
     assert any(not torch.equal(before[name], after[name]) for name in before if "lora" in name)
@@ -140,7 +134,7 @@ def test_of_an_adapter_the_adapter_alone_is_moved_and_written(place: Path, tmp_p
     ],
 )
 def test_wrong_requests_end_with_status_2_and_write_nothing(place: Path, tmp_path: Path, more: str) -> None:
-    run(*given(place), *more.split(), "-o", tmp_path / "out", status=2)
+    remove(*given(place), *more.split(), "-o", tmp_path / "out", status=2)
     assert not list(tmp_path.iterdir())
 
 
@@ -150,11 +144,11 @@ def test_rows_in_both_sets_rows_without_labels_and_too_few_rows_are_refused(plac
     bare = write_jsonl(tmp_path / "bare.jsonl", [{"text": row["text"]} for row in rows])
     single = write_jsonl(tmp_path / "single.jsonl", [{"text": "only one", "label": 0}])
     start = ["--base", place / "base", "--forget", place / "forget.jsonl", "-o", tmp_path / "out"]
-    said = run(*start, "--retain", both, status=2).output
+    said = remove(*start, "--retain", both, status=2).output
     assert "3 of the 12" in " ".join(said.split())
     for retain in (bare, single):
-        run(*start, "--retain", retain, status=2)
-    assert "--retain" in run(*start, status=2).output and not (tmp_path / "out").exists()
+        remove(*start, "--retain", retain, status=2)
+    assert "--retain" in remove(*start, status=2).output and not (tmp_path / "out").exists()
 
 
 def test_a_step_that_is_too_long_is_refused_or_noted(tmp_path: Path) -> None:
@@ -166,8 +160,8 @@ def test_a_step_that_is_too_long_is_refused_or_noted(tmp_path: Path) -> None:
         gm.Curvature(sums, 100).save(folder / "curvature")
     words = ["--base", folders[0], "--model", folders[1]]
     unbounded = ["--set", "damping=1e-10", "--set", "cap=none", "-o", tmp_path / "out"]
-    assert not run(*words, "-o", tmp_path / "bounded").stderr
-    run(*words, *unbounded, status=2)
+    assert not remove(*words, "-o", tmp_path / "bounded").stderr
+    remove(*words, *unbounded, status=2)
     assert not (tmp_path / "out").exists()
-    (note,) = json.loads(run(*words, *unbounded, "--json", "--accept-untrusted").stdout)["notes"]
+    (note,) = json.loads(remove(*words, *unbounded, "--json", "--accept-untrusted").stdout)["notes"]
     assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["notes"] == [note]

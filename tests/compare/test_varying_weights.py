@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gradmerge as gm
-from tests.making import random_curvature, three_models, write_recipe
+from tests.making import three_models, write_recipe
 
 LISTS = [0.2, 0.9], [{"filter": "layers.1*", "value": [0.3, 0.5]}, {"value": 0.1}]
 
@@ -17,9 +17,7 @@ LISTS = [0.2, 0.9], [{"filter": "layers.1*", "value": [0.3, 0.5]}, {"value": 0.1
 @pytest.fixture
 def varied(tmp_path: Path) -> Path:
     """A recipe whose own weights vary over the layers and by filter."""
-    folders, states = three_models(tmp_path)
-    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
-        random_curvature(seed + 5, state).save(folder / "curvature")
+    three_models(tmp_path, curvature=True)
     models = [{"model": f"./{name}", "weight": weight} for name, weight in zip("ab", LISTS, strict=True)]
     write_recipe(tmp_path / "recipe.yml", {"method": "gradient-matching", "base": "./base", "models": models})
     return tmp_path

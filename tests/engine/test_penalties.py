@@ -23,9 +23,7 @@ Case = dict[str, Any]
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     """Two models with curvature in their folders."""
-    folders, states = three_models(tmp_path, torch.float64)
-    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
-        random_curvature(seed, state).save(folder / "curvature")
+    folders, _ = three_models(tmp_path, torch.float64, curvature=True)
     models = [{"model": str(folder), "weight": weight} for folder, weight in zip(folders[1:], (0.7, 1.2), strict=True)]
     return {"method": "gradient-matching", "base": {"model": str(folders[0])}, "models": models, "damping": 0.01}
 

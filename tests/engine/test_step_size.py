@@ -15,7 +15,7 @@ from gradmerge.engine.checks import amplifications, check_step_size
 from gradmerge.engine.executor import LocalExecutor
 from gradmerge.notes import Note
 
-from ..making import SHAPES, near, random_curvature, random_state, read_model, three_models, write_model
+from ..making import SHAPES, near, random_state, read_model, three_models, write_model
 
 Case = dict[str, Any]
 REDUCE = LocalExecutor()
@@ -24,9 +24,7 @@ REDUCE = LocalExecutor()
 @pytest.fixture
 def tame(tmp_path: Path) -> Case:
     """A removal of two models, all of whose curvature is alike: nothing to warn of."""
-    folders, states = three_models(tmp_path)
-    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
-        random_curvature(seed, state).save(folder / "curvature")
+    folders, _ = three_models(tmp_path, curvature=True)
     return {
         "method": "removal",
         "base": str(folders[0]),

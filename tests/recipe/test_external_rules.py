@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from torch import Tensor
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 from gradmerge.errors import InputError
 from gradmerge.rules import Methods
 
-from ..making import near, random_curvature, random_state, read_model, write_model
+from ..making import near, random_curvature, random_state, read_model, run, write_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "merge.md"
 EXAMPLE = re.findall(r'```python title="median.py"\n(.*?)```', PAGE.read_text("utf-8"), re.DOTALL)[0]
@@ -37,12 +34,6 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def gradmerge(*arguments: Any, status: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == status, result.output
-    return result.output
-
-
 def expected(scale: float) -> dict[str, Tensor]:
     merged = {}
     for name, base in STATES["base"].items():
@@ -54,9 +45,9 @@ def expected(scale: float) -> dict[str, Tensor]:
 def test_a_file_is_run_only_with_permission(place: Path) -> None:
     (place / "median.py").write_text("from pathlib import Path\nPath('ran').touch()\n" + EXAMPLE, "utf-8")
     for command in ("merge", "preview", "diagnose"):
-        assert "allow-code" in gradmerge(command, place / "recipe.yml", "-o", place / "out", status=2)
-    gradmerge("methods", place / "median.py", status=2)
-    gradmerge("merge", "--method", place / "median.py", "--base", "b", "--model", "a", "-o", place / "out", status=2)
+        assert "allow-code" in run(command, place / "recipe.yml", "-o", place / "out", status=2).output
+    run("methods", place / "median.py", status=2)
+    run("merge", "--method", place / "median.py", "--base", "b", "--model", "a", "-o", place / "out", status=2)
     with pytest.raises(InputError, match="allow_code"):
         gm.merge(place / "recipe.yml", place / "out")
     assert not (place / "out").exists()
@@ -64,7 +55,7 @@ def test_a_file_is_run_only_with_permission(place: Path) -> None:
 
 
 def test_a_merge_by_a_file(place: Path) -> None:
-    gradmerge("merge", place / "recipe.yml", "--allow-code", "-o", place / "out")
+    run("merge", place / "recipe.yml", "--allow-code", "-o", place / "out")
     torch.testing.assert_close(read_model(place / "out"), expected(0.9))
     record = json.loads((place / "out" / "gradmerge.json").read_text())
     assert record["recipe"]["method"] == record["rule"]["file"] == "./median.py"
@@ -107,7 +98,7 @@ def test_invalid_files(place: Path, source: str | None, words: str) -> None:
     else:
         (place / "median.py").write_text(source, "utf-8")
     names = {path.name for path in place.iterdir()}
-    output = gradmerge("merge", place / "recipe.yml", "--allow-code", "-o", place / "out", status=2)
+    output = run("merge", place / "recipe.yml", "--allow-code", "-o", place / "out", status=2).output
     assert words in output
     assert "median.py" in output or "median:" in output
     assert {path.name for path in place.iterdir()} == names
