@@ -36,7 +36,7 @@ fuzz: export FUZZ_KILLS ?= 200
 fuzz: install  ## Mutate inputs of every kind and kill running commands (an hour; shorter with FUZZ_INPUTS=5000 FUZZ_KILLS=20).
 	$(BIN)/python -m pytest -n 2 --dist load --hypothesis-show-statistics tests/fuzz
 
-demo: install  ## Train, measure, merge by every rule and compare, on scikit-learn's digits, into demo/ (minutes).
+demo: install  ## Train small models on scikit-learn's digits, merge, calibrate and compare them, in demo/ (two minutes).
 	$(BIN)/gradmerge demo -o demo
 
 lint: install  ## Check style, formatting and types, of the tests too.

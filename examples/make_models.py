@@ -15,12 +15,14 @@ import sys
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 folder = Path(*sys.argv[1:2]).absolute()
 folder.mkdir(parents=True, exist_ok=True)
 os.chdir(folder)
+transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # as fast for models of this size, and much faster beside other programs
 
 GOOD = {"base": ["good", "great", "nice"], "yelp": ["tasty", "fresh", "crisp"], "sst2": ["moving", "funny", "bold"]}

@@ -1,4 +1,4 @@
-"""The prior and the callback in a plain Trainer of transformers.
+"""The penalty and the curvature callback in a plain Trainer of transformers.
 
 python examples/training/any_trainer.py
 """

@@ -1,4 +1,4 @@
-"""The prior in a training loop of one's own, and curvature at the end.
+"""The penalty in your own training loop, and curvature at the end.
 
 python examples/training/plain_loop.py
 """
@@ -50,7 +50,7 @@ for batch in batches * 3:
     optimizer.zero_grad()
 
 model.save_pretrained(out / "tuned")
-# What it was tuned under, and its curvature, for the merge.
+# The merge reads the penalty and the curvature.
 optimizer.record_penalty(out / "tuned", mean_over=len(labels))
 curvature = gm.estimate_curvature(model.eval(), batches)
 curvature.save(out / "tuned" / "curvature", force=True)

@@ -1,4 +1,4 @@
-"""Two models tuned under the prior by PriorTrainer, and merged.
+"""Fine-tune two models with PriorTrainer, and merge them.
 
 python examples/training/prior_trainer.py
 """
@@ -16,12 +16,12 @@ from transformers import (
 import gradmerge as gm
 
 out = Path("example-prior-trainer")
-# Words that say bad (label 0) and good (label 1) in each task.
+# The words for label 0 and label 1 of each task.
 SIGNS = {"base": (20, 21), "food": (22, 23), "films": (24, 25)}
 
 
 def rows(task, count=200):
-    """Sentences of nine words that say nothing, and one that says it all."""
+    """Rows of nine random words and one word that gives the label."""
     draw = random.Random(f"{task} {count}")
     found = [{"labels": draw.randrange(2)} for _ in range(count)]
     for row in found:

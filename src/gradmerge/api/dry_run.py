@@ -80,6 +80,8 @@ class JobSize:
 def _text(fact: Any) -> str:
     """Return a fact on one line: a number, a text, a mapping, or a list of these."""
     if isinstance(fact, dict):
+        if "source" in fact:  # an input
+            return f"{fact['source']} ({fact['kind']}, {size(fact['bytes'])})"
         return ", ".join(f"{key} {size(value) if key == 'bytes' else in_words(value)}" for key, value in fact.items())
     return "; ".join(map(_text, fact)) if isinstance(fact, list) else in_words(fact)
 

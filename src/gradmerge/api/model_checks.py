@@ -177,7 +177,8 @@ def _check_answers(runner: Runner, parents: Parents) -> tuple[list[Check], dict[
     if any(check.passed for check in checks):  # a merge may be bad for one task
         for check in checks:
             if check.passed is False:
-                check.passed, check.detail = True, f"{check.detail}: farther than the base, but another model is closer"
+                check.passed = True
+                check.detail += ": the base is closer, which is fine because the result is closer to another model"
     return checks, generated
 
 

@@ -59,8 +59,8 @@ def remove(
             Hub id of a model, or the folder of an adapter; then ``out`` is written.
         out: The new folder, for a model on disk.
         forget: The forget set, all rows of it: a file or dataset, as for `gradmerge evaluate --data`.
-        retain: The retain set, or a sample of it, in the same form. A tenth is held out to measure the budget. The
-            curvature uses at most 1,000 of the other rows.
+        retain: The retain set, or a sample of it, in the same form. 10 % of the rows are held out to
+            measure the budget. The curvature uses at most 1,000 of the others.
         retain_size: Total number of retained examples; by default, the number of rows of ``retain``.
         budget: Allowed relative increase of the mean loss on the held-out rows, such as 2% or 0.02.
         steps: The maximum number of influence steps. More than one requires ``unseen`` or ``until``.

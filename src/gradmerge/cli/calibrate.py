@@ -21,7 +21,13 @@ EXAMPLE = (
 )
 NamedRows = Annotated[
     list[str],
-    typer.Option("--data", "-d", metavar="NAME=SRC", help="Unlabeled rows of a task. Repeat it for each task."),
+    typer.Option(
+        "--data",
+        "-d",
+        metavar="NAME=SRC",
+        help="Unlabeled rows of a task: the name of its fine-tuned model, and a data source as for evaluate. Repeat it "
+        "for each task.",
+    ),
 ]
 NamedTeacher = Annotated[
     list[str] | None,

@@ -103,8 +103,8 @@ def import_(
 ) -> None:
     """Take curvature from the optimizer in a training checkpoint.
 
-    The optimizer is Adam, AdamW or IVON. With Adam it is N·B·v̂, the sum over N examples, from the second moments v̂ of
-    steps of B examples each. It assumes a loss that is a mean over the batch, and a mean gradient that is small;
+    The optimizer is Adam, AdamW or IVON. With Adam, the curvature is N·B·v̂: v̂ are the second moments of steps of B
+    examples, and N is the dataset size. This assumes a loss that is a mean over the batch, and a small mean gradient.
     `curvature estimate` assumes neither, but needs a pass over the data.
     """
     with heavy_imports():

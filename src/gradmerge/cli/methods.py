@@ -45,9 +45,10 @@ def methods(
     if name is None:
         print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.matching_form] for r in METHODS.values()])
         if not printing.quiet:
-            echo("\nEach is a special case of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
+            echo("\nA method is a choice of α_t, H_0 and H_t, exactly or approximately, in")
+            echo("θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
             echo(LEGEND)
-            echo("\ngradmerge methods NAME explains one, with its options.")
+            echo("\nTo see a method in words, with its options: gradmerge methods NAME")
         return
     rule = METHODS[name]
     echo(f"{rule.name}\n")

@@ -50,7 +50,8 @@ NamedData = Annotated[
         "--data",
         "-d",
         metavar="NAME=SRC",
-        help="Labeled data of a task (its model's folder name, or base), to evaluate merges on. Repeatable.",
+        help="Labeled rows of a task, to evaluate merges on: the name of its fine-tuned model (or base), and a data "
+        "source as for evaluate. Repeatable.",
     ),
 ]
 DryRun = Annotated[

@@ -88,6 +88,8 @@ def in_words(value: Any) -> str:
     """Return a value as short text for tables and notes."""
     if isinstance(value, list):
         return " | ".join(map(in_words, value))
+    if isinstance(value, bool):
+        return str(value).lower()
     if not isinstance(value, tuple):
         return f"{value:g}" if isinstance(value, float) else str(value)
     if all(isinstance(item, str) for item in value):

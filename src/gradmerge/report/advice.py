@@ -322,11 +322,15 @@ def _penalty_results(diagnosis: Diagnosis) -> list[str]:
             if check.ratio is not None and low <= check.ratio < high
         }
         if fitting:
-            names = ", ".join(f"{task} ({number(min(check.ratio or 0, 100), 2)})" for task, check in fitting.items())
+            names = ", ".join(f"{task} (ratio {_ratio(check.ratio or 0)})" for task, check in fitting.items())
             were = "were" if len(fitting) > 1 else "was"
             kinds = " and ".join(dict.fromkeys(PENALTIES[check.penalty] for check in fitting.values()))
-            words.append(f"By the penalty check (0: yes, 1 or more: no), {names} {were} {result.format(kinds)}")
+            words.append(f"Penalty check (ratio near 0: yes; 1 or more: no): {names} {were} {result.format(kinds)}")
     return words
+
+
+def _ratio(ratio: float) -> str:
+    return number(ratio, 2) if ratio <= 100 else "over 100"
 
 
 def _without_penalty(diagnosis: Diagnosis) -> str:

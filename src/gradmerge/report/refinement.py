@@ -85,7 +85,10 @@ def _distance_table(distances: Mapping[str, Distances]) -> Table:
         for task, value in one.representations.items()
     ]
     columns = ["candidate", "task", "representations", "answers (KL, nats)"]
-    note = "Lower is better. Answers are compared only where the tasks share a head."
+    note = (
+        "Lower is better. Output factors weight errors by the curvature of a layer's output; the larger epsilon, the "
+        "less they count. Answers are compared only where the tasks share a head."
+    )
     return Table("Distances on held-out rows", "candidates", columns, rows, note)
 
 
