@@ -76,12 +76,12 @@ def diagnose(
     options = complete(loading, diagnose)
     recipe, _ = with_changes(recipe_without_slices(recipe, "diagnose", allow_code), changes)
     threads = number_of_threads(threads)
-    allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
+    reading: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     merged, target = (None if model is None else str(model) for model in (merged, target))
     with (
         report_folder(recipe, out, data or {}, force, merged, target, tokenizer_of(options)) as staging,
         shown(progress) as bar,
-        merge_named_recipes(recipe, out, threads, allowed) as ready,
+        merge_named_recipes(recipe, out, threads, reading) as ready,
     ):
         result = find_costs(
             ready,
@@ -91,7 +91,7 @@ def diagnose(
             data=data,
             threads=threads,
             progress=bar,
-            **allowed,
+            **reading,
         )
         result.commands = next_commands(recipe, data or {}, merged=merged, columns=options["columns"], changes=changes)
         result.verdict = diagnosis_verdict(result)
@@ -112,7 +112,10 @@ def report_folder(
     *models: str | None,
     kind: str = "report",
 ) -> AbstractContextManager[AtomicDir | None]:
-    """A folder for a report, if one is wanted, which appears if all goes well; ``models`` are others that are read."""
+    """Return the folder of a report, or a context manager of None without ``out``.
+
+    The folder must not overlap the recipe's inputs, the data, or the further ``models``.
+    """
     from ..engine.input_state import model_paths, recipe_paths
     from ..tasks.data import data_paths
 
@@ -125,12 +128,12 @@ def report_folder(
 
 
 def recipe_with_defaults(recipe: Recipe) -> str:
-    """The full recipe, defaults filled in."""
+    """Return the recipe as YAML with defaults filled in."""
     return to_yaml(recipe.to_dict())
 
 
 def provenance(recipe: Recipe, data: Mapping[str, str]) -> dict[str, str]:
-    """Where a report comes from."""
+    """Return what a report names as its origin: recipe, method and data."""
     facts = {
         "recipe": recipe.file.name if recipe.file is not None else "given on the command line",
         "method": recipe.method,
@@ -141,7 +144,7 @@ def provenance(recipe: Recipe, data: Mapping[str, str]) -> dict[str, str]:
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Everything that was found, for machines. Predictions are quadratic forms in the curvature, not losses in nats."""
+    """Return what ``--json`` prints. Predictions are quadratic forms in the curvature, not losses in nats."""
     from ..report.advice import costliest_layers
 
     prediction = diagnosis.prediction

@@ -145,7 +145,7 @@ def recipe_without_slices(recipe: RecipeLike, command: str, allow_code: bool = F
 
 @contextlib.contextmanager
 def planned(recipe: RecipeLike, **reading: Any) -> Iterator[Plan]:
-    """The plan of a recipe, with its inputs open.
+    """Open the plan of a recipe, and close its inputs at the end.
 
     ``reading`` are the keywords of :func:`gradmerge.engine.plan.open_plan`.
     """
@@ -153,7 +153,9 @@ def planned(recipe: RecipeLike, **reading: Any) -> Iterator[Plan]:
 
     recipe = as_recipe(recipe)
     if recipe.merges and not recipe.merged_folders:
-        raise InputError(f"{next(iter(recipe.merges))}: a recipe that uses it has no plan before it is merged")
+        raise InputError(
+            f"{next(iter(recipe.merges))}: merge this named recipe first, and use the resulting folder instead"
+        )
     plan = open_plan(recipe, **reading)
     with contextlib.closing(plan.inputs):
         yield plan
@@ -162,7 +164,10 @@ def planned(recipe: RecipeLike, **reading: Any) -> Iterator[Plan]:
 def merge_named_recipes(
     recipe: Recipe, out: str | Path | None, threads: int | None, reading: Mapping[str, Any]
 ) -> AbstractContextManager[Recipe]:
-    """A recipe whose named recipes are merged, for reports on a merge; ``out`` is the folder of the report."""
+    """Merge the named recipes that a recipe uses into a temporary folder, and yield the recipe that reads the results.
+
+    It is for previews and diagnoses. ``out`` is the folder of the report; the temporary folder lies beside it.
+    """
 
     def run(named: Recipe, folder: Path) -> MergeResult:
         return merge(named, folder, progress=False, threads=threads, **reading)
@@ -174,9 +179,9 @@ def merge_named_recipes(
 def _merge_named_recipes(
     recipe: Recipe, out: Path | None, run: Callable[[Recipe, Path], MergeResult], *, resume: bool = False
 ) -> Iterator[Recipe]:
-    """A recipe whose named recipes are merged with ``run``, into a temporary folder beside OUT.
+    """Merge the named recipes with ``run`` into a temporary folder beside OUT, and yield the recipe that reads them.
 
-    With ``resume`` it resumes what an earlier process left there, and an error keeps the folder.
+    With ``resume`` it resumes unfinished merges in that folder, and an error keeps the folder.
     """
     if not recipe.merges or recipe.merged_folders:
         yield recipe
@@ -239,7 +244,7 @@ def check_device(device: str) -> None:
 
 
 def number_of_threads(threads: int | None) -> int:
-    """Check a number of threads. The default is one per core, at most 4: more would wait for the interpreter's lock."""
+    """Return the number of threads. The default is one per core, at most 4: more would wait for the GIL."""
     from ..engine.executor import available_cores
 
     check_count("threads", threads)

@@ -75,7 +75,8 @@ def preview(
         threads, allow_pickle, allow_config, dequantize, allow_code, force: As of :func:`gradmerge.merge`.
         progress: Show a bar, or report progress to this object, in merges.
         command: The command that the report says to repeat.
-        save_best: The folder that you will merge the best setting into, for the ``calibrate`` command of the advice.
+        save_best: The folder that you will merge the best setting into. Nothing is written there: the folder is only
+            checked, and named in the suggested ``calibrate`` command.
         loading: How models and data are loaded: the keywords of :class:`gradmerge.LoadOptions`.
 
     Returns:
@@ -101,7 +102,7 @@ def preview(
     from ..tasks import complete, tokenizer_of
 
     options = complete(loading, preview)
-    allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
+    reading: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     recipe = recipe_without_slices(recipe, "preview", allow_code)
     recipe, fixed = with_changes(recipe, changes, method_names(methods))
     chosen = check_methods(methods, recipe)
@@ -117,16 +118,17 @@ def preview(
     threads = number_of_threads(threads)
     if save_best is not None and out is not None and Path(save_best).absolute() == Path(out).absolute():
         raise InputError(f"save_best {save_best}: is the folder of the report; name another one")
+    # Check before any work that the best setting can be written to its folder.
     with report_folder(recipe, save_best, data or {}, force, kind="merge") as unused:
         if unused is not None:
-            unused.temporary = True  # the folder was checked before any work
+            unused.temporary = True
     with report_folder(recipe, out, data or {}, force, tokenizer_of(options)) as folder:
-        with shown(progress, "merges") as bar, merge_named_recipes(recipe, out, threads, allowed) as ready:
+        with shown(progress, "merges") as bar, merge_named_recipes(recipe, out, threads, reading) as ready:
             evaluator: Evaluator
             if data:
-                evaluator = DataEvaluator(ready, chosen, data, options, threads=threads, **allowed)
+                evaluator = DataEvaluator(ready, chosen, data, options, threads=threads, **reading)
             else:
-                evaluator = Predictor(ready, chosen, threads=threads, **allowed)
+                evaluator = Predictor(ready, chosen, threads=threads, **reading)
             grid = replace(grid, recipe=ready)
             with contextlib.closing(evaluator):
                 run = search if suggest else compare
@@ -137,7 +139,7 @@ def preview(
 
 
 def best_recipe(preview: Preview) -> Recipe:
-    """The recipe with the method, weights and changes of the best setting."""
+    """Return the recipe of the best setting."""
     from ..compare.settings import recipe_with
 
     best = preview.best()
@@ -154,7 +156,7 @@ def write_preview(
     columns: Mapping[str, str] | None = None,
     save_best: str | Path | None = None,
 ) -> None:
-    """Set the verdict, and write the report if there is a folder for it."""
+    """Set the verdict and commands of a preview. If there is a folder, write the report and recipe.yml into it."""
     from ..report.advice import OUT, next_commands, preview_verdict
     from ..report.comparison import preview_page, settings_table
     from .recipe_yaml import recipe_documents
@@ -180,7 +182,7 @@ def write_preview(
 
 
 def as_json(preview: Preview) -> dict[str, Any]:
-    """All results for machines. Predictions are ranks and multiples of the reference's, not losses."""
+    """Return what ``--json`` prints. Predictions are ranks and multiples of the reference's, not losses."""
     result: dict[str, Any] = {
         "measured": preview.measured,
         "compared_by": preview.criterion.name,

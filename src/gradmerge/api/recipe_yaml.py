@@ -33,7 +33,7 @@ def recipe_documents(recipe: Recipe, folder: Path) -> str:
 
 
 def relative_reference(reference: str, start: Path, folder: Path) -> str:
-    """Return a model reference that starts in one folder for another; absolute paths, ids and URLs stay."""
+    """Rewrite a model path relative to ``start`` as one relative to ``folder``. Absolute paths, ids and URLs stay."""
     if is_url(reference) or Path(reference).expanduser().is_absolute():
         return reference
     path = local_path(reference, start)
@@ -46,7 +46,7 @@ def relative_reference(reference: str, start: Path, folder: Path) -> str:
 
 
 def _with_references(value: Any, move: Callable[[str], str], key: str = "") -> Any:
-    """Return the keys of a recipe with all references moved; the values of `tokens` are sources."""
+    """Return a recipe with ``move`` applied to every path. The values of `tokens` are sources of rows."""
     if isinstance(value, Mapping):
         return {k: _with_references(v, move, "source" if key == "tokens" else k) for k, v in value.items()}
     if isinstance(value, list):

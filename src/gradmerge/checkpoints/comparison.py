@@ -38,7 +38,7 @@ SAMPLE = 1 << 14
 
 @dataclass
 class Comparison:
-    """What a merge does with each tensor of the first checkpoint, and why the checkpoints cannot be merged, if so."""
+    """The tensors to merge and to copy, and all problems that prevent the merge."""
 
     merged: list[str] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
@@ -236,7 +236,7 @@ def _note_tokens(first: Checkpoint, other: Checkpoint, result: Comparison) -> No
 def _compare_configs(
     first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool], allowed: Sequence[str]
 ) -> None:
-    """Refuse configs that compute something else from the same weights, except for the ``allowed`` keys."""
+    """Add a problem for config keys that change what the weights compute, except for the ``allowed`` keys."""
     try:
         lines = [
             (key, f"{key}: {abbreviate(ours)} in {first.label}, {abbreviate(theirs)} in {other.label}")

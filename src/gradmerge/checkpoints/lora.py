@@ -226,7 +226,7 @@ class AdapterCheckpoint(Checkpoint):
             )
 
     def _assign(self, keys: dict[str, str], name: str, key: str) -> None:
-        """Assign a key, once. PEFT writes some biases under two names, with the same values."""
+        """Assign a key to a name. Raise if it has another key with other values: PEFT writes some biases twice."""
         first = keys.setdefault(name, key)
         if not same_values(self.adapter, first, key):
             raise self._clash(first, key)
@@ -245,7 +245,7 @@ class AdapterCheckpoint(Checkpoint):
         )
 
     def _add_module(self, module: str, keys: dict[str, str]) -> bool:
-        """Add the factors of a module's weight. Return False if the base has no such weight, or factors are missing."""
+        """Add the factors of a module's weight. Return False if the base lacks the weight, or factors are missing."""
         name = self._find(f"{module}.weight")
         expected = {"A", "B", *(["magnitude_vector"] if self._config.get("use_dora") else [])}
         if name is None or keys.keys() != expected:
@@ -357,7 +357,7 @@ class AdapterCheckpoint(Checkpoint):
         return empty_model(self.base)
 
     def _check_ties(self) -> None:
-        """Refuse to change one of two tensors that the base stores as one.
+        """Raise if the adapter changes only one of two tied tensors.
 
         PEFT changes a copy of the targeted module and leaves the other as it was. The merged model, with the config of
         the base, would have both changed, or neither.
@@ -385,7 +385,7 @@ class AdapterCheckpoint(Checkpoint):
         return name in self.factors or name in self.replaced
 
     def has_only_factors(self, name: str) -> bool:
-        """Return whether a tensor is that of the base plus scale · BA of its module, and nothing more."""
+        """Return whether the adapter changes a tensor only by scale · BA."""
         factors = self.factors.get(name)
         if factors is None or factors.magnitude is not None or factors.slice is not None:
             return False
@@ -413,11 +413,11 @@ class AdapterCheckpoint(Checkpoint):
         return result
 
     def _source(self, name: str) -> tuple[Checkpoint, str]:
-        """Return the checkpoint and the name under which the unchanged tensor is stored."""
+        """Return where a tensor without its factors is stored: the adapter or the base, and the name there."""
         return (self.adapter, self.replaced[name]) if name in self.replaced else (self.base, name)
 
     def _read_sum(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
-        """Return elements of base + scale · BA, in float64 if the base is, else in float32. BA is formed in panels."""
+        """Return elements of base + scale · BA, in float64 if the base is, else in float32, panel by panel."""
         holder, stored = self._source(name)
         block = holder.read(stored, start, stop, buffers, slot)
         result = block.to(torch.float64 if block.dtype == torch.float64 else torch.float32, copy=True)

@@ -1,4 +1,7 @@
-"""Several merges of the same models, formed block by block together: nothing is written, every input is read once."""
+"""Compute several merges of the same models together, block by block.
+
+Each input is read once, and nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ from ..rules.sparse import largest
 from ..rules.spec import RANDOM_INPUTS, Granularity
 
 Candidate = Plan | Checkpoint
-"""A merge to form, as of :func:`derive_plan`; or a model that is merged already."""
+"""A merge to compute, from :func:`derive_plan`; or a model that is merged already."""
 
 
 @dataclass(frozen=True)
 class CandidateBlock:
-    """The same range of one tensor in every input and in every candidate."""
+    """One block of a tensor: the same range in every input and in every candidate."""
 
     job: Job
     start: int
@@ -44,7 +47,7 @@ class CandidateBlock:
     penalty: Sequence[LayerHessian | None]
     """P_t of every tuned model, None where it is H_0; empty if it is H_0 for all of them."""
     merged: Sequence[Tensor]
-    """One for each candidate, in float32 (float64 where inputs are).
+    """The merged block of each candidate, in float32 (float64 where inputs are).
 
     For a layer with Kronecker curvature, all tensors are matrices [W b] in float64, and ``job`` is its weight's.
     """
@@ -52,7 +55,7 @@ class CandidateBlock:
     """Its number among all blocks, from 0; blocks come in any order."""
 
     def part_of(self, state: Mapping[str, Tensor]) -> Tensor:
-        """The same range of tensors with these names, such as a gradient; 0 for a missing tensor."""
+        """Return the same range of other tensors, such as a gradient; 0 for a missing tensor."""
         if isinstance(self.job, LayerJob):
             tensors = self.job.tensors.items()
             parts = [state[n].reshape(-1) if n in state else torch.zeros(info.numel) for n, info in tensors]
@@ -62,15 +65,15 @@ class CandidateBlock:
         return state[self.job.name].reshape(-1)[self.start : self.stop].double()
 
     def tensors_of(self, merged: Tensor) -> dict[str, Tensor]:
-        """Tensor name → flat values of a candidate, from ``start`` on."""
+        """Return tensor name → flat values of a candidate, from ``start`` on."""
         return self.job.split_bias(merged) if isinstance(self.job, LayerJob) else {self.job.name: merged}
 
 
 Visit = Callable[[CandidateBlock], None]
 Masks = dict[str, list[Tensor]]
-"""Random masks and numbers of one block, by seed and density; candidates share them."""
+"""Input name and seed → random masks or numbers of one block, which candidates share."""
 KnownStatistics = dict[str, Statistics]
-"""Thresholds and measures, by rule and options; candidates that differ in their weights share them."""
+"""Rule and options → thresholds and measures. Candidates that differ only in their weights share them."""
 
 
 def visit_blocks(
@@ -111,12 +114,14 @@ def visit_blocks(
 
 
 def coarsest(granularities: Iterable[Granularity]) -> Granularity:
-    """The granularity that suits all rules."""
+    """Return the granularity that suits all rules."""
     return max(granularities, key=["entries", "rows", "tensor"].index, default="entries")
 
 
 def derive_plan(plan: Plan, recipe: Recipe) -> Plan:
-    """The plan of a recipe on the inputs of ``plan``, which read the same files; raises if its rule cannot use them."""
+    """Return the plan of another recipe that shares the open inputs of ``plan``. Raise if its rule cannot use them.
+
+    It computes the mean curvature if the rule needs it, and keeps it in ``plan`` for other recipes."""
     rule = recipe.rule
     if rule.fallback is not None:
         raise InputError(
@@ -157,24 +162,24 @@ def derive_plan(plan: Plan, recipe: Recipe) -> Plan:
 
     if needs & RANDOM_INPUTS:
         inputs.tied_copies = tied_copies(inputs.template)
-    own = Plan(plan.recipe, rule, inputs, [other for job in plan.jobs for other in jobs_of(job)], needs | {"base"})
-    check_rule_settings(own)
-    compute_mean_curvature(own, LocalExecutor())
-    plan.inputs.mean_curvature = own.inputs.mean_curvature  # found once for all candidates
-    return own
+    derived = Plan(plan.recipe, rule, inputs, [other for job in plan.jobs for other in jobs_of(job)], needs | {"base"})
+    check_rule_settings(derived)
+    compute_mean_curvature(derived, LocalExecutor())
+    plan.inputs.mean_curvature = derived.inputs.mean_curvature
+    return derived
 
 
 def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
-    """Warnings about a merge: steps that are too long, or gradient matching that is task arithmetic."""
+    """Return warnings about a merge: steps that are too long, or gradient matching that equals task arithmetic."""
     if not recipe.rule.checks or plan.inputs.prior is None:
         return []
-    own = derive_plan(plan, recipe)
+    derived = derive_plan(plan, recipe)
     executor = LocalExecutor(threads)
-    return [*check_step_size(own, executor), *coefficient_notes(own, executor)]
+    return [*check_step_size(derived, executor), *coefficient_notes(derived, executor)]
 
 
 class _Runner:
-    """Forms the blocks of one candidate."""
+    """Computes the blocks of one candidate."""
 
     def __init__(self, plan: Plan, candidate: Candidate, threads: int, known: KnownStatistics) -> None:
         self._candidate, self.granularity = candidate, coarsest(())
@@ -197,7 +202,9 @@ class _Runner:
         self._statistics = known[key]
 
     def layer(self, job: LayerJob, tensors: Mapping[str, Any], buffers: Buffers) -> Tensor:
-        """The matrix [W b] of a layer with Kronecker curvature; rules for entries see its tensors one by one."""
+        """Return the merged matrix [W b] of a layer with Kronecker curvature.
+
+        A rule without a form for layers merges the weight and the bias separately."""
         candidate = self._candidate
         if isinstance(candidate, Plan) and candidate.rule.layers is not None:
             return replace(job, rule=candidate.rule).solve(candidate, tensors)
@@ -228,10 +235,10 @@ class _Runner:
         return merged.reshape(-1) if merged.numel() == stop - start else merged.expand(stop - start)
 
 
-def open_for_methods(recipe: Recipe, methods: Sequence[str], **allowed: Any) -> Plan:
-    """A plan that reads what some methods need, and no more."""
+def open_for_methods(recipe: Recipe, methods: Sequence[str], **reading: Any) -> Plan:
+    """Open a plan that reads only what some methods need."""
     needs = frozenset[str]()
     for method in methods:
         needs |= METHODS[method].needs(recipe.resolved_options if method == recipe.method else {})
     reads = needs & {"prior", "curvature", "penalty"} | {"base"}
-    return open_plan(recipe, reads=reads, needed_by=", ".join(methods), **allowed)
+    return open_plan(recipe, reads=reads, needed_by=", ".join(methods), **reading)

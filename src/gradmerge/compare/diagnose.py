@@ -167,7 +167,7 @@ def find_costs(
     data: Mapping[str, str] | None = None,
     threads: int = 1,
     progress: Progress,
-    **allowed: Any,
+    **reading: Any,
 ) -> Diagnosis:
     """Diagnose a recipe's merge.
 
@@ -178,20 +178,20 @@ def find_costs(
         target: A model that was trained on all tasks.
         data: Task (or `base`) → data.
         threads, progress: As of :func:`gradmerge.merge`.
-        allowed: ``allow_pickle``, ``allow_config`` and ``dequantize``.
+        reading: ``allow_pickle``, ``allow_config`` and ``dequantize``.
     """
     tasks = task_names(recipe)
     given = match_data(data or {}, [*tasks, BASE])
     if target is not None and not given:
         raise InputError("target: the true mismatch is measured on data; give data NAME=SRC")
     with contextlib.ExitStack() as opened:
-        plan = open_for_prediction(recipe, **allowed)
+        plan = open_for_prediction(recipe, **reading)
         opened.callback(plan.inputs.close)
 
         def checkpoint(reference: str | None) -> Checkpoint | None:
             if reference is None:
                 return None
-            how = {"allow_pickle": allowed["allow_pickle"], "dequantize": allowed["dequantize"]}
+            how = {"allow_pickle": reading["allow_pickle"], "dequantize": reading["dequantize"]}
             return opened.enter_context(open_checkpoint(reference, adapter_base=plan.inputs.base, **how))
 
         progress.begin("comparing", plan.total_read)
@@ -202,7 +202,7 @@ def find_costs(
         prediction = predict(plan, tasks, candidates, threads=threads, advance=progress.advance)
         found = Diagnosis(recipe, next(iter(candidates)), prediction)
         if given:
-            evaluator = DataEvaluator(recipe, [], given, loading, threads=threads, plan=plan, **allowed)
+            evaluator = DataEvaluator(recipe, [], given, loading, threads=threads, plan=plan, **reading)
             opened.callback(evaluator.close)
             _measure(found, evaluator, candidates, settings, checkpoint(target))
             found.notes += evaluator.notes()

@@ -58,21 +58,22 @@ class Superseded(Exception):
 
 
 class Evaluator(abc.ABC):
-    """Finds out what settings are worth: `Predictor` from curvature, `DataEvaluator` on rows of data."""
+    """Evaluates settings. `Predictor` predicts costs from curvature, and `DataEvaluator` measures them on data."""
 
     measured = False
 
     def __init__(
         self, recipe: Recipe, methods: Sequence[str], open_plan: OpenPlan, threads: int, plan: Plan | None = None
     ) -> None:
-        """``open_plan`` opens the plan of a recipe that some methods use; ``plan`` is one that is open already."""
+        """``open_plan`` opens a plan that suits all methods. ``plan`` is used instead of opening one."""
         self.recipe, self.threads, self._open_plan = recipe, threads, open_plan
         self.plan = open_plan(recipe, methods) if plan is None else plan
-        """The plan of all settings that read and merge the same tensors as the recipe."""
+        """The open plan that settings share if they read and merge the same tensors as the recipe."""
         self._statistics: KnownStatistics = {}
         self._other: tuple[tuple[Any, ...], Plan, KnownStatistics] | None = None
-        """The last plan of settings that read or merge others, such as with `exclude`."""
+        """Key, plan and statistics of the last settings that read or merge other tensors, such as with `exclude`."""
         self._left_out: dict[str, str] = {}
+        """Setting that cannot be merged → why."""
         self.names = task_names(recipe)
         self.tasks: list[str] = []
         """The tasks that settings are compared on."""
@@ -92,10 +93,13 @@ class Evaluator(abc.ABC):
 
     @abc.abstractmethod
     def evaluate(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
-        """The outcomes in the order of the settings, without settings that cannot be merged."""
+        """Return the outcomes in the order of the settings. Settings that cannot be merged are left out."""
 
     def shared_plan(self, setting: Setting) -> tuple[Plan, KnownStatistics]:
-        """The open plan that a setting uses, and what is known of its statistics."""
+        """Return the open plan whose inputs a setting reads, and its statistics.
+
+        For a setting that reads other tensors than the recipe, it opens a plan, and closes the last such plan.
+        """
         key = _plan_key(setting)
         if not key:
             return self.plan, self._statistics
@@ -105,13 +109,16 @@ class Evaluator(abc.ABC):
         return self._other[1:]
 
     def setting_plan(self, setting: Setting) -> Plan:
-        """The plan of a setting's merge; raises InputError if it cannot be merged, as an average of weights 0."""
+        """Return the plan of a setting's merge. Raise InputError if it cannot be merged, such as with weights of 0."""
         return derive_plan(self.shared_plan(setting)[0], recipe_with(self.recipe, setting))
 
     def batches(
         self, settings: Sequence[Setting], size: int
     ) -> Iterator[tuple[Plan, KnownStatistics, dict[Setting, Plan]]]:
-        """Settings that can be merged, with their plans: at most ``size`` at once, which read the same tensors."""
+        """Yield batches of at most ``size`` settings that read the same tensors.
+
+        A batch has the shared plan, its statistics, and setting → plan. Settings that cannot be merged are left out.
+        """
         found = False
         for _, group in itertools.groupby(settings, key=_plan_key):
             possible = filter(None, map(self._with_plan, group))
@@ -122,7 +129,7 @@ class Evaluator(abc.ABC):
             raise InputError(f"no setting can be merged: {next(iter(self._left_out.values()))}")
 
     def _with_plan(self, setting: Setting) -> tuple[Setting, Plan] | None:
-        """A setting with its plan; None, and a note, if it cannot be merged."""
+        """Return a setting with its plan. If it cannot be merged, return None, and keep the reason for a note."""
         try:
             return setting, self.setting_plan(setting)
         except InputError as error:
@@ -145,7 +152,7 @@ class Evaluator(abc.ABC):
 
 
 def _plan_key(setting: Setting) -> tuple[Any, ...]:
-    """What distinguishes the plan that a setting uses from that of others; empty for the recipe's plan."""
+    """Return the key of the shared plan of a setting: the changes that it depends on; empty for the recipe's plan."""
     changed = [(key, value) for key, value in setting.items() if changes_inputs(key)]
     return (setting.method, *changed) if changed else ()
 
@@ -167,13 +174,13 @@ class DataEvaluator(Evaluator):
         *,
         threads: int = 1,
         plan: Plan | None = None,
-        **allowed: Any,
+        **reading: Any,
     ) -> None:
-        """``plan`` is an open plan that reads what the methods need; by default a new one."""
+        """``plan`` is an open plan that reads what the methods need. By default a new one is opened."""
         given = match_data(data, [*task_names(recipe), *([BASE] if recipe.base is not None else [])])
 
         def open_plan(changed: Recipe, methods: Sequence[str]) -> Plan:
-            return open_for_methods(changed, methods, **allowed)
+            return open_for_methods(changed, methods, **reading)
 
         super().__init__(recipe, methods, open_plan, threads, plan)
         try:
@@ -183,10 +190,10 @@ class DataEvaluator(Evaluator):
             raise
         self.tasks = [*self.data]
         self.model = next(iter(self.data.values())).loaded.model
-        """The base's model, whose config and dtype all merges have."""
+        """The base model. All merges are evaluated with its config and dtype."""
         self.examples = {name: one.loaded.examples for name, one in self.data.items()}
         self.outcomes_alone: dict[str, Outcome] = {}
-        """The results behind ``alone``, also for every row."""
+        """The same as ``alone``, with the values of every row."""
         self.alone_is_known = False
         self.failures: list[str] = []
         """Merges that could not be evaluated."""
@@ -205,7 +212,7 @@ class DataEvaluator(Evaluator):
         return rows
 
     def model_with(self, state: Mapping[str, Tensor], name: str | None = None) -> nn.Module:
-        """The model with other weights, by their names in files; ``name`` is for error messages."""
+        """Return the model with other weights, named as in files. ``name`` is for error messages."""
         model: nn.Module = model_with(self.model, state, name)
         return model
 
@@ -228,7 +235,7 @@ class DataEvaluator(Evaluator):
         return {name: found.metrics for name, found in self.outcomes_alone.items()}
 
     def evaluate_models_alone(self) -> None:
-        """Evaluate the base and every fine-tuned model on all data, once. An interrupted call keeps its results."""
+        """Evaluate the base and every fine-tuned model on all data. Later calls only do what is missing."""
         if self.alone_is_known:
             return
         models = dict(zip(self.names, self.plan.inputs.tuned, strict=True))
@@ -252,7 +259,9 @@ class DataEvaluator(Evaluator):
     def _lost_shares(
         self, metrics: Mapping[str, Mapping[str, Any]], rows: Mapping[str, Rows]
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Task → (loss − loss of the task's model) / (loss of the base − loss of the task's model); and of every row.
+        """Return the lost share of each task, and of each row.
+
+        It is (loss − loss of the task's model) / (loss of the base − loss of the task's model).
 
         Losses are means over examples, in nats (squared error for a regression). On the base's own data, the base
         replaces the task's model, and the mean over the fine-tuned models replaces the base. The denominator is at
@@ -284,13 +293,13 @@ class DataEvaluator(Evaluator):
 
 
 class InteractiveEvaluator(DataEvaluator):
-    """Merges one setting at a time from tensors in memory, and evaluates it on batches in memory."""
+    """Merges and evaluates one setting at a time, from models and batches in memory."""
 
     def __init__(
-        self, recipe: Recipe, data: Mapping[str, str], loading: LoadOptions, *, threads: int = 1, **allowed: Any
+        self, recipe: Recipe, data: Mapping[str, str], loading: LoadOptions, *, threads: int = 1, **reading: Any
     ) -> None:
         self._torch_threads = torch.get_num_threads()
-        super().__init__(recipe, _methods_to_read(recipe), data, loading, threads=threads, **allowed)
+        super().__init__(recipe, _methods_to_read(recipe), data, loading, threads=threads, **reading)
         inputs = self.plan.inputs
         needed = sum(model.nbytes for model in inputs.checkpoints)
         needed += 4 * sum(math.prod(shape) for one in inputs.curvatures for shape in (one.shapes or {}).values())
@@ -299,7 +308,7 @@ class InteractiveEvaluator(DataEvaluator):
         else:
             self.plan.note([f"models and curvature need {size(needed)} of memory: each setting reads them from disk"])
         self._current: Setting | str | None = None
-        """Which model is in memory."""
+        """The model that ``_filled`` holds the weights of."""
         self._filled: nn.Module | None = None
 
     @contextlib.contextmanager
@@ -348,7 +357,10 @@ class InteractiveEvaluator(DataEvaluator):
         return found
 
     def model_of(self, which: Setting | str, after_block: Callable[[], None] = lambda: None) -> nn.Module | None:
-        """A merge, the base, or a fine-tuned model; None if its head does not fit the config of the merges."""
+        """Return a merge, the base or a fine-tuned model; None if its head does not fit the config of the merges.
+
+        Only the last merge or fine-tuned model is kept.
+        """
         if which == BASE:
             return self.model if self.plan.inputs.base is not None else None
         if isinstance(which, str) and which not in self.alone:
@@ -367,7 +379,7 @@ class InteractiveEvaluator(DataEvaluator):
         return self._filled
 
     def copies(self, setting: Setting, tasks: Sequence[str], times: int) -> dict[str, nn.Module]:
-        """Copies in float32 of a merge, with an empty name, and of the models of some tasks.
+        """Return copies in float32 of a merge (under an empty name) and of the models of some tasks.
 
         Raises InputError if ``times`` as much memory is not free.
         """
@@ -387,7 +399,7 @@ class InteractiveEvaluator(DataEvaluator):
 
 
 def _methods_to_read(recipe: Recipe) -> list[str]:
-    """Methods that together read all inputs of a recipe: its own, and one that uses the curvature that there is."""
+    """Return methods that together read all inputs of a recipe: its own, and one that reads all available curvature."""
 
     def has_curvature(part: Base | Model) -> bool:
         inside = local_path(part.adapter or part.model, recipe.folder)
@@ -403,7 +415,7 @@ def _methods_to_read(recipe: Recipe) -> list[str]:
 
 
 class _CheckpointInMemory(View):
-    """A checkpoint whose tensors are in memory as it returns them; of an adapter, the sums with the base."""
+    """A checkpoint whose tensors are kept in memory; for an adapter, the sums with its base."""
 
     def __init__(self, inner: Checkpoint) -> None:
         super().__init__(inner)
@@ -414,7 +426,7 @@ class _CheckpointInMemory(View):
 
 
 def keep_in_memory(inputs: Inputs) -> None:
-    """Read all models and curvature now, and keep them in memory."""
+    """Replace the models and curvature of ``inputs`` by copies in memory."""
     models = {model: _CheckpointInMemory(model) for model in inputs.checkpoints}
     inputs.template = models[inputs.template]
     inputs.base = None if inputs.base is None else models.get(inputs.base, inputs.base)
@@ -435,7 +447,7 @@ def _in_memory(source: CurvatureInput) -> CurvatureInput:
 
 
 def free_memory() -> int:
-    """Bytes of memory that are free, approximately."""
+    """Return the approximate free memory in bytes."""
     try:
         lines = Path("/proc/meminfo").read_text("ascii").splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -454,7 +466,7 @@ class TaskData:
     _kept: list[dict[str, Tensor]] = field(default_factory=list, init=False, repr=False)
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
-        """The batches of the data, which are kept from one model to the next unless they are too large."""
+        """Yield the batches of the data, and keep them for the next model unless they are too large."""
         kept: list[dict[str, Tensor]] = []
         nbytes = 0
         for batch in self._kept or self.loaded.batches():
@@ -467,13 +479,13 @@ class TaskData:
         self._kept = kept
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, Any], Rows]:
-        """The task's metrics, and for every row its first metric and the loss."""
+        """Return the task's metrics, and its first metric and loss for every row."""
         found = measure(model, self.batches(), self.loaded.loss)
         metrics, rows = found.summary(), found.rows()
         return metrics, {name: rows[name] for name in (headline(metrics), loss_name(metrics)) if name in rows}
 
     def gradient(self, model: nn.Module) -> StateDict:
-        """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 if the model is)."""
+        """Return ∇Σ_i ℓ_i over the data, named as in files, in float32 (float64 if the model is)."""
         sums = estimate_gradient(model, self.batches(), output=self.loaded.loss)
         return {name: value.cpu() for name, value in stored_tensors(model, sums).items()}
 
@@ -485,7 +497,7 @@ def merge_in_memory(
     known: KnownStatistics | None = None,
     after_block: Callable[[], None] = lambda: None,
 ) -> list[StateDict]:
-    """The weights of every candidate, by the names and in the dtypes of a merge on disk.
+    """Return the weights of every candidate, with the names and dtypes of a merge on disk.
 
     ``after_block`` is called from several threads; an exception ends the work.
     """
@@ -508,7 +520,7 @@ def merge_in_memory(
 
 
 def state_dict_of(checkpoint: Checkpoint) -> StateDict:
-    """All weights of a checkpoint."""
+    """Read all weights of a checkpoint."""
     return {name: _read_tensor(checkpoint, name) for name in checkpoint.tensors}
 
 
@@ -517,7 +529,7 @@ def _read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def match_data(given: Mapping[str, str], tasks: Sequence[str]) -> dict[str, str]:
-    """The data in the order of the tasks; raises InputError if a name of the data is not a task."""
+    """Return the data in the order of the tasks. Raise InputError if a name of the data is not a task."""
     for name in given:
         if name not in tasks:
             hint = f"{nearest(name, tasks)}\n  Tasks are {', '.join(tasks)}."
@@ -526,7 +538,7 @@ def match_data(given: Mapping[str, str], tasks: Sequence[str]) -> dict[str, str]
 
 
 def _load(recipe: Recipe, given: Mapping[str, str], loading: LoadOptions) -> dict[str, TaskData]:
-    """The data of every task, with one model for all: that of the base, or of the first model if there is no base."""
+    """Load the data of every task, with one model for all: the base, or the first model if there is no base."""
     if recipe.tokenizer is not None:
         raise InputError(
             "tokenizer: a merge with a new vocabulary cannot be evaluated in memory. Merge it, and use "

@@ -43,12 +43,12 @@ MAX_NUMBERS = 1 << 24
 
 
 class Cost(NamedTuple):
-    """What a merge costs one task."""
+    """The predicted cost of a merge for one task."""
 
     quadratic: float
     """½ Σ H (θ̂ − θ_t)²"""
     first_order: float
-    """−Σ P Δ_t (θ̂ − θ_t), where P is known: below 0 where the merge goes where the penalty kept the model from."""
+    """−Σ P Δ_t (θ̂ − θ_t), where P is known: below 0 where the merge moves in a direction that the penalty held back."""
     squared_mismatch: float
     """Σ (H (θ̂ − θ_t))²"""
 
@@ -58,7 +58,7 @@ class Cost(NamedTuple):
 
 
 class Interference(NamedTuple):
-    """How much two tasks move the same entries, and how much of that in opposite directions."""
+    """How much two tasks change the same entries, and how much of that in opposite directions."""
 
     overlap: float
     """Σ √(H_s H_t) |Δ_s Δ_t|"""
@@ -88,7 +88,7 @@ class Prediction:
         return sorted(self.costs, key=natural)
 
     def cost(self, candidate: str, task: str, group: str | None = None) -> Cost:
-        """Over all groups, or of one."""
+        """Return the cost over all layer groups, or of one."""
         i, j = self.candidates.index(candidate), self.tasks.index(task)
         return Cost(*_summed(self.costs, group)[i, j].tolist())
 
@@ -112,10 +112,10 @@ def _summed(parts: Mapping[str, Tensor], group: str | None = None) -> Tensor:
     return torch.stack([*parts.values()]).sum(0) if group is None else parts[group]
 
 
-def open_for_prediction(recipe: Recipe, **allowed: Any) -> Plan:
-    """A plan that reads the curvature of every tuned model, and the base's where there is one, for any method.
+def open_for_prediction(recipe: Recipe, **reading: Any) -> Plan:
+    """Open a plan that reads the curvature of every fine-tuned model, and of the base if there is one.
 
-    ``allowed`` is what may be read, as of :func:`open_plan`.
+    ``reading`` are the keywords of :func:`open_plan` about reading models.
     """
     if recipe.base is None:
         raise InputError(
@@ -131,7 +131,7 @@ def open_for_prediction(recipe: Recipe, **allowed: Any) -> Plan:
         recipe,
         reads=frozenset(reads),
         needed_by="predicting what a merge costs",
-        **allowed,
+        **reading,
     )
     if not known:
         plan.note(["the base has no curvature: the cost on the base's own data is not predicted"])
@@ -169,7 +169,7 @@ def predict(
 
 
 def _block_costs(block: CandidateBlock, tasks: int) -> Tensor:
-    """The costs over one block: candidates × tasks × the numbers of a :class:`Cost`."""
+    """Return the costs over one block: candidates × tasks × the numbers of a :class:`Cost`."""
     curvature = [*block.curvature, *([block.prior] if block.prior is not None else [])]
     models, penalties = [*block.tuned, block.base], [*(block.penalty or [None] * len(block.tuned)), None]
     slopes = [
@@ -188,7 +188,7 @@ def _block_costs(block: CandidateBlock, tasks: int) -> Tensor:
 
 
 def _block_interference(block: CandidateBlock, tasks: int) -> Tensor:
-    """The interference over one block: tasks × tasks × the numbers of an :class:`Interference`."""
+    """Return the interference over one block: tasks × tasks × the numbers of an :class:`Interference`."""
     found = torch.zeros(tasks, tasks, len(Interference._fields), dtype=torch.float64)
     scaled = [
         (model - block.base).mul_(diagonal_of(h).sqrt()) for h, model in zip(block.curvature, block.tuned, strict=True)
@@ -214,7 +214,7 @@ def _dot(a: Tensor, b: Tensor) -> float:
 class Predictor(Evaluator):
     """Predicts the costs of settings from the curvature of the tasks, many in one pass over the files."""
 
-    def __init__(self, recipe: Recipe, methods: Sequence[str], *, threads: int = 1, **allowed: Any) -> None:
+    def __init__(self, recipe: Recipe, methods: Sequence[str], *, threads: int = 1, **reading: Any) -> None:
         if "fa1" in methods:
             raise InputError(
                 "fa1: its curvature is estimated at the differences to the base, and does not predict the loss of a "
@@ -222,7 +222,7 @@ class Predictor(Evaluator):
             )
 
         def open_plan(changed: Recipe, methods: Sequence[str]) -> Plan:
-            return open_for_prediction(changed, **allowed)
+            return open_for_prediction(changed, **reading)
 
         super().__init__(recipe, methods, open_plan, threads)
         self.tasks = [*self.names, *([BASE] if self.plan.inputs.prior is not None else [])]
@@ -246,7 +246,7 @@ class Predictor(Evaluator):
 
 
 class _MergesDone:
-    """Converts bytes that were read to merges that are done."""
+    """Converts progress in bytes to progress in merges."""
 
     def __init__(self, merges: int, total: int, advance: Advance) -> None:
         self._merges, self._total, self._advance = merges, max(1, total), advance

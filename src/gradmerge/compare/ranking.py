@@ -1,4 +1,4 @@
-"""Rank settings: one score for each, standard errors of differences, and the setting to take of those that are tied."""
+"""Rank settings by a score, with standard errors of differences, and choose among settings that are tied."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DRAWS = 1000
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
-    """The name of a task's first metric; a metric that is None, as R² of constant labels, is passed over."""
+    """Return the name of a task's first metric. It skips metrics that are None, such as R² of constant labels."""
     optional = ("r2", "spearman_r")
     known = (name for name in HEADLINES if name in metrics and (name not in optional or metrics[name] is not None))
     return next(known, next(iter(metrics)))
@@ -49,18 +49,18 @@ def higher_is_better(metric: str) -> bool:
 
 
 def loss_name(metrics: Mapping[str, Any]) -> str:
-    """The name of the mean loss of an example, in nats; for a regression, the mean squared error."""
+    """Return the metric with the mean loss of an example: in nats, or for a regression the mean squared error."""
     return "loss_per_example" if "loss_per_example" in metrics else "mse"
 
 
 def loss_of(metrics: Mapping[str, Any]) -> float:
-    """The mean loss of an example; infinite if there is none."""
+    """Return the mean loss of an example; infinity if it is unknown."""
     found = metrics.get(loss_name(metrics))
     return math.inf if found is None else float(found)
 
 
 def with_error(metrics: Mapping[str, Any], name: str) -> float | None:
-    """A metric with its standard error; None if it was not measured."""
+    """Return a metric with its standard error; None if it was not measured."""
     value, error = metrics.get(name), metrics.get("standard_errors", {}).get(name)
     return value if value is None or error is None else Measured(value, error)
 
@@ -73,13 +73,13 @@ class Outcome:
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task → all metrics, if data was given."""
     costs: dict[str, float] = field(default_factory=dict)
-    """Task → what a search minimizes: predicted excess loss, or the share of fine-tuning's gain that is lost."""
+    """Task → what a search minimizes: the predicted excess loss, or the lost share of fine-tuning's gain."""
     rows: dict[str, Rows] = field(default_factory=dict, compare=False, repr=False)
     """Task → metric (the first one, and the loss) → one number per row."""
     shares: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """Task → the lost share of each row, whose mean is the cost."""
     score: float | None = None
-    """What settings are compared by; see the preview's criterion."""
+    """The number that settings are compared by; see :class:`Criterion`."""
     rank: int | None = None
     """1 for the best of all settings, and for those tied with it."""
 
@@ -93,7 +93,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Criterion:
-    """What settings are compared by."""
+    """The score that settings are compared by."""
 
     name: str
     higher: bool
@@ -112,7 +112,7 @@ class Preview(Displayed):
     models: list[str]
     """Names of the fine-tuned models, in the order of the recipe; a setting has a weight for each."""
     measured: bool
-    """On data; else predicted from curvature."""
+    """Whether results are measured on data. Otherwise they are predicted from curvature."""
     criterion: Criterion
     rows: list[Outcome]
     """All settings, also the recipe's own if its method is compared."""
@@ -131,7 +131,7 @@ class Preview(Displayed):
     _good: dict[str | None, list[Outcome]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Set the ranks of all settings; those tied with the leading one have rank 1 too."""
+        """Set the ranks of all settings. Settings tied with the leading one also have rank 1."""
         tied = {id(row) for row in self.as_good()} if self.measured else set()
         scores = {id(row): self._sort_key(row)[0] for row in self._scored()}
         ordered = sorted(scores.values())
@@ -155,7 +155,7 @@ class Preview(Displayed):
         return ["rank", "setting", how], rows, self.verdict
 
     def ranked(self) -> list[Outcome]:
-        """The settings, best first; tied ones by their scores."""
+        """Return the settings, best first. Tied settings are ordered by their scores."""
         return sorted(self.rows, key=lambda row: (row.rank is None, row.rank, self._sort_key(row)))
 
     @property
@@ -163,34 +163,34 @@ class Preview(Displayed):
         return list(dict.fromkeys(row.setting.method for row in self.rows))
 
     def metric(self, task: str) -> str:
-        """The name of a task's first metric."""
+        """Return the name of a task's first metric."""
         return headline(next(row.metrics[task] for row in self.rows if row.metrics.get(task)))
 
     def higher(self, task: str) -> bool:
-        """Whether a higher value of a task is better."""
+        """Return whether a higher value of a task is better."""
         return self.measured and higher_is_better(self.metric(task))
 
     def relative(self, value: float | None) -> float | None:
-        """A predicted loss as a multiple of the reference's score, or of the largest score if that is not above 0."""
+        """Return a predicted loss as a multiple of the reference's score; if that is 0, of the largest score."""
         whole = self.reference.score or 0.0
         if whole <= 0:
             whole = max((row.score for row in self.rows if row.score is not None), default=0.0)
         return value / whole if value is not None and whole > 0 else None
 
     def shown_score(self, row: Outcome) -> float | None:
-        """The score for tables: with its standard error if measured, else as a multiple of the reference's."""
+        """Return the score for tables: with its standard error if measured, else as a multiple of the reference's."""
         if not self.measured or row.score is None:
             return self.relative(row.score)
         return Measured(row.score, score_error(row, self.criterion))
 
     def shown_value(self, row: Outcome, task: str) -> float | None:
-        """The same of one task: its first metric, or its predicted loss."""
+        """Return the value of one task for tables: its first metric, or its predicted loss."""
         if not self.measured:
             return self.relative(row.values.get(task))
         return with_error(row.metrics.get(task, {}), self.metric(task))
 
     def weights(self, row: Outcome) -> dict[str, Varying]:
-        """Model → weight; empty for a method that takes none."""
+        """Return model → weight; empty for a method without weights."""
         return dict(zip(self.models, row.setting.weights, strict=True)) if row.setting.weights else {}
 
     @property
@@ -200,18 +200,18 @@ class Preview(Displayed):
         return self.reference if self.reference.setting == own else None
 
     def _sort_key(self, row: Outcome) -> tuple[float, float]:
-        """A sort key: by score, then by the mean loss over tasks."""
+        """Return a sort key, best first: the score, then the mean loss over tasks."""
         losses = [loss_of(metrics) for metrics in row.metrics.values()] or [0.0]
         score = -(row.score or 0.0) if self.criterion.higher else row.score or 0.0
         # Without the digits that rounding errors decide, so that equal merges are equal.
         return float(f"{score:.7g}"), float(f"{sum(losses) / len(losses):.7g}")
 
     def difference(self, row: Outcome, other: Outcome) -> Difference | None:
-        """How much larger a score is than another, on the same rows; None for predictions."""
+        """Return the difference of two scores on the same rows; None for predictions."""
         return score_difference(row, other, self.criterion) if self.measured else None
 
     def are_alike(self, row: Outcome, other: Outcome) -> bool:
-        """Whether two settings are tied, or predicted within 1 % of each other."""
+        """Return whether two settings are tied, or predicted within 1 % of each other."""
         if row.score is None or other.score is None:
             return False
         if self.measured:
@@ -220,9 +220,9 @@ class Preview(Displayed):
         return abs(row.score - other.score) <= CLOSE * abs(other.score) + 1e-12
 
     def as_good(self, method: str | None = None) -> list[Outcome]:
-        """The setting of a method, or of all, with the best score, then those that are like it.
+        """Return the setting with the best score, of a method or of all, and then the settings that are alike.
 
-        Empty for a removal: what is forgotten and what is kept pull in opposite directions.
+        The list is empty for a removal, because forgetting and retaining are opposite goals.
         """
         if method not in self._good:
             removing = {name for name, rule in METHODS.items() if rule.removes}
@@ -234,22 +234,23 @@ class Preview(Displayed):
         return self._good[method]
 
     def leading(self, method: str | None = None) -> Outcome | None:
-        """The setting of a method, or of all methods, with the best score."""
+        """Return the setting with the best score, of a method or of all methods."""
         return next(iter(self.as_good(method)), None)
 
     def among_best(self, row: Outcome) -> bool:
-        """Whether a setting is the leading one or tied with it."""
+        """Return whether a setting is the leading one or tied with it."""
         return self.leading() is not None and row.rank == 1
 
     def all_tied(self) -> list[Outcome]:
-        """The leading setting and those tied with it, also the recipe's own; empty for predictions."""
+        """Return the leading setting and those tied with it; empty for predictions."""
         return self.as_good() if self.measured else []
 
     def best(self, method: str | None = None) -> Outcome | None:
-        """The setting of a method, or of all methods, to take.
+        """Return the setting to use, of a method or of all methods.
 
-        Measured: of the leading setting and those tied with it, the recipe's own; else the simplest of those that are
-        not tied with the recipe's own. Predicted: the recipe's own within 1 % of the leading setting, else that.
+        Measured: the recipe's own merge, if it is the leading setting or tied with it. Otherwise it is the simplest of
+        the tied settings that are better than the recipe's own. Predicted: the recipe's own merge, if it is within
+        1 % of the leading setting, and otherwise the leading setting.
         """
         good, own = self.as_good(method), self.own
         if not good:
@@ -262,7 +263,7 @@ class Preview(Displayed):
         return min(good, key=lambda row: (simplicity(row.setting), self._sort_key(row)))
 
     def spans(self, rows: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
-        """Task → the smallest and largest weight in some settings, unless a weight differs between layers."""
+        """Return task → the smallest and largest weight in some settings, without weights that vary over the layers."""
         found = {}
         for task, weights in zip(self.models, zip(*(row.setting.weights for row in rows), strict=True), strict=False):
             numbers = [weight for weight in weights if not isinstance(weight, tuple)]
@@ -297,10 +298,10 @@ def make_preview(
 
 
 def set_scores(rows: Sequence[Outcome], measured: bool, by_costs: bool = False) -> Criterion:
-    """Set the score of every outcome, and return what it is.
+    """Set the score of every outcome, and return the criterion.
 
-    Measured: the average of the tasks' first metrics. Predicted, where tasks have different metrics, or ``by_costs``:
-    the cost of the worst task.
+    The score is the average of the tasks' first metrics. It is the cost of the worst task for predictions, if the
+    tasks have different metrics, and with ``by_costs``.
     """
     names = {headline(metrics) for row in rows for metrics in row.metrics.values() if metrics}
     if by_costs or not measured or len(names) > 1:
@@ -319,14 +320,14 @@ def set_scores(rows: Sequence[Outcome], measured: bool, by_costs: bool = False) 
 
 
 def largest_cost(row: Outcome) -> float:
-    """The cost of the worst task; infinite if one is not known."""
+    """Return the cost of the worst task; infinity if a cost is unknown."""
     return max((cost if math.isfinite(cost) else math.inf for cost in row.costs.values()), default=math.inf)
 
 
 def task_differences(row: Outcome, other: Outcome) -> dict[str, Difference]:
-    """Task → how much larger its first metric is for one setting than for another.
+    """Return task → the difference of its first metric between two settings.
 
-    On the same rows; or by both standard errors, for metrics such as R² that are not known row by row.
+    The rows are the same. Metrics such as R² have no value per row: their error comes from both standard errors.
     """
     found = {}
     for task, metrics in row.metrics.items():
@@ -340,7 +341,7 @@ def task_differences(row: Outcome, other: Outcome) -> dict[str, Difference]:
 
 
 def score_difference(row: Outcome, other: Outcome, criterion: Criterion) -> Difference | None:
-    """How much larger the score of one setting is than another's. The rows of different tasks are independent."""
+    """Return the difference of the scores of two settings. The rows of different tasks are independent."""
     if row.score is None or other.score is None:
         return None
     if not criterion.shares:
@@ -350,7 +351,7 @@ def score_difference(row: Outcome, other: Outcome, criterion: Criterion) -> Diff
 
 
 def share_difference(shares: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Difference:
-    """How much larger the mean of the worst task is for one set of rows than for another.
+    """Return the difference of the worst task's mean lost share between two settings.
 
     Which task is worst may depend on the rows. So the error is the spread of means drawn from the normal distribution
     of the two means of each task, which are correlated because they use the same rows.
@@ -375,13 +376,13 @@ def share_difference(shares: Mapping[str, Tensor], others: Mapping[str, Tensor])
 
 
 def lost_share(row: Outcome, task: str) -> float | None:
-    """The share of fine-tuning's gain on a task that a setting loses, with its standard error."""
+    """Return the share of fine-tuning's gain on a task that a setting loses, with its standard error."""
     cost, rows = row.costs.get(task), row.shares.get(task)
     return cost if cost is None or rows is None else Measured(cost, standard_error(rows))
 
 
 def score_error(row: Outcome, criterion: Criterion) -> float | None:
-    """The standard error of a score; None for predictions."""
+    """Return the standard error of a score; None for predictions."""
     if row.score is None or not row.metrics:
         return None
     if not criterion.shares:
@@ -391,7 +392,7 @@ def score_error(row: Outcome, criterion: Criterion) -> float | None:
 
 
 def simplicity(setting: Setting) -> tuple[int, ...]:
-    """A sort key, simplest first: fewest changed keys, then a method with few inputs, then fewest different weights."""
+    """Return a sort key: fewest changed keys, then a method with few inputs, then fewest different weights."""
     inputs = METHODS[setting.method].inputs
     needs = sum(name in inputs for name in ("prior", "curvature", "penalty", "weights"))
     return len(setting.changes), needs, len({leaf for weight in setting.weights for leaf in leaves(weight)})

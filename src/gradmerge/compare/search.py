@@ -23,7 +23,7 @@ from .evaluate import Evaluator
 from .ranking import Outcome, Preview, largest_cost, make_preview, set_scores
 from .settings import Dimension, Grid, Setting, Weights, parse_range, parse_weights, takes_weights, weight_keys
 
-#: The range of weights without one.
+#: The range of a weight, if the user gives none.
 DEFAULT_RANGE = "0:1.5"
 #: Points of the first round.
 SAMPLES = 64
@@ -38,18 +38,19 @@ GUESSES = 4
 def search_grid(
     weights: Weights | None, recipe: Recipe, methods: Sequence[str], fixed: Sequence[Dimension] = ()
 ) -> Grid:
-    """The ranges to search: those given, and 0 to 1.5 for other tasks. Each task has its own weight.
+    """Return a grid with the range of each task's weight: the given range, or 0 to 1.5.
 
-    ``fixed`` are other keys, with one value each.
+    ``fixed`` are dimensions of other keys, with one value each.
     """
-    given = {key: one for one in parse_weights(weights, recipe, methods, DEFAULT_RANGE) for key in one.keys}
+    parsed = parse_weights(weights, recipe, methods, DEFAULT_RANGE)
+    given = {key: dimension for dimension in parsed for key in dimension.keys}
     default = replace(parse_range(DEFAULT_RANGE), methods=tuple(filter(takes_weights, methods)))
     ranges = [replace(given.get(key, default), keys=(key,)) for key in weight_keys(recipe)]
     return Grid(recipe, methods, [*fixed, *ranges])
 
 
 def search(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
-    """Search weights for every method of a grid, and rank all settings that were evaluated."""
+    """Search the weights for every method of a grid, and rank all evaluated settings."""
     if removing := [method for method in grid.methods if METHODS[method].removes]:
         raise InputError(
             f"{removing[0]}: its tasks are meant to become worse, so no weights are best for them; preview a range of "
@@ -62,10 +63,12 @@ def search(grid: Grid, evaluator: Evaluator, *, progress: Progress) -> Preview:
     searches = [_WeightSearch(method, grid) for method in grid.methods]
     expected = 1 + len(searches) * (SAMPLES + DIAGONAL + len(RADII) * (SAMPLES // 2 + GUESSES))
     progress.begin("searching", expected)
-    asked = dict.fromkeys([*grid.own, *(setting for one in searches for setting in one.first())])
+    asked = dict.fromkeys([*grid.own, *(setting for each in searches for setting in each.first())])
     rows = evaluator.evaluate(list(asked), progress.advance)
     for number, radius in enumerate(RADII):
-        further = [setting for one in searches for setting in one.further(rows, radius, 2 * radius if number else 1.0)]
+        further = [
+            setting for each in searches for setting in each.further(rows, radius, 2 * radius if number else 1.0)
+        ]
         if further:
             rows += evaluator.evaluate(further, progress.advance)
     progress.advance(max(0, expected - len(rows)))  # points that were evaluated before
@@ -81,19 +84,19 @@ class _WeightSearch:
 
     def __init__(self, method: str, grid: Grid) -> None:
         self.method, self._grid = method, grid
-        self._ranges = [one for one in grid.dimensions if one.is_weight]
-        self._lows = torch.tensor([one.low for one in self._ranges], dtype=torch.float64)
-        self._widths = torch.tensor([one.high for one in self._ranges], dtype=torch.float64) - self._lows
+        self._ranges = [dimension for dimension in grid.dimensions if dimension.is_weight]
+        self._lows = torch.tensor([range_.low for range_ in self._ranges], dtype=torch.float64)
+        self._widths = torch.tensor([range_.high for range_ in self._ranges], dtype=torch.float64) - self._lows
         self._points = SobolEngine(len(self._ranges), scramble=True, seed=0)
         self._asked: set[Setting] = set()
 
     def first(self) -> list[Setting]:
-        """Points that fill the ranges, and points on their diagonal."""
+        """Return settings of the first round: points that fill the ranges, and points with equal weights."""
         diagonal = torch.linspace(0, 1, DIAGONAL, dtype=torch.float64)[:, None].expand(-1, len(self._lows))
         return self._settings(torch.cat([self._points.draw(SAMPLES, dtype=torch.float64), diagonal]))
 
     def further(self, rows: Sequence[Outcome], radius: float, reach: float) -> list[Setting]:
-        """Points around the best so far, and minima of fitted quadratics within ``reach`` of it."""
+        """Return settings of a later round: points around the best, and minima of quadratics within ``reach`` of it."""
         own = [row for row in rows if row.setting in self._asked and math.isfinite(largest_cost(row))]
         if not own or not takes_weights(self.method):
             return []
@@ -108,7 +111,7 @@ class _WeightSearch:
         return (point + spread * radius).clamp(0, 1)
 
     def _minima(self, points: Tensor, costs: Tensor, best: Tensor, near: float, reach: float) -> Tensor:
-        """The minima of the worst of one quadratic for each task, fitted most closely near the best."""
+        """Fit a quadratic to the costs of each task, most closely near the best. Return minima of the largest one."""
         features = quadratic_features(points)
         if len(points) < features.shape[1] + 2:
             return points[:0]
@@ -123,15 +126,15 @@ class _WeightSearch:
         return found
 
     def _settings(self, points: Tensor) -> list[Setting]:
-        """The settings of points that were not asked for before."""
+        """Return the settings of points, without those of earlier rounds."""
         found = []
         for values in (self._lows + points * self._widths).tolist():
             # As many decimals as a person would write.
             rounded = [
-                min(max(round(value, 3 if one.high - one.low >= 0.1 else 6) + 0.0, one.low), one.high)
-                for one, value in zip(self._ranges, values, strict=True)
+                min(max(round(value, 3 if range_.high - range_.low >= 0.1 else 6) + 0.0, range_.low), range_.high)
+                for range_, value in zip(self._ranges, values, strict=True)
             ]
-            fixed = [one.values[0] for one in self._grid.dimensions_of(self.method) if not one.is_weight]
+            fixed = [d.values[0] for d in self._grid.dimensions_of(self.method) if not d.is_weight]
             setting = self._grid.setting(self.method, [*fixed, *(rounded if takes_weights(self.method) else ())])
             if setting not in self._asked:
                 self._asked.add(setting)
@@ -140,7 +143,7 @@ class _WeightSearch:
 
 
 def quadratic_features(points: Tensor) -> Tensor:
-    """1, x_i and x_i x_j for every point."""
+    """Return 1, x_i and x_i x_j for every point."""
     pairs = torch.combinations(torch.arange(points.shape[1]), with_replacement=True)
     products = points[:, pairs[:, 0]] * points[:, pairs[:, 1]]
     return torch.cat([torch.ones_like(points[:, :1]), points, products], 1)

@@ -1,4 +1,4 @@
-"""Settings: the merges that are compared, each of them a recipe with some of its keys overridden."""
+"""Settings of a preview. A setting is one merge: the recipe with some of its keys overridden."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Weights = str | Sequence[str] | Mapping[str, "str | float"]
 Overrides = Sequence[str] | Mapping[str, Any]
 """`["damping=1e-3"]`, or key → value; for a sweep, key → range or list of values."""
 
-#: The keys that may vary beside options. A key makes a difference to a method if its rule reads one of these inputs.
+#: Recipe keys that a preview may vary, besides options. A key affects a method if its rule reads one of these inputs.
 _INPUTS_OF_KEY = {
     "damping": {"damping"},
     "reduction": {"prior", "curvature", "grams"},
@@ -102,36 +102,36 @@ class Setting(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Axis:
-    """What the horizontal axis of figures shows: keys of the recipe that have the same value."""
+    """The horizontal axis of figures: one or several recipe keys that share one value."""
 
     label: str
     keys: tuple[str, ...] = ()
 
     def position(self, setting: Setting) -> float | None:
-        """Where a setting is on the axis; None if it has no single number there."""
+        """Return the position of a setting on the axis; None if its keys do not share one number."""
         values = {setting.get(key) for key in self.keys}
         value = values.pop() if len(values) == 1 else None
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def curve(self, setting: Setting) -> str:
-        """The name that all settings of one curve share: the method, and changes that are not on the axis."""
+        """Return the name of the curve that a setting is on: the method, and changes that are not on the axis."""
         others = {key: value for key, value in setting.changes.items() if key not in self.keys}
         return f"{setting.method} {changes_text(others)}".strip()
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """Values that are tried of some keys of the recipe, which all take the same value."""
+    """One dimension of a grid: recipe keys that always share one value, and the values to try."""
 
     keys: tuple[str, ...]
     values: tuple[Any, ...] = ()
-    """The values of a grid; empty for a range without a step."""
+    """The values to try; empty for a range without a step."""
     low: float = math.nan
     high: float = math.nan
     methods: tuple[str, ...] = ()
     """The methods that depend on the keys."""
     parameter: str = "weights "
-    """How error messages begin."""
+    """The beginning of error messages: the argument that gave the values."""
 
     @property
     def is_weight(self) -> bool:
@@ -140,19 +140,21 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination of the values of some dimensions, with every method."""
+    """All combinations of the methods with the values of the dimensions."""
 
     recipe: Recipe
     methods: Sequence[str]
     dimensions: Sequence[Dimension] = ()
 
     def settings(self) -> list[Setting]:
-        """All settings, each once; raises InputError before any work if there are too many, or a value is invalid."""
-        for one in self.dimensions:
-            if not one.values:
-                ends = f"{one.low:g}:{one.high:g}"
-                raise InputError(f"{one.parameter}{ends}: a grid needs a step, such as {ends}:0.1")
-        count = sum(math.prod(len(one.values) for one in self.dimensions_of(method)) for method in self.methods)
+        """Return all settings, each once. Raise InputError if there are too many, or if a value is invalid."""
+        for dimension in self.dimensions:
+            if not dimension.values:
+                ends = f"{dimension.low:g}:{dimension.high:g}"
+                raise InputError(f"{dimension.parameter}{ends}: a grid needs a step, such as {ends}:0.1")
+        count = sum(
+            math.prod(len(dimension.values) for dimension in self.dimensions_of(method)) for method in self.methods
+        )
         if count > MAX_SETTINGS:
             parameter = self.dimensions[0].parameter.rstrip(" =")
             raise InputError(
@@ -161,7 +163,7 @@ class Grid:
         found = dict.fromkeys(
             self.setting(method, values)
             for method in self.methods
-            for values in itertools.product(*(one.values for one in self.dimensions_of(method)))
+            for values in itertools.product(*(dimension.values for dimension in self.dimensions_of(method)))
         )
         for setting in found:
             try:
@@ -171,26 +173,27 @@ class Grid:
         return list(found)
 
     def dimensions_of(self, method: str) -> list[Dimension]:
-        return [one for one in self.dimensions if method in one.methods]
+        """Return the dimensions that affect a method."""
+        return [dimension for dimension in self.dimensions if method in dimension.methods]
 
     def setting(self, method: str, values: Sequence[Any]) -> Setting:
-        """The setting of a method with one value for each of its dimensions."""
+        """Return the setting of a method, given one value for each of its dimensions."""
         overrides: dict[str, Any] = {}
-        for one, value in zip(self.dimensions_of(method), values, strict=True):
-            overrides |= dict.fromkeys(one.keys, value)
+        for dimension, value in zip(self.dimensions_of(method), values, strict=True):
+            overrides |= dict.fromkeys(dimension.keys, value)
         return make_setting(self.recipe, method, overrides)
 
     @property
     def own(self) -> list[Setting]:
-        """The recipe's own merge, if its method is compared."""
+        """The recipe's own merge, in a list; empty if its method is not compared."""
         return [make_setting(self.recipe, self.recipe.method)] if self.recipe.method in self.methods else []
 
     @property
     def axis(self) -> Axis:
-        """The first swept key with numbers, if no weight varies; else the weight."""
-        varying = [one for one in self.dimensions if one.high > one.low or len(one.values) > 1]
-        weights = [one for one in varying if one.is_weight]
-        swept = [one for one in varying if sum(isinstance(value, int | float) for value in one.values) > 1]
+        """The horizontal axis of figures: the weights, or if they do not vary, the first swept key with numbers."""
+        varying = [d for d in self.dimensions if d.high > d.low or len(d.values) > 1]
+        weights = [d for d in varying if d.is_weight]
+        swept = [d for d in varying if sum(isinstance(value, int | float) for value in d.values) > 1]
         if swept and not weights:
             return Axis(swept[0].keys[0].removeprefix("options."), swept[0].keys)
         names, every = task_names(self.recipe), weight_keys(self.recipe)
@@ -200,7 +203,7 @@ class Grid:
 
 
 def make_setting(recipe: Recipe, method: str, overrides: Mapping[str, Any] | None = None) -> Setting:
-    """A setting from keys of the recipe; models whose weight is not among them keep the recipe's weight."""
+    """Return a setting with these overrides. Models without an override keep the recipe's weight."""
     known: dict[str, Any] = dict(zip(weight_keys(recipe), recipe.weights, strict=True))
     for key, value in (overrides or {}).items():
         known |= _flattened(key, value)
@@ -210,7 +213,7 @@ def make_setting(recipe: Recipe, method: str, overrides: Mapping[str, Any] | Non
 
 
 def recipe_with(recipe: Recipe, setting: Setting) -> Recipe:
-    """The recipe with a setting's keys, and without keys that only the recipe's own method understands."""
+    """Return the recipe of a setting, without keys that only the recipe's own method supports."""
     rule, raw = METHODS[setting.method], recipe.model_dump(mode="json", exclude_unset=True)
     for model in raw["models"]:
         model.pop("weight", None)
@@ -228,19 +231,19 @@ def recipe_with(recipe: Recipe, setting: Setting) -> Recipe:
 
 
 def weight_keys(recipe: Recipe) -> list[str]:
-    """The keys of the models' weights."""
+    """Return the recipe key of each model's weight."""
     return [f"models.{i}.weight" for i in range(len(recipe.models))]
 
 
 def task_names(recipe: Recipe) -> list[str]:
-    """A short name for each fine-tuned model: the last part of its path, or all of it where that is not unique."""
+    """Return a task name for each fine-tuned model: the last part of its path, or if not unique, the whole path."""
     paths = [model.adapter or model.model for model in recipe.models]
     short = [Path(path.partition("@")[0]).name or path for path in paths]
     return [path if short.count(name) > 1 or name == BASE else name for path, name in zip(paths, short, strict=True)]
 
 
 def is_removal(recipe: Recipe) -> bool:
-    """Whether a recipe removes something: `removal`, or task arithmetic with weights below 0."""
+    """Return whether a recipe removes tasks: method `removal`, or task arithmetic with negative weights."""
     negative = all(leaf < 0 for weight in recipe.weights for leaf in leaves(weight))
     return recipe.rule.removes or (recipe.method == "task-arithmetic" and negative)
 
@@ -250,17 +253,17 @@ def takes_weights(method: str) -> bool:
 
 
 def changes_text(changes: Mapping[str, Any]) -> str:
-    """Changes for people: `damping 0.001, density 0.2`."""
+    """Return changes as text: `damping 0.001, density 0.2`."""
     return ", ".join(f"{key.removeprefix('options.')} {in_words(value)}" for key, value in changes.items())
 
 
 def method_names(methods: Sequence[str] | str | None) -> list[str]:
-    """`a,b` or a list as a list."""
+    """Return methods, given as `a,b` or as a list, as a list."""
     return [part.strip() for part in methods.split(",")] if isinstance(methods, str) else list(methods or ())
 
 
 def check_methods(methods: Sequence[str] | str | None, recipe: Recipe) -> list[str]:
-    """The methods to compare: those named, or the recipe's own; raises InputError if one cannot be compared."""
+    """Return the methods to compare, by default the recipe's own. Raise InputError if one cannot be compared."""
     chosen = list(dict.fromkeys(method_names(methods) or [recipe.method]))
     for method in chosen:
         if method not in METHODS:
@@ -271,7 +274,7 @@ def check_methods(methods: Sequence[str] | str | None, recipe: Recipe) -> list[s
 
 
 def key_matters(key: str, method: str) -> bool:
-    """Whether a method's merge depends on a key."""
+    """Return whether the result of a method depends on a recipe key."""
     rule, words = METHODS[method], key.split(".")
     if "options" in words:
         name = "".join(words[words.index("options") + 1 :][:1])
@@ -280,20 +283,20 @@ def key_matters(key: str, method: str) -> bool:
 
 
 def _general(key: str) -> str:
-    """The key of `_INPUTS_OF_KEY` that a dotted key is, or is part of; empty if there is none."""
+    """Return the key of `_INPUTS_OF_KEY` that a dotted key equals or is below; empty if there is none."""
     general = re.sub(r"^models\.\d+\.", "models.N.", key)
     return next((known for known in _INPUTS_OF_KEY if general == known or general.startswith(f"{known}.")), "")
 
 
 def changes_inputs(key: str) -> bool:
-    """Whether a merge with another value of a key reads or merges other tensors."""
+    """Return whether changing a key changes which tensors or curvature a merge reads. It then needs its own plan."""
     if "options" in key.split("."):
         return any(rule.when.get("prior") == key.removeprefix("options.") for rule in METHODS.values())
     return key != "method" and _general(key) not in ("damping", "models.N.weight")
 
 
 def _known_key(key: str, methods: Sequence[str], where: str) -> str:
-    """The dotted key; raises InputError, with the nearest key, if it makes no difference to any of the methods."""
+    """Return the dotted key. Raise InputError, with the nearest key, if it affects none of the methods."""
     full = full_key(key, [METHODS[method] for method in methods], where)
     words = full.split(".")
     if "options" not in words and not _general(full):
@@ -307,7 +310,7 @@ def _known_key(key: str, methods: Sequence[str], where: str) -> str:
 
 
 def _flattened(key: str, value: Any) -> dict[str, Any]:
-    """A key with its value, lists as tuples; a mapping becomes one key for each of its items."""
+    """Return a key and its value as flat items: a mapping becomes dotted keys, and lists become tuples."""
     if isinstance(value, Mapping):
         return {
             full: item for name, inner in value.items() for full, item in _flattened(f"{key}.{name}", inner).items()
@@ -319,7 +322,7 @@ def _flattened(key: str, value: Any) -> dict[str, Any]:
 
 
 def _with_numbers(value: Any) -> Any:
-    """The value with texts such as 1e-3, which YAML does not read as numbers, as numbers."""
+    """Convert strings such as 1e-3 to numbers. YAML reads them as strings."""
     if isinstance(value, list | tuple):
         return [_with_numbers(item) for item in value]
     if isinstance(value, Mapping):
@@ -328,7 +331,7 @@ def _with_numbers(value: Any) -> Any:
 
 
 def parse_range(text: str, parameter: str = "weights ") -> Dimension:
-    """Read `0:1:0.1` with both ends, `0:1`, `0,0.3,1` or `0.5`. Decimals are exact: three steps of 0.1 are 0.3."""
+    """Parse `0:1:0.1` with both ends, `0:1`, `0,0.3,1` or `0.5`. Decimals are exact: three steps of 0.1 are 0.3."""
     write = "write START:STOP:STEP such as 0:1:0.1, a list such as 0,0.3,1, or one number"
     try:
         parts = [Decimal(part.strip()) for part in text.split(":" if ":" in text else ",")]
@@ -353,9 +356,9 @@ def parse_range(text: str, parameter: str = "weights ") -> Dimension:
 def parse_weights(
     given: Weights | None, recipe: Recipe, methods: Sequence[str], default: str | None = DEFAULT_WEIGHTS
 ) -> list[Dimension]:
-    """The dimensions of weights: of single tasks, then the one that all other tasks share.
+    """Parse ranges of weights into dimensions: one for each task with its own range, and one that all others share.
 
-    Without ``given``, all tasks share ``default``, or keep the recipe's weights if that is None.
+    Without ``given``, all tasks share ``default``. If that is None, they keep the recipe's weights.
     """
     if isinstance(given, Mapping):
         given = [f"{name}={value}" for name, value in given.items()]
@@ -373,14 +376,14 @@ def parse_weights(
             )
         ranges[name] = parse_range(rest, f"weights {name}=" if name else "weights ")
     shared = ranges.pop("", None)
-    found = [replace(one, keys=(keys.pop(name),)) for name, one in ranges.items()]
+    found = [replace(dimension, keys=(keys.pop(name),)) for name, dimension in ranges.items()]
     if shared is not None and keys:
         found.append(replace(shared, keys=tuple(keys.values())))
-    return [replace(one, methods=tuple(filter(takes_weights, methods))) for one in found]
+    return [replace(dimension, methods=tuple(filter(takes_weights, methods))) for dimension in found]
 
 
 def parse_sweeps(given: Overrides | None, methods: Sequence[str]) -> list[Dimension]:
-    """The dimensions of other keys: numbers START:STOP:STEP, or values of any kind as `a,b` or `[0, 1],[1, 0]`."""
+    """Parse ranges of other keys into dimensions. Values are START:STOP:STEP, `a,b`, or lists as `[0, 1],[1, 0]`."""
     pairs = (
         given.items() if isinstance(given, Mapping) else [split_setting(t, "sweep", "0.1:0.9:0.2") for t in given or ()]
     )
@@ -392,12 +395,12 @@ def parse_sweeps(given: Overrides | None, methods: Sequence[str]) -> list[Dimens
             raise InputError(f"{where}: {key} has values already")
         knowing = tuple(method for method in methods if key_matters(key, method))
         if isinstance(text, str) and _RANGE.fullmatch(text):
-            one = parse_range(text, f"sweep {name}=")
+            dimension = parse_range(text, f"sweep {name}=")
         else:
-            one = Dimension((), tuple(_values(text, where)), parameter=f"sweep {name}=")
-        found[key] = replace(one, keys=(key,), methods=knowing)
+            dimension = Dimension((), tuple(_values(text, where)), parameter=f"sweep {name}=")
+        found[key] = replace(dimension, keys=(key,), methods=knowing)
     # Settings that read the same files are neighbors.
-    return sorted(found.values(), key=lambda one: not changes_inputs(one.keys[0]))
+    return sorted(found.values(), key=lambda dimension: not changes_inputs(dimension.keys[0]))
 
 
 def _values(text: Any, where: str) -> list[Any]:
@@ -412,9 +415,10 @@ def _values(text: Any, where: str) -> list[Any]:
 def with_changes(
     recipe: Recipe, given: Overrides | None, methods: Sequence[str] = ()
 ) -> tuple[Recipe, list[Dimension]]:
-    """The recipe with keys set as `merge --set` does, and a dimension of one value for each option of other methods.
+    """Set keys of a recipe, as `merge --set` does. Return the recipe, and dimensions for options of other methods.
 
-    A method other than the recipe's takes no options from it, but options that are set here apply to all methods.
+    Other methods take no options from the recipe. Each option that is set here becomes a dimension with one value for
+    them, so that it applies to all methods.
     """
     pairs = given.items() if isinstance(given, Mapping) else [split_setting(text) for text in given or ()]
     if not pairs:

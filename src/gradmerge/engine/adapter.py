@@ -57,34 +57,35 @@ TASKS = {
 
 @dataclass
 class Change:
-    """What a merge changes of one tensor. Without factors, the tensor is saved whole."""
+    """The change of one tensor by the merge. Without factors, the adapter saves the whole tensor."""
 
     norm: float
     """The squared Frobenius norm of the change."""
     lost: float = 0.0
-    """The same of what the factors lack."""
+    """The squared Frobenius norm of the part that the factors do not represent."""
     factors: dict[str, Tensor] = field(default_factory=dict)
-    """A and B."""
+    """LoRA's A and B; empty if the tensor is saved whole."""
 
 
 @dataclass
 class Difference:
-    """The difference of one tensor from the base, of which some blocks are merged."""
+    """The difference of one tensor from the base, while its blocks are merged."""
 
     matrix: Tensor | None
     """None if LoRA cannot represent it."""
     missing: int
-    """How many entries are not merged yet."""
+    """The number of entries that are not merged yet."""
     norms: list[float] = field(default_factory=list)
     """The squared norm of each block."""
     changed: bool = False
-    """Whether it is more than a rounding error."""
+    """Whether any entry differs from the base by more than a rounding error."""
 
 
 class AdapterOutput:
     """The unfinished adapter, with the interface of :class:`~gradmerge.engine.output.Output`.
 
-    A killed merge leaves nothing to resume.
+    It changes the jobs of the plan to write float64, so that differences from the base are exact. A killed merge leaves
+    nothing to resume.
     """
 
     finished: frozenset[int] = frozenset()
@@ -104,7 +105,7 @@ class AdapterOutput:
         self._differences: dict[str, Difference] = {}
         self._changes: dict[str, Change] = {}
         self._whole: dict[str, Tensor] | None = None
-        """The tensors that are saved whole, once these are known."""
+        """Name → tensor that the adapter saves whole; None until :meth:`finish`. Then ``put`` fills these tensors."""
         self._lock = threading.Lock()
         self.report: AdapterReport | None = None
 
@@ -115,7 +116,7 @@ class AdapterOutput:
         """Close nothing: no file is open."""
 
     def open(self) -> list[Block]:
-        """Concatenate the factors of adapters where that is exact, and return the blocks that must be merged."""
+        """Concatenate the factors of adapters where that is exact. Return the blocks of all other tensors."""
         self._folder.clear()
         self._folder.keep = False
         left = set[str]()
@@ -133,7 +134,7 @@ class AdapterOutput:
         return [block for block in self._plan.blocks() if block.job.name in left]
 
     def _combine_factors(self, job: Job) -> bool:
-        """Concatenate the adapters' factors of a tensor where that is exact. Return whether it is."""
+        """Concatenate the adapters' factors of a tensor, if that is exact. Return whether it was."""
         weights = linear_weights(self._plan, job) if self._adapters else None
         if weights is None:
             return False
@@ -157,7 +158,10 @@ class AdapterOutput:
         return not replaced and self._tree.can_factor(name)
 
     def put(self, merged: MergedBlock) -> None:
-        """Add a block to the difference of its tensors, and factorize those that it completes."""
+        """Add a block to the difference of its tensors, and factorize complete ones.
+
+        In :meth:`finish`, it stores the block in the tensors that are saved whole.
+        """
         for name, values in merged.tensors.items():
             if self._whole is None:
                 self._add(name, merged.start, values)
@@ -207,7 +211,10 @@ class AdapterOutput:
             )
 
     def finish(self) -> dict[str, int]:
-        """Write the adapter, and return the bytes of its file."""
+        """Write the adapter, set the report, and return file → bytes.
+
+        It merges tensors that are saved whole once more, because only their norms were kept.
+        """
         changes = {name: self._changes[name] for name in self._stored if name in self._changes}
         config, entries = lay_out(self._tree, changes, self._adapters)
         names = dict.fromkeys(name for name, part in entries.values() if part == "whole")
@@ -262,7 +269,7 @@ def adapter_base(plan: Plan) -> Checkpoint:
 
 
 def in_float64(job: Job) -> Job:
-    """Return a job whose result is not rounded, so that its difference from the base is exact."""
+    """Return a job with a float64 result, so that the difference from the base is exact."""
     if job.rule is None:
         return job
     job = replace(job, info=TensorInfo("F64", job.info.shape), compute=torch.float64)
@@ -273,9 +280,9 @@ def in_float64(job: Job) -> Job:
 
 
 def linear_weights(plan: Plan, job: Job) -> list[float] | None:
-    """Return the c_t with which the rule gives base + Σ c_t (θ_t − base) for a tensor; None if no c_t do.
+    """Return the weights c_t if the rule computes base + Σ c_t (θ_t − base) for a tensor; otherwise None.
 
-    They are recognized by running the rule on random numbers.
+    The function runs the rule on unit vectors to get the c_t, and on random numbers to check them.
     """
     if not isinstance(job, BlockJob) or job.granularity == "tensor" or not plan.needs <= LINEAR_INPUTS:
         return None
@@ -303,7 +310,7 @@ def linear_weights(plan: Plan, job: Job) -> list[float] | None:
 
 
 def factorize(matrix: Tensor, rank: int, dtype: torch.dtype) -> Change:
-    """Return the nearest product BA of at most this rank, stored in ``dtype``.
+    """Approximate a matrix by a product BA of at most this rank, stored in ``dtype``.
 
     The singular vectors of the shorter side are the eigenvectors of its Gram matrix, in float64. The loss is measured
     on the stored factors. Singular values that are rounding errors are left out.
@@ -327,7 +334,7 @@ def factorize(matrix: Tensor, rank: int, dtype: torch.dtype) -> Change:
 
 
 def truncate(b: Tensor, a: Tensor, rank: int | None, dtype: torch.dtype) -> Change:
-    """Return the nearest product of at most ``rank`` to BA, whose factors are in float64; None keeps their rank."""
+    """Reduce a product BA in float64 to at most ``rank``, stored in ``dtype``. None keeps the rank."""
     norm, lost = max(float(((b.T @ b) * (a @ a.T)).sum()), 0.0), 0.0
     if rank is not None and a.shape[0] > rank:
         left, left_core = torch.linalg.qr(b)
@@ -366,7 +373,7 @@ class ModuleTensor:
 
 
 class ModuleTree:
-    """The modules of a base: those that its adapters name, and all others from the class that its config names."""
+    """Maps tensors of the base to PEFT modules: by the keys of its adapters, else by the class in its config."""
 
     def __init__(self, base: Checkpoint, adapters: Sequence[AdapterCheckpoint]) -> None:
         self.base = base
@@ -425,7 +432,7 @@ class ModuleTree:
             return False
 
     def tied(self, name: str) -> list[ModuleTensor]:
-        """Return the other parameters that share a tensor: PEFT would change one of them alone."""
+        """Return the other parameters that share a tensor. PEFT would change only one of them."""
         if in_layer(name) or self.base.folder is None:
             return []
         tensor = self.find(name)
@@ -452,7 +459,7 @@ class ModuleTree:
 
 
 def _kind(module: nn.Module) -> str:
-    """Return how PEFT adapts a module; subclasses of embeddings and grouped convolutions are different."""
+    """Return the kind of LoRA layer for a module; empty for none, such as grouped convolutions."""
     if type(module) is nn.Embedding:
         return "embedding"
     if isinstance(module, nn.Linear):
@@ -465,10 +472,10 @@ def _kind(module: nn.Module) -> str:
 def lay_out(
     tree: ModuleTree, changes: Mapping[str, Change], adapters: Sequence[AdapterCheckpoint]
 ) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
-    """Return the config of the adapter that holds some changes, and the entries of its file.
+    """Return the config of an adapter with these changes, and the entries of its file.
 
-    An entry is key → tensor of the base, and what is stored of it: A, B or `whole`. Tensors that LoRA cannot represent
-    are saved with all of their module. Biases beside factors are saved alone, which PEFT loads under `bias: all`.
+    An entry is key → (tensor of the base, `A`, `B` or `whole`). If LoRA cannot represent the change of a tensor, its
+    whole module is saved. A bias of a module with factors is saved alone, which PEFT loads with `bias: all`.
     """
     task = _task(tree.base, [read_adapter_config(a.folder) for a in adapters if a.folder is not None])
     factors = {name: tree.find(name) for name, change in changes.items() if change.factors}
@@ -530,13 +537,13 @@ def _task(base: Checkpoint, configs: Sequence[Mapping[str, Any]]) -> str | None:
 
 @dataclass
 class AdapterReport:
-    """What an adapter lacks of the merge, for the result, the record, the card and the notes."""
+    """The loss of writing a merge as an adapter, for the result, the record, the card and the notes."""
 
     base: Checkpoint
     rank: int
-    """Of most modules."""
+    """The rank of most modules."""
     lost: dict[str, float]
-    """Tensor → the share of its change (squared Frobenius norm) that its factors lack."""
+    """Tensor → the share of its change (squared Frobenius norm) that its factors do not represent."""
     lost_share: float
     """The same over all tensors together."""
     saved_whole: list[str]

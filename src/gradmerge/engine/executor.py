@@ -33,15 +33,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 Item = TypeVar("Item")
 Advance = Callable[[int], None]
-"""Reports how many more bytes have been read."""
+"""Called with the number of bytes read since the last call."""
 BlockFunction = Callable[["Plan", Block, Buffers], Any]
-"""Computes the part of one block: a list, or something else with ``+=``. Ray pickles it."""
+"""Computes the part of a sum for one block: a list, or another object with ``+=``. Ray pickles it."""
 Executor: TypeAlias = "LocalExecutor | RayCluster"
 """Reduces and merges blocks, on this machine or on a cluster."""
 
 
 class BlockOutput(Protocol):
-    """Where merged blocks go."""
+    """Receives merged blocks."""
 
     def put(self, merged: MergedBlock) -> None:
         """Take a merged block. Several threads call it at once, in any order of the blocks."""
@@ -69,9 +69,8 @@ class LocalExecutor:
     def reduce(self, plan: Plan, function: BlockFunction, blocks: Iterable[Block], advance: Advance = ignore) -> Any:
         """Return the sum of ``function(plan, block, buffers)`` over blocks; an empty list without any block.
 
-        The parts are added with ``+=`` in any order, so that a function returns a list, which is concatenated, or
-        integers. Then the result does not depend on the number of threads: sum floats of a list with
-        :func:`exact_sum`.
+        The parts are added with ``+=`` in any order. So the function returns integers or a list. Lists are
+        concatenated: sum their floats with :func:`exact_sum`, and the result does not depend on the threads.
         """
         total: Any = None
         lock = threading.Lock()
@@ -89,9 +88,9 @@ class LocalExecutor:
         return [] if total is None else total
 
     def merge(self, plan: Plan, blocks: Iterable[Block], output: BlockOutput, advance: Advance = ignore) -> None:
-        """Merge blocks, and put each result into the output.
+        """Merge blocks, and pass each result to ``output.put``.
 
-        The result of a block depends on the plan alone, not on the number of threads.
+        The result does not depend on the number of threads.
         """
         next_jobs = dict(zip((job.name for job in plan.jobs), plan.jobs[2:], strict=False))
         if plan.device.type == "cuda":  # torch loads its linear algebra at the first use: not in two threads

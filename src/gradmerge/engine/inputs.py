@@ -70,9 +70,9 @@ class CurvatureInput:
 
     @classmethod
     def open(cls, source: CurvatureSource, label: str, model: Checkpoint, relative_to: Path) -> CurvatureInput:
-        """Return the sums of a file of a model, with the names and rows that the model has in the merge.
+        """Open a curvature file of a model, with the names and vocabulary rows that the model has in the merge.
 
-        A constant has a ``label`` instead of a file.
+        A constant has no file: its label is ``label``.
         """
         if isinstance(source, Identity):
             return cls(f"{label} (identity)", constant=source.identity)
@@ -99,7 +99,7 @@ class CurvatureInput:
         )
 
     def reduce(self, reduction: str | MeanTimes, dataset_size: int | None) -> None:
-        """Reduce the sums, or scale them to a dataset size."""
+        """Set the factor of the stored sums: that of a reduction, or the one that scales them to a dataset size."""
         if self.file is not None:
             self.factor = reduction_factor(reduction, self.examples)
             if dataset_size is not None:
@@ -214,8 +214,9 @@ class Inputs:
     settings: LayerSettings
     """Weights and options by tensor."""
     prior: CurvatureInput | None = None
+    """The curvature of the base, F_0."""
     curvature: list[CurvatureInput] = field(default_factory=list)
-    """Of every tuned model; Gram matrices for a rule that needs these."""
+    """The curvature of every fine-tuned model, F_t; Gram matrices for a rule that needs these."""
     penalty: list[CurvatureInput | None] = field(default_factory=list)
     """P_t of every tuned model, None where it is H_0; empty if it is H_0 for all of them."""
     damping: float = 0.0

@@ -216,7 +216,7 @@ class LayerJob(Job):
         return max(self.info.numel, 1)
 
     def memory(self, plan: Plan) -> int:
-        """Return an upper estimate that counts all copies: eigenvectors, conjugate gradients, freed blocks."""
+        """Return an upper bound that counts all copies: eigenvectors, conjugate gradients, freed blocks."""
         sources = plan.inputs.curvatures
         models = 1 + len(plan.inputs.tuned) + len(sources)
         if self.rule.layers is None:

@@ -1,4 +1,4 @@
-"""Matching curvature files with the tensors to merge: diagonals, Gram matrices, and Kronecker factors of layers."""
+"""Match curvature files with the tensors to merge: diagonals, Gram matrices, and Kronecker factors of layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .inputs import CurvatureInput, Inputs
 
 
 class SolvedLayer(NamedTuple):
-    """How the matrix of a layer is stored."""
+    """A linear layer that is solved as a whole, and how its matrix is stored."""
 
     transposed: bool
     """The weight is stored as (in, out)."""

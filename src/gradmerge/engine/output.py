@@ -26,7 +26,7 @@ JOURNAL = "gradmerge.journal"
 
 
 class WeightFiles:
-    """The files of a result, weights and curvature, to which any process may write blocks."""
+    """The weight and curvature files of a result. Several processes may write blocks to them."""
 
     def __init__(self, plan: Plan, folder: Path, name: str) -> None:
         folders, shard_size = plan.inputs.template.modules, plan.recipe.output.shard_size
@@ -38,7 +38,7 @@ class WeightFiles:
             self.writers.append(ShardWriter(folder / STEM, STEM, plan.precision_tensors, shard_size, header))
 
     def files_of(self, job: Job) -> set[tuple[ShardWriter, str]]:
-        """Return the files of a job: a layer may have its bias in another file than its weight."""
+        """Return the files that a job writes to. The bias of a layer may be in another file than its weight."""
         names = [(writer, name) for writer in self.writers for name in job.tensors if name in writer]
         return {(writer, writer.locate(name)[0]) for writer, name in names}
 
@@ -55,7 +55,7 @@ class WeightFiles:
 
 
 class Output:
-    """The unfinished result of a merge. An error keeps it for a later run to resume, unless the input is to blame."""
+    """The unfinished result of a merge. After an error it stays for ``resume``, except after an InputError."""
 
     report: None = None
     """Only :class:`~gradmerge.engine.adapter.AdapterOutput` has a report."""

@@ -58,6 +58,7 @@ class Plan:
     """What is known of whole tensors, once :func:`~gradmerge.engine.statistics.compute_statistics` has run."""
     notes: list[Note] = field(default_factory=list)
     block: int = BLOCK
+    """The preferred number of entries of a block; see :attr:`block_size`."""
 
     def note(self, texts: Iterable[str]) -> None:
         self.notes += [text if isinstance(text, Note) else Note(text) for text in texts]
@@ -85,7 +86,7 @@ class Plan:
         return len(self.jobs) - len(self.merged_jobs)
 
     def blocks(self, size: int | None = None, jobs: Iterable[Job] | None = None) -> Iterator[Block]:
-        """Yield all blocks (of some jobs) of about ``size`` entries, in the order of the template's files."""
+        """Yield all blocks, or those of some jobs, of about ``size`` entries, in the order of the template's files."""
         size = size or self.block_size
         number = 0
         for job in self.jobs if jobs is None else jobs:
@@ -162,7 +163,10 @@ class Plan:
 
     @property
     def block_size(self) -> int:
-        """Entries of a block. Random masks take memory too, so that their blocks are not doubled."""
+        """The number of entries of a block: :attr:`block`, or twice that if few blocks are in memory.
+
+        Random masks take memory too, so their blocks are not doubled.
+        """
         few = self._blocks_in_memory <= FEW_BLOCKS and not self._needs_float64 and not self.needs & RANDOM_INPUTS
         return 2 * self.block if few else self.block
 
@@ -368,7 +372,7 @@ def _jobs(recipe: Recipe, inputs: Inputs, merged: set[str], layers: SolvedLayers
 
 
 def with_ties(model: Checkpoint, ties: Mapping[str, str]) -> Checkpoint:
-    """Return a model with tensors that it does not store, because they are tied to others."""
+    """Return a view of a model that also has the tied tensors that it does not store."""
     if not ties:
         return model
     view = View(model, {**{name: name for name in model.tensors}, **ties})
@@ -377,7 +381,7 @@ def with_ties(model: Checkpoint, ties: Mapping[str, str]) -> Checkpoint:
 
 
 def scope_problems(inputs: Inputs) -> list[str]:
-    """Return options that vary between tensors although one threshold holds for the whole model."""
+    """Return a problem if an option varies between tensors, but `scope: model` needs one threshold."""
     varying = [name for name in ("density", "gamma") if varies(inputs.options.get(name))]
     if inputs.options.get("scope") != "model" or not varying:
         return []

@@ -47,7 +47,7 @@ class MergeResult(Displayed):
     notes: list[Note] = field(default_factory=list)
     already_done: bool = False
     lost: dict[str, float] = field(default_factory=dict)
-    """For an adapter: the share of each tensor's change (squared Frobenius norm) that its rank cannot represent."""
+    """For an adapter: tensor → the share of its change (squared Frobenius norm) that its rank cannot represent."""
     lost_share: float | None = None
     """For an adapter: the same over all tensors together."""
 
@@ -131,7 +131,7 @@ def merge_to_folder(
 
 
 def check_merge(plan: Plan, executor: Executor, progress: Progress, accept_untrusted: bool) -> None:
-    """Compute the damping, check step size, coefficients and licenses, and add their notes to the plan."""
+    """Compute the damping, and check step size, coefficients and licenses. Add their notes to the plan."""
     compute_mean_curvature(plan, executor, progress)
     plan.note(check_step_size(plan, executor, progress, refuse=not accept_untrusted))
     plan.note(coefficient_notes(plan, executor))
@@ -139,7 +139,7 @@ def check_merge(plan: Plan, executor: Executor, progress: Progress, accept_untru
 
 
 def check_unchanged(files: list[Path], state: State, folder: AtomicDir) -> None:
-    """Raise if an input has changed since its state was taken, and discard the result."""
+    """Raise if an input has changed since its state was taken. The unfinished result is then removed."""
     if path := changed(state, state_of(files)):
         folder.keep = False
         raise MachineError(
@@ -156,10 +156,10 @@ def write_cards(
     seconds: float,
     report: AdapterReport | None,
 ) -> None:
-    """Write gradmerge.json, with further ``facts``, and README.md. An adapter has a report on what it lacks."""
+    """Write gradmerge.json, with ``facts`` among its keys, and README.md. ``report`` is that of an adapter."""
     recipe, inputs = plan.recipe, plan.inputs
     options = {} if recipe.slices else {"options": {name: plain(value) for name, value in inputs.options.items()}}
-    facts |= {
+    facts = facts | {
         "recipe": recipe.to_dict() | options,
         "base": base_reference(recipe, folder.out),
         "models": model_references(recipe, folder.out),
