@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.cli.app import app
+from gradmerge.progress import NoProgress
 
 SHAPES = {
     "embed.weight": (50, 8),
@@ -105,13 +107,11 @@ def cli(*arguments: str | Path, cwd: Path | None = None, timeout: float = 120) -
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-class Stop:
+class Stop(NoProgress):
     """Progress that interrupts the work, at the first block or a later one."""
 
     def __init__(self, after: int = 1) -> None:
         self.left = after
-
-    def begin(self, what: str, total: int, done: int = 0) -> None: ...
 
     def advance(self, amount: int) -> None:
         self.left -= 1
@@ -125,6 +125,13 @@ def assert_close(got: Mapping[str, Tensor], want: Mapping[str, Tensor], toleranc
         difference = (got[name].double() - want[name].double()).abs().max().item() if want[name].numel() else 0.0
         scale = max(1.0, want[name].double().abs().max().item() if want[name].numel() else 0.0)
         assert difference <= tolerance * scale, f"{name}: differs by {difference}"
+
+
+def tuned_from(base: Path, out: Path, seed: int, scale: float = 0.1) -> Path:
+    """A model near the base, with its small files."""
+    shutil.copytree(base, out)
+    save_file(near(read_model(base), seed, scale), out / "model.safetensors", {"format": "pt"})
+    return out
 
 
 def three_models(

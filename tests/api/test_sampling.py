@@ -12,6 +12,7 @@ from torch import Tensor
 import gradmerge as gm
 from gradmerge.engine.randomness import standard_normal
 
+from ..compare.test_identities import FEATURES, Loss, make_loss, numbers, trained
 from ..making import random_curvature, random_state, read_model, three_models, write_model
 
 
@@ -102,42 +103,16 @@ def test_a_model_without_its_own_curvature_is_refused(tmp_path: Path) -> None:
         gm.sample_posterior(plain, 1, out=tmp_path / "draws")
 
 
-# Merging on top of a merge. The losses are ½‖X_t θ − y_t‖². Further models are fine-tuned from the merge under
-# ½‖θ − θ̂‖² in its precision, which is the base's curvature in the next merge.
-
-FEATURES, TASKS = 6, 5
-Task = tuple[Tensor, Tensor]
-
-
-def regression(seed: int, diagonal: bool, exact: bool) -> Task:
-    """XᵀX and Xᵀy of one task; ``diagonal``: its columns are orthogonal, ``exact``: float32 holds its values."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(12, FEATURES, generator=generator, dtype=torch.float64)
-    y = torch.randn(12, generator=generator, dtype=torch.float64)
-    if not diagonal:
-        return x.T @ x, x.T @ y
-    x = torch.diag(x.diagonal())
-    if exact:
-        x = (x * 16).round() / 16
-    return x.T @ x, x.T @ y[:FEATURES]
-
-
-def trained(tasks: list[tuple[float, Task]], prior: Tensor, centre: Tensor) -> Tensor:
-    """argmin Σ α_t ½‖X_t θ − y_t‖² + ½‖θ − centre‖²_prior."""
-    matrix = prior + sum(weight * gram for weight, (gram, _) in tasks)
-    right = prior @ centre + sum(weight * moment for weight, (_, moment) in tasks)
-    return torch.linalg.solve(matrix, right)
-
+# Merging on top of a merge. Further models are fine-tuned from the merge under ½‖θ − θ̂‖² in its precision, which is the
+# base's curvature in the next merge.
 
 WEIGHTS = [1.0, 0.5, 2.0, 0.75, 1.0]
 STAGES = [[0, 1], [2], [3, 4]]
 
 
-def start() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(99)
-    prior = torch.rand(FEATURES, generator=generator, dtype=torch.float64)
-    base = torch.randn(FEATURES, generator=generator, dtype=torch.float64)
-    return base, (prior * 64).ceil() / 64
+def short(loss: Loss) -> Loss:
+    """The loss with inputs of few digits: float32 holds its Hessian."""
+    return Loss(loss.kind, (loss.x * 16).round() / 16, loss.y)
 
 
 @pytest.mark.parametrize(("reduction", "exact", "tolerance"), [("sum", True, 1e-9), ("mean", False, 1e-6)])
@@ -149,8 +124,9 @@ def test_merges_on_top_of_merges_end_at_the_jointly_trained_model_on_disk(
     With the mean, a task of N examples has the curvature XᵀX / N and counts as its mean loss does.
     """
     examples = [3, 4, 9, 4, 2]
-    tasks = [regression(seed, diagonal=True, exact=exact) for seed in range(TASKS)]
-    base, diagonal = start()
+    tasks = [make_loss("linear", seed, diagonal=True) for seed in range(len(WEIGHTS))]
+    tasks = [short(task) for task in tasks] if exact else tasks
+    base, diagonal = numbers(50, FEATURES), (numbers(51, FEATURES).square() * 64).ceil() / 64
     scale = [1 / n if reduction == "mean" else 1.0 for n in examples]
     folder = write_model(tmp_path / "base", {"w": base})
     first = 1 / 8 if reduction == "mean" else 1.0
@@ -159,10 +135,9 @@ def test_merges_on_top_of_merges_end_at_the_jointly_trained_model_on_disk(
     for number, stage in enumerate(STAGES):
         models = []
         for t in stage:
-            reduced = (tasks[t][0] * scale[t], tasks[t][1] * scale[t])
-            tuned = trained([(1.0, reduced)], torch.diag(precision), mode)
+            tuned = trained([(scale[t], tasks[t])], torch.diag(precision), mode)
             path = write_model(tmp_path / f"tuned-{t}", {"w": tuned})
-            gm.Curvature({"w": tasks[t][0].diagonal()}, examples[t]).save(path / "curvature")
+            gm.Curvature({"w": tasks[t].hessian(base).diagonal()}, examples[t]).save(path / "curvature")
             models.append({"model": str(path), "weight": WEIGHTS[t]})
         recipe = {
             "method": "gradient-matching",
@@ -179,6 +154,6 @@ def test_merges_on_top_of_merges_end_at_the_jointly_trained_model_on_disk(
         assert mode.dtype == torch.float64
     weights = [w * s for w, s in zip(WEIGHTS, scale, strict=True)]
     joint = trained(list(zip(weights, tasks, strict=True)), torch.diag(diagonal * first), base)
-    whole = diagonal * first + sum(w * t[0].diagonal() for w, t in zip(weights, tasks, strict=True))
+    whole = diagonal * first + sum(w * t.hessian(base).diagonal() for w, t in zip(weights, tasks, strict=True))
     assert (mode - joint).abs().max() < tolerance
     assert torch.allclose(precision, whole, rtol=tolerance)

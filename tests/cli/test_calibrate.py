@@ -32,16 +32,19 @@ def fine_tune(base, folder, seed, head=False):
     return folder
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """A base, two fine-tuned language models, their merge, and unlabeled rows."""
-    place = tmp_path_factory.mktemp("texts")
-    base = tiny_llama_checkpoint(place / "base")
+def write_texts(place, count=60, make=tiny_llama_checkpoint):
+    """Write a base, two fine-tuned models, their merge, and unlabeled rows."""
+    make(place / "base")
     for number, name in enumerate(("yelp", "imdb"), 1):
-        fine_tune(base, place / name, number)
-        write_jsonl(place / f"{name}.jsonl", [{"text": text} for text in sentences(60, seed=number)])
+        fine_tune(place / "base", place / name, number)
+        write_jsonl(place / f"{name}.jsonl", [{"text": text} for text in sentences(count, seed=number)])
     gm.merge(merge_recipe(place), place / "merged", progress=False)
     return place
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
 def merge_recipe(place, **keys):

@@ -10,20 +10,13 @@ import torch
 import gradmerge as gm
 
 from ..making import run
-from ..tasks.making import sentences, write_jsonl, write_sentence_model
-from .test_calibrate import data_of, fine_tune, merge_recipe, state_of
+from ..tasks.making import write_jsonl, write_sentence_model
+from .test_calibrate import data_of, state_of, write_texts
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A base, two fine-tuned embedding models, their merge, and unlabeled texts."""
-    folder = tmp_path_factory.mktemp("embeddings")
-    write_sentence_model(folder / "base")
-    for number, name in enumerate(("yelp", "imdb"), 1):
-        fine_tune(folder / "base", folder / name, number)
-        write_jsonl(folder / f"{name}.jsonl", [{"text": text} for text in sentences(40, seed=number)])
-    gm.merge(merge_recipe(folder), folder / "merged", progress=False)
-    return folder
+    return write_texts(tmp_path_factory.mktemp("embeddings"), 40, write_sentence_model)
 
 
 @pytest.mark.parametrize("words", [["calibrate", "--curvature", "merge"], ["distill", "--steps", 20]])

@@ -13,22 +13,15 @@ from transformers import AutoModelForCausalLM
 import gradmerge as gm
 
 from ..making import run
-from ..tasks.making import sentences, tiny_llama_checkpoint, write_jsonl
-from .test_calibrate import data_of, fine_tune, merge_recipe, state_of, write_adapters
+from ..tasks.making import tiny_llama_checkpoint
+from .test_calibrate import data_of, fine_tune, merge_recipe, state_of, write_adapters, write_texts
 
 STEPS = ("--steps", 20, "--lr", 0.0003, "--batch-size", 10)
 
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """A base, two fine-tuned language models, their merge, and unlabeled rows."""
-    place = tmp_path_factory.mktemp("chats")
-    base = tiny_llama_checkpoint(place / "base")
-    for number, name in enumerate(("yelp", "imdb"), 1):
-        fine_tune(base, place / name, number)
-        write_jsonl(place / f"{name}.jsonl", [{"text": text} for text in sentences(60, seed=number)])
-    gm.merge(merge_recipe(place), place / "merged", progress=False)
-    return place
+    return write_texts(tmp_path_factory.mktemp("chats"))
 
 
 def test_it_writes_the_best_model_with_record_card_and_report(chats, tmp_path):

@@ -6,31 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import gradmerge as gm
 
-from ..making import assert_close, read_model, run
+from ..making import assert_close, read_model, run, tuned_from
 from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
-
-
-def moved(base: Path, out: Path, scale: float = 0.02) -> Path:
-    """A copy of a model with all of its weights moved."""
-    out.mkdir()
-    for path in base.iterdir():
-        (out / path.name).write_bytes(path.read_bytes())
-    torch.manual_seed(1)
-    state = load_file(out / "model.safetensors")
-    save_file(
-        {n: v + scale * torch.randn_like(v) for n, v in state.items()}, out / "model.safetensors", {"format": "pt"}
-    )
-    return out
 
 
 def test_extracting_says_what_is_lost_and_every_command_takes_the_adapter(tmp_path: Path) -> None:
     tiny_gpt2_checkpoint(tmp_path / "base")
-    moved(tmp_path / "base", tmp_path / "tuned")
+    tuned_from(tmp_path / "base", tmp_path / "tuned", 1, 0.02)
     data = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in sentences(8)])
     lora = tmp_path / "lora"
     said = run("extract-lora", "--base", tmp_path / "base", tmp_path / "tuned", "--rank", 4, "-o", lora)
@@ -67,7 +53,7 @@ def test_layers_that_are_solved_whole_go_into_an_adapter_with_their_biases(tmp_p
     tiny_bert_checkpoint(tmp_path / "base")
     rows = [{"text": text, "label": i % 2} for i, text in enumerate(sentences(8))]
     data = write_jsonl(tmp_path / "a.jsonl", rows)
-    moved(tmp_path / "base", tmp_path / "tuned")
+    tuned_from(tmp_path / "base", tmp_path / "tuned", 1, 0.02)
     for name in ("base", "tuned"):
         run("curvature", "estimate", tmp_path / name, "--data", data, "--kind", "kronecker", "--device", "cpu",
             "-o", tmp_path / name / "curvature")  # fmt: skip

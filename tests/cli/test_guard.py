@@ -12,6 +12,7 @@ import pytest
 
 import gradmerge as gm
 from gradmerge.api.estimate import estimate_curvature
+from gradmerge.progress import NoProgress
 
 from ..making import Stop, run, three_models, weight_bytes, write_recipe
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
@@ -104,24 +105,22 @@ def test_a_measurement_does_not_go_on_with_changed_inputs(bert: Path, changed: s
 def test_a_measurement_whose_data_change_meanwhile_writes_nothing(bert: Path) -> None:
     model, data = bert / "models" / "a", bert / "data" / "rows.jsonl"
 
-    class Change:
-        def begin(self, what: str, total: int, done: int = 0) -> None: ...
-
-        def advance(self, amount: int) -> None:
-            write_jsonl(data, labelled(7, seed=5))
-
     with pytest.raises(gm.GradmergeError, match=r"rows\.jsonl") as failed:
-        estimate_curvature(str(model), str(data), out=bert / "out", progress=Change(), device="cpu")
+        estimate_curvature(
+            str(model),
+            str(data),
+            out=bert / "out",
+            progress=Interfere(lambda: write_jsonl(data, labelled(7, seed=5))),
+            device="cpu",
+        )
     assert failed.value.status == 1 and not list(bert.glob("out*"))
 
 
-class Interfere:
-    """Does something to the inputs in the middle of a merge."""
+class Interfere(NoProgress):
+    """Does something to the inputs in the middle of the work."""
 
     def __init__(self, action: Any) -> None:
         self.action, self.done = action, False
-
-    def begin(self, what: str, total: int, done: int = 0) -> None: ...
 
     def advance(self, amount: int) -> None:
         if not self.done:

@@ -14,14 +14,12 @@ import pytest
 import torch
 import yaml
 from click.testing import Result
-from typer.testing import CliRunner
 
-from gradmerge.cli.app import app
 from gradmerge.cli.output import explain, indented
 from gradmerge.errors import InputError
 from gradmerge.text import printable
 
-from ..making import near, random_curvature, random_state, read_model, three_models, write_model, write_recipe
+from ..making import near, random_curvature, random_state, read_model, run, three_models, write_model, write_recipe
 
 ESCAPES = "\x1b[31m\x9b2J\x07\u202e\u2028"
 #: Tensors of a model that somebody made to be looked at.
@@ -33,14 +31,9 @@ HOSTILE = {
 }
 
 
-def invoke(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
 def clean(*arguments: str | Path, status: int = 0) -> Result:
     """The result of a command that printed nothing that a terminal obeys, and no line that it did not mean."""
-    result = invoke(*arguments)
-    assert result.exit_code == status, result.output
+    result: Result = run(*arguments, status=status)
     for text in (result.stdout, result.stderr):
         assert printable(text) == text
         assert "\nerror: all is lost" not in text

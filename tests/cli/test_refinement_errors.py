@@ -10,11 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import gradmerge as gm
-
 from ..making import run
-from ..tasks.making import sentences, tiny_llama_checkpoint, write_jsonl
-from .test_calibrate import fine_tune, merge_recipe
+from ..tasks.making import tiny_llama_checkpoint
+from .test_calibrate import write_texts
 
 LAYER = "model.layers.1.mlp.gate_proj"
 
@@ -22,12 +20,7 @@ LAYER = "model.layers.1.mlp.gate_proj"
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A merge of two language models with rows, and invalid variants of them."""
-    place = tmp_path_factory.mktemp("errors")
-    base = tiny_llama_checkpoint(place / "base")
-    for number, name in enumerate(("yelp", "imdb"), 1):
-        fine_tune(base, place / name, number)
-        write_jsonl(place / f"{name}.jsonl", [{"text": text} for text in sentences(20, seed=number)])
-    gm.merge(merge_recipe(place), place / "merged", progress=False)
+    place = write_texts(tmp_path_factory.mktemp("errors"), 20)
     tiny_llama_checkpoint(place / "wide", hidden_size=24, intermediate_size=16)
     shutil.copytree(place / "yelp", place / "other-vocabulary")
     vocabulary = place / "other-vocabulary" / "tokenizer.json"

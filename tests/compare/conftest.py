@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
-from ..making import near, read_model, write_recipe
+from ..making import tuned_from, write_recipe
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
-
-
-def tuned_from(base: Path, out: Path, seed: int) -> Path:
-    """A model near the base, with its small files."""
-    shutil.copytree(base, out)
-    save_file(near(read_model(base), seed, 0.1), out / "model.safetensors", {"format": "pt"})
-    return out
 
 
 def write_texts(folder: Path) -> Path:

@@ -19,9 +19,8 @@ from gradmerge.recipe import make_recipe
 from gradmerge.tasks import load_task
 
 from ..engine import test_kronecker as layers
-from ..making import random_state, read_model, write_model
+from ..making import random_state, read_model, tuned_from, write_model
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
-from .conftest import tuned_from
 from .making import memory_plan
 from .test_identities import Case, as_state, diagonals, make_case, minima
 

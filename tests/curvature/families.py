@@ -21,27 +21,10 @@ EXACT, ROUNDED = 1e-9, 5e-6
 PAD = 1
 VOCABULARY = 23
 
-_BERT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 12,
-    "max_position_embeddings": 16,
-    "num_labels": 3,
-    "pad_token_id": PAD,
-}
-_LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 12,
-    "max_position_embeddings": 16,
-    "pad_token_id": PAD,
-    "tie_word_embeddings": False,
-}
+_SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+_TEXT = _SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 16, "pad_token_id": PAD}
+_BERT = _TEXT | {"num_labels": 3}
+_LLAMA = _TEXT | {"num_key_value_heads": 2, "tie_word_embeddings": False}
 _T5 = {
     "vocab_size": VOCABULARY,
     "d_model": 8,
@@ -54,25 +37,8 @@ _T5 = {
     "relative_attention_num_buckets": 6,
     "relative_attention_max_distance": 8,
 }
-_VIT = {
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 12,
-    "image_size": 8,
-    "patch_size": 4,
-    "num_labels": 3,
-}
-
-
-_CLIP_TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 12,
-    "max_position_embeddings": 8,
-}
+_VIT = _SIZES | {"image_size": 8, "patch_size": 4}
+_CLIP_TEXT = _SIZES | {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "max_position_embeddings": 8}
 
 
 @dataclass(frozen=True)
@@ -333,12 +299,15 @@ FAMILIES: Mapping[str, Family] = {
         ),
         "pairs", "tokens", zero=("k_proj.bias",),
     ),
-    "vit": Family(_of(t.ViTForImageClassification, t.ViTConfig, **_VIT), "images", "classes", zero=("k_proj.bias",)),
+    "vit": Family(
+        _of(t.ViTForImageClassification, t.ViTConfig, **_VIT, num_labels=3),
+        "images", "classes", zero=("k_proj.bias",),
+    ),
     "clip": Family(
         lambda: t.CLIPForImageClassification(
             t.CLIPConfig(  # type: ignore[call-arg]
                 text_config=_CLIP_TEXT,
-                vision_config={k: v for k, v in _VIT.items() if k != "num_labels"},
+                vision_config=_VIT,
                 num_labels=3,
             )
         ),

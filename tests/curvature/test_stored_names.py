@@ -15,32 +15,14 @@ import gradmerge as gm
 from gradmerge.curvature import checkpoint_names as stored_names
 from gradmerge.curvature.checkpoint_names import stored_shapes, stored_tensors
 
-t.utils.logging.set_verbosity_error()
-t.utils.logging.disable_progress_bar()
+from ..checkpoints.families import EXPERTS, FAMILIES
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-}
-_BERT = {**_TEXT, "max_position_embeddings": 20}
-_LLAMA = {**_TEXT, "num_key_value_heads": 1}
-_IMAGE = {k: v for k, v in _TEXT.items() if k != "vocab_size"} | {"image_size": 8, "patch_size": 4}
 CASES: dict[str, tuple[Any, Any]] = {
-    "bert": (t.BertForSequenceClassification, t.BertConfig(**_BERT)),
-    "bert, tied": (t.BertForMaskedLM, t.BertConfig(**_BERT)),
-    "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(vocab_size=60, n_positions=20, n_embd=16, n_layer=2, n_head=2)),
-    "llama, tied": (t.LlamaForCausalLM, t.LlamaConfig(**_LLAMA, tie_word_embeddings=True)),
-    "mixtral": (t.MixtralForCausalLM, t.MixtralConfig(**_LLAMA, num_local_experts=3)),
-    "t5": (
-        t.T5ForConditionalGeneration,
-        t.T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2),
-    ),
-    "vit": (t.ViTForImageClassification, t.ViTConfig(**_IMAGE)),
-    "clip": (t.CLIPVisionModel, t.CLIPVisionConfig(**_IMAGE)),
+    name: (model_class, config_class(**settings))
+    for name, (model_class, config_class, settings) in (FAMILIES | EXPERTS).items()
 }
+CASES["bert, tied"] = (t.BertForMaskedLM, t.BertConfig(**FAMILIES["bert"][2]))
+CASES["clip"] = (t.CLIPVisionModel, t.CLIPVisionConfig(**FAMILIES["vit"][2]))
 
 
 def saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:

@@ -11,29 +11,32 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.making import near, random_curvature, random_state, write_model
+from tests.cli.test_calibrate import write_texts
+from tests.making import three_models
+from tests.tasks.making import tiny_llama_checkpoint
 
 from .killing import kill_before_change
-from .refinement_inputs import write_refinement_inputs
 from .trial import command, files_in
 
 KILLS = max(2, int(os.environ.get("FUZZ_KILLS", "0")) // 4)
 
 
 def write_merge_inputs() -> None:
-    base = random_state(0)
-    for name, state in (("base", base), ("a", near(base, 1)), ("b", near(base, 2))):
-        write_model(Path(name), state, 2)
-        random_curvature(3, state).save(Path(name) / "curvature")
+    three_models(Path(), curvature=True)
     recipe = {"method": "gradient-matching", "base": "base", "models": ["a", {"model": "b", "weight": 0.5}]}
     Path("recipe.yml").write_text(json.dumps(recipe))
 
 
-DATA = ["--data", "a=a.jsonl", "--data", "b=b.jsonl", "--device", "cpu"]
+def write_refinement_inputs() -> None:
+    write_texts(Path(), 3, partial(tiny_llama_checkpoint, hidden_size=8, intermediate_size=8))
+
+
+DATA = ["--data", "yelp=yelp.jsonl", "--data", "imdb=imdb.jsonl", "--device", "cpu"]
 COMMANDS: dict[str, tuple[Callable[[], None], list[str]]] = {
     "preview": (write_merge_inputs, ["preview", "recipe.yml", "--methods", "gradient-matching,task-arithmetic"]),
     "diagnose": (write_merge_inputs, ["diagnose", "recipe.yml"]),

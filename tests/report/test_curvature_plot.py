@@ -6,26 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 from gradmerge.curvature.format import open_curvature
 from gradmerge.report.curvature import count_decades, curvature_page
 
-from ..making import random_curvature, random_state
+from ..making import random_curvature, random_state, run
 
 EXAMPLES = 100
-
-
-def show(path: Path, plot: Path) -> int:
-    return CliRunner().invoke(app, ["curvature", "show", str(path), "--plot", str(plot)]).exit_code
 
 
 def test_a_plot_is_one_page_that_is_replaced(tmp_path: Path) -> None:
     random_curvature(0, random_state(0)).save(tmp_path / "c")
     for _ in range(2):
-        assert show(tmp_path / "c", tmp_path / "plot.html") == 0
+        run("curvature", "show", tmp_path / "c", "--plot", tmp_path / "plot.html")
     text = (tmp_path / "plot.html").read_text()
     assert "layers.0" in text and "Distribution of the curvature" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "plot.html"]
@@ -34,7 +28,7 @@ def test_a_plot_is_one_page_that_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["plot.png", "missing/plot.html", "folder.html"])
 def test_a_path_that_cannot_be_a_plot_is_refused_before_any_work(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder.html").mkdir()
-    assert show(tmp_path / "no curvature", tmp_path / name) == 2
+    run("curvature", "show", tmp_path / "no curvature", "--plot", tmp_path / name, status=2)
     assert [path.name for path in tmp_path.iterdir()] == ["folder.html"]
 
 
@@ -56,4 +50,4 @@ def test_counts_are_those_of_the_means_over_examples(tmp_path: Path) -> None:
 
 def test_all_zeros_can_be_plotted(tmp_path: Path) -> None:
     gm.Curvature({"a.weight": torch.zeros(3)}, 2).save(tmp_path / "c")
-    assert show(tmp_path / "c", tmp_path / "plot.html") == 0
+    run("curvature", "show", tmp_path / "c", "--plot", tmp_path / "plot.html")

@@ -8,33 +8,11 @@ from torch import Tensor
 
 from gradmerge.rules import METHODS
 
+from ..compare.test_identities import FEATURES, Loss, make_loss, numbers, trained
 from .full_matrices import gradient_matching_full, removal_full
 
-torch.manual_seed(0)
-FEATURES = 5
-
-
-def data(rows: int, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(rows, FEATURES, generator=generator, dtype=torch.float64),
-        torch.randn(rows, generator=generator, dtype=torch.float64),
-    )
-
-
-def minimise(parts: list[tuple[float, Tensor, Tensor]], prior: Tensor, centre: Tensor) -> Tensor:
-    """argmin Σ α ½‖Xθ − y‖² + ½‖θ − centre‖²_prior."""
-    matrix, right = prior.clone(), prior @ centre
-    for weight, x, y in parts:
-        matrix = matrix + weight * x.T @ x
-        right = right + weight * x.T @ y
-    return torch.linalg.solve(matrix, right)
-
-
-@pytest.fixture
-def prior() -> Tensor:
-    root = torch.randn(FEATURES, FEATURES, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    return root @ root.T + torch.eye(FEATURES, dtype=torch.float64)
+RIDGE = numbers(9, FEATURES, FEATURES)
+PRIOR = RIDGE @ RIDGE.T + torch.eye(FEATURES, dtype=torch.float64)
 
 
 def relative(found: Tensor, target: Tensor, base: Tensor) -> float:
@@ -45,12 +23,11 @@ def relative(found: Tensor, target: Tensor, base: Tensor) -> float:
 @pytest.mark.parametrize("weights", [[1.0, 0.7, 1.2], [1.0, -0.1, 0.5]])
 @pytest.mark.parametrize("held_by", ["nothing", "H_0", "another P", "a P of each"])
 def test_with_the_penalty_that_the_models_were_tuned_under_the_merge_is_the_jointly_trained_model(
-    prior: Tensor, held_by: str, weights: list[float]
+    held_by: str, weights: list[float]
 ) -> None:
     """H̄ has H_0, which the target is held by; P is what the models were held by. With any other P it is far off."""
-    base = torch.randn(FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    tasks = [data(20, seed) for seed in range(3)]
-    hold = 50 * prior
+    base, tasks = numbers(3, FEATURES), [make_loss("linear", seed) for seed in range(3)]
+    hold = 100 * PRIOR
     eye = torch.eye(FEATURES, dtype=torch.float64)
     penalties = {
         "nothing": [0 * eye] * 3,
@@ -58,9 +35,9 @@ def test_with_the_penalty_that_the_models_were_tuned_under_the_merge_is_the_join
         "another P": [7 * eye] * 3,
         "a P of each": [0 * eye, 7 * eye, hold],
     }
-    tuned = [minimise([(1.0, x, y)], own, base) for (x, y), own in zip(tasks, penalties[held_by], strict=True)]
-    target = minimise([(w, x, y) for w, (x, y) in zip(weights, tasks, strict=True)], hold, base)
-    curvature = [x.T @ x for x, _ in tasks]
+    tuned = [trained([(1.0, task)], own, base) for task, own in zip(tasks, penalties[held_by], strict=True)]
+    target = trained(list(zip(weights, tasks, strict=True)), hold, base)
+    curvature = [task.hessian(base) for task in tasks]
 
     def merged(penalty: list[Tensor]) -> Tensor:
         return gradient_matching_full(base, tuned, hold, curvature, weights, penalty)
@@ -75,17 +52,18 @@ def test_with_the_penalty_that_the_models_were_tuned_under_the_merge_is_the_join
         assert torch.equal(gradient_matching_full(base, tuned, hold, curvature, weights), merged([hold] * 3))
 
 
-def test_removal_of_one_row_is_cooks_influence_formula(prior: Tensor) -> None:
+def test_removal_of_one_row_is_cooks_influence_formula() -> None:
     """θ₋ᵢ = θ − (XᵀX)⁻¹ xᵢ eᵢ / (1 − hᵢ), the classical formula for a row left out."""
-    x, y = data(15, 4)
+    whole = make_loss("linear", 4)
+    x, y = whole.x, whole.y
     nothing = torch.zeros(FEATURES, FEATURES, dtype=torch.float64)
-    base = minimise([(1.0, x, y)], nothing, torch.zeros(FEATURES, dtype=torch.float64))
+    base = trained([(1.0, whole)], nothing, torch.zeros(FEATURES, dtype=torch.float64))
     row, residual = x[3], y[3] - x[3] @ base
     inverse = torch.linalg.inv(x.T @ x)
     cook = base - inverse @ row * residual / (1 - row @ inverse @ row)
-    tuned = minimise([(1.0, x[3:4], y[3:4])], prior, base)
+    tuned = trained([(1.0, Loss("linear", x[3:4], y[3:4]))], PRIOR, base)
     rest = x.T @ x - torch.outer(row, row)
-    assert torch.allclose(removal_full(base, [tuned], rest, prior, [torch.outer(row, row)]), cook, rtol=1e-9)
+    assert torch.allclose(removal_full(base, [tuned], rest, PRIOR, [torch.outer(row, row)]), cook, rtol=1e-9)
 
 
 def test_diagonal_rules_equal_the_full_ones_for_diagonal_matrices() -> None:

@@ -15,7 +15,7 @@ from gradmerge.tasks import load_model
 from gradmerge.tasks.lm_eval import LMEval
 from gradmerge.tasks.loading import load_tokenizer
 
-from ..compare.conftest import tuned_from
+from ..making import tuned_from
 from .making import sentences, tiny_bert_checkpoint, tiny_llama_checkpoint, write_jsonl
 
 CHOICES = ["paris", "rome", "blue sky"]
