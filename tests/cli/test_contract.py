@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification
@@ -19,7 +18,7 @@ import gradmerge as gm
 from gradmerge.cli.app import app
 
 from ..making import near, random_curvature, write_recipe
-from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
+from ..tasks.making import labelled, tiny_bert_checkpoint, write_adam_state, write_jsonl
 from .test_help import COMMANDS, WITH_EXAMPLES
 
 HEAVY = {"torch", "numpy", "transformers", "huggingface_hub", "pyarrow", "PIL", "datasets", "sklearn"}
@@ -84,11 +83,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         random_curvature(seed, state).save(folder / name / "curvature")
     model = BertForSequenceClassification.from_pretrained(folder / "a")
     model.save_pretrained(folder / "trained")
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    torch.save(optimizer.state_dict(), folder / "trained" / "optimizer.pt")
+    write_adam_state(model, folder / "trained")
     write_jsonl(folder / "rows.jsonl", labelled(24))
     write_jsonl(folder / "forget.jsonl", labelled(6, seed=9))
     recipe = {"method": "gradient-matching", "base": "base", "models": ["a", "b"]}

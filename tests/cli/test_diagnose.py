@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from transformers import BertForSequenceClassification
 
 import gradmerge as gm
+from tests.checkpoints.families import double
+from tests.compare.making import summed_gradient
 from tests.making import read_model, run, write_recipe
 from tests.tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
 
@@ -50,10 +50,6 @@ def found(place: Path) -> dict[str, Any]:
     return result
 
 
-def double(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.double() for name, value in state.items()}
-
-
 @pytest.fixture(scope="module")
 def merged(place: Path) -> dict[str, Tensor]:
     gm.merge(place / "recipe.yml", place / "merged")
@@ -84,28 +80,11 @@ def test_measured_numbers_are_those_of_evaluate(place: Path, merged: dict[str, T
             assert measured[name][task]["loss_per_example"] == pytest.approx(want["loss_per_example"], rel=1e-5)
 
 
-def gradient(folder: Path, rows: Path) -> dict[str, Tensor]:
-    """∇Σ ℓ_i by hand, one example at a time, in float64."""
-    from transformers import AutoTokenizer
-
-    model = BertForSequenceClassification.from_pretrained(folder).double().eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for line in rows.read_text().splitlines():
-        row = json.loads(line)
-        loss = model(**tokenizer(row["text"], return_tensors="pt"), labels=torch.tensor([row["label"]])).loss
-        for (name, _), g in zip(
-            model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
-        ):
-            total[name] += g
-    return total
-
-
 def test_the_residual_and_the_true_mismatch_are_what_their_formulas_say(place: Path, merged: dict[str, Tensor]) -> None:
     base, prior = double(read_model(place / "first")), gm.Curvature.load(place / "first-c")
     h = {task: gm.Curvature.load(place / f"{task}-c") for task in ("one", "two")}
     weights = {"one": 0.8, "two": 0.5}
-    here = {task: gradient(place / "merged", place / f"{task}.jsonl") for task in weights}
+    here = {task: summed_gradient(place / "merged", place / f"{task}.jsonl") for task in weights}
     residual = away = 0.0
     for n in prior:
         h0 = prior[n].double() + DAMPING
@@ -116,7 +95,7 @@ def test_the_residual_and_the_true_mismatch_are_what_their_formulas_say(place: P
     assert got["residual"] == pytest.approx(residual**0.5, rel=1e-3)
     assert got["distance"] == pytest.approx(away**0.5, rel=1e-3)
     for task in weights:
-        there = gradient(place / "joint", place / f"{task}.jsonl")
+        there = summed_gradient(place / "joint", place / f"{task}.jsonl")
         want = sum(float(((here[task][n] - there[n]) ** 2).sum()) for n in there) ** 0.5 / 10
         norms = {(m["merge"], m["task"]): m["norm"] for m in found(place)["true_mismatch"]}
         assert norms["gradient-matching", task] == pytest.approx(want, rel=1e-3)

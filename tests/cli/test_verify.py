@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 import gradmerge as gm
 
-from ..making import near, run
+from ..making import run, tuned_from
 from ..tasks.making import (
     VOCABULARY,
     labelled,
@@ -35,22 +34,13 @@ def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None
     save_file(state, folder / WEIGHTS, {"format": "pt"})
 
 
-def fine_tune(base: Path, folder: Path, seed: int, same: tuple[str, ...] = ()) -> Path:
-    shutil.copytree(base, folder)
-    change(folder, lambda state: state.update({k: v for k, v in near(state, seed, 0.05).items() if k not in same}))
-    return folder
-
-
-def merge(folder: Path, models: Mapping[str, Path], **recipe: Any) -> Path:
-    base = {"base": str(folder / "base")}
-    gm.merge(
-        {"method": "task-arithmetic", "models": [{"model": str(m), "weight": 0.5} for m in models.values()]}
-        | base
-        | recipe,
-        folder / "merged",
-        progress=False,
-    )
-    return folder / "merged"
+def tune_and_merge(folder: Path, same: Mapping[str, torch.Tensor], **recipe: Any) -> Path:
+    """A merge of two models that are tuned from the base but for some tensors."""
+    for seed, name in enumerate("ab", 1):
+        change(tuned_from(folder / "base", folder / name, seed, 0.05), lambda state: state.update(same))
+    models = [{"model": str(folder / name), "weight": 0.5} for name in "ab"]
+    recipe |= {"method": "task-arithmetic", "base": str(folder / "base"), "models": models}
+    return gm.merge(recipe, folder / "merged", progress=False).output
 
 
 def verified(folder: Path, *more: str | Path, status: int = 0) -> list[tuple[str, bool | None]]:
@@ -62,12 +52,8 @@ def verified(folder: Path, *more: str | Path, status: int = 0) -> list[tuple[str
 
 @pytest.fixture
 def classifiers(tmp_path: Path) -> Path:
-    base = tiny_bert_checkpoint(tmp_path / "base")
-    return merge(
-        tmp_path,
-        {name: fine_tune(base, tmp_path / name, seed) for seed, name in enumerate("ab", 1)},
-        exclude=["classifier.*"],
-    )
+    tiny_bert_checkpoint(tmp_path / "base")
+    return tune_and_merge(tmp_path, {}, exclude=["classifier.*"])
 
 
 @pytest.fixture
@@ -75,14 +61,15 @@ def generators(tmp_path: Path) -> Path:
     """A merge of language models, which end every text with their first token."""
     base = tiny_gpt2_checkpoint(tmp_path / "base")
 
+    ones = torch.ones(16)
+    norm = {"transformer.ln_f.weight": torch.zeros(16), "transformer.ln_f.bias": ones}
+
     def always_end(state: dict[str, torch.Tensor]) -> None:
-        ones = torch.ones(16)
-        state.update({"transformer.ln_f.weight": 0 * ones, "transformer.ln_f.bias": ones})
+        state.update(norm)
         state["transformer.wte.weight"][1] = ones
 
     change(base, always_end)
-    kept = ("transformer.ln_f.weight", "transformer.ln_f.bias")
-    return merge(tmp_path, {name: fine_tune(base, tmp_path / name, seed, kept) for seed, name in enumerate("ab", 1)})
+    return tune_and_merge(tmp_path, norm)
 
 
 def test_a_merge_and_its_calibration_pass(classifiers: Path, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer, BertForSequenceClassification
 
 import gradmerge as gm
 from gradmerge.checkpoints.checkpoint import Checkpoint
@@ -112,3 +114,17 @@ class ThreeModels:
             sums = [0.5 * float((self.curvature[i][n] * (merged[n] - self.states[i][n]) ** 2).sum()) for n in merged]
             values.append(sum(sums) / self.examples[i])
         return values
+
+
+def summed_gradient(folder: Path, rows: Path) -> dict[str, Tensor]:
+    """∇Σ ℓ_i of a BERT by hand, one example at a time, in float64."""
+    model = BertForSequenceClassification.from_pretrained(folder).double().eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    named = dict(model.named_parameters())
+    total = {name: torch.zeros_like(p) for name, p in named.items()}
+    for line in rows.read_text().splitlines():
+        row = json.loads(line)
+        loss = model(**tokenizer(row["text"], return_tensors="pt"), labels=torch.tensor([row["label"]])).loss
+        for name, g in zip(named, torch.autograd.grad(loss, list(named.values())), strict=True):
+            total[name] += g
+    return total

@@ -21,7 +21,7 @@ from gradmerge.tasks import load_task
 from ..engine import test_kronecker as layers
 from ..making import random_state, read_model, tuned_from, write_model
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
-from .making import memory_plan
+from .making import memory_plan, summed_gradient
 from .test_identities import Case, as_state, diagonals, make_case, minima
 
 TASKS = {"a": 0, "b": 1, "c": 2}
@@ -112,17 +112,9 @@ def diagnosed(place: Path, *tasks: str, **changes: Any) -> gm.Diagnosis:
 
 def by_hand(place: Path, name: str, penalty: dict[str, Tensor], scale: float) -> float:
     """‖P Δ + s ∇ℓ‖ / ‖P Δ‖ with a gradient by autograd in float64, one row after the other."""
-    model: Any = BertForSequenceClassification.from_pretrained(place / name).double().eval()
-    loaded = load_task(place / name, place / f"{name}.jsonl", device="cpu")
-    total = 0
-    for batch in loaded.batches(1):
-        logits = model(input_ids=batch["input_ids"]).logits
-        total = total - logits.log_softmax(-1)[0, int(batch["labels"][0])]
-    gradients = torch.autograd.grad(total, list(model.parameters()))  # type: ignore[call-overload]
-    named = dict(zip((n for n, _ in model.named_parameters()), gradients, strict=True))
     base, tuned = (read_model(place / which) for which in ("base", name))
     off = whole = 0.0
-    for key, gradient in named.items():
+    for key, gradient in summed_gradient(place / name, place / f"{name}.jsonl").items():
         pull = penalty[key] * (tuned[key].double() - base[key].double())
         off += float((pull + scale * gradient).square().sum())
         whole += float(pull.square().sum())

@@ -160,24 +160,12 @@ class ImportConfig(Kind):
     name, share = "trainer-config", 0.8
 
     def make(self) -> None:
-        import torch
-        from transformers import BertConfig, BertForSequenceClassification
+        from transformers import BertForSequenceClassification
 
-        sizes = {
-            "vocab_size": 8,
-            "hidden_size": 4,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-            "intermediate_size": 4,
-        }
-        model = BertForSequenceClassification(BertConfig(**sizes, max_position_embeddings=8))
-        model.save_pretrained(".")
-        parameters = list(model.named_parameters())
-        optimizer = torch.optim.AdamW(parameters)
-        for _, parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        torch.save(optimizer.state_dict(), "optimizer.pt")
+        from tests.tasks.making import tiny_bert_checkpoint, write_adam_state
+
+        tiny_bert_checkpoint(Path(), num_hidden_layers=1)
+        write_adam_state(BertForSequenceClassification.from_pretrained("."), Path())
 
     def case(self, draw: Draw) -> Case:
         return Case({"config.json": draw(config_file(self.place.original("config.json")))})

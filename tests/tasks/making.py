@@ -166,6 +166,15 @@ def _save(folder: Path, model_class: Any, config: Any, seed: int, tokenizer: Any
     return folder
 
 
+def write_adam_state(model: Any, folder: Path) -> None:
+    """Save the state of AdamW after a step with gradients of ones."""
+    optimizer = torch.optim.AdamW(list(model.named_parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+
+
 def write_sentence_model(
     folder: Path,
     seed: int = 0,
