@@ -98,7 +98,7 @@ class CalibrationResult(RefinementResult):
         ]
 
     def card_text(self) -> str:
-        """What the model card says first."""
+        """Return the first section of the model card."""
         what = "The merge was calibrated" if self.improved else "Calibration did not improve the merge"
         return f"{what} with gradmerge on unlabeled rows, layer by layer."
 

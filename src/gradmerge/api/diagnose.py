@@ -195,7 +195,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _compared(diagnosis: Diagnosis, compared: Preview) -> dict[str, Any]:
-    """The merges on the same rows: their scores, and how much more each has than the one that is diagnosed."""
+    """Return the scores of all merges on the same rows, and their differences from the diagnosed merge."""
     merges = {}
     for name, row in diagnosis.merges.items():
         apart = compared.difference(row, compared.reference)

@@ -72,7 +72,7 @@ class DistillationResult(RefinementResult):
         ]
 
     def card_text(self) -> str:
-        """What the model card says first."""
+        """Return the first section of the model card."""
         steps = self.distillation.steps
         what = f"The merge was trained for {steps} steps" if self.improved else "Training did not improve the merge"
         return f"{what} with gradmerge on unlabeled rows, with the fine-tuned models as teachers."

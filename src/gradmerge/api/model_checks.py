@@ -79,7 +79,7 @@ class Parents:
         return parents
 
     def is_added(self, name: str) -> bool:
-        """Whether the result should be closer to a model than the base is: not if the merge removes it."""
+        """Return whether the merge adds a model, so that the result should be closer to it than the base is."""
         entries = self.recipe.get("models", [])
         if self.recipe.get("method") == "removal" or len(entries) != len(self.models):
             return self.recipe.get("method") != "removal"
@@ -87,7 +87,7 @@ class Parents:
         return not isinstance(weight, int | float) or weight > 0
 
     def exact_adapter(self) -> str | None:
-        """The adapter, if the result should answer as its base with this adapter."""
+        """Return the name of the adapter, if the result should answer exactly as its base with this adapter."""
         ((name, reference), *others), recipe = self.models.items(), self.recipe
         folder = folder_of(reference)
         if others or self.refined or not is_adapter(folder):
@@ -104,7 +104,7 @@ class Parents:
         return name if folder_of(self.base).resolve() == base.resolve() else None
 
     def excludes(self, name: str) -> bool:
-        """Whether the recipe excludes a tensor."""
+        """Return whether the recipe excludes a tensor."""
 
         def fits(patterns: Sequence[str]) -> bool:
             return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
@@ -142,7 +142,7 @@ def _check_unchanged(folder: Path, parents: Parents) -> Check:
 
 
 def _equal(ours: Checkpoint, base: Checkpoint, name: str, other_vocabulary: bool) -> bool:
-    """Whether a tensor has the base's values, in the type in which it is stored."""
+    """Return whether a tensor has the base's values, in the type in which it is stored."""
     info = ours.tensors.get(name)
     if info is None or info.shape != base.tensors[name].shape:
         return info is not None and other_vocabulary
@@ -288,7 +288,7 @@ class Runner:
             run.stops.append(len(new) < limit or new[-1] in run.ends)
 
     def rounding(self, reference: str, run: ModelRun) -> float:
-        """How far the answers of base + adapter move if the merged weights are stored in the model's type."""
+        """Return how much the answers of base + adapter change if the merged weights are stored in the model's type."""
         with open_checkpoint(self.model) as stored:
             types = {TORCH_TYPES[info.dtype] for info in stored.tensors.values()} & {torch.bfloat16, torch.float16}
         if not types:
@@ -300,7 +300,7 @@ class Runner:
         return self.distance(self._run(reference, module, generates=False), run)
 
     def distance(self, ours: ModelRun, theirs: ModelRun) -> float:
-        """The mean KL of answers from others, in nats per row or token; of embeddings the relative squared error."""
+        """Return the mean KL between answers, in nats per row or token; for embeddings the relative squared error."""
         total, terms = 0.0, 0
         for a, b in zip(ours.answers, theirs.answers, strict=True):
             width = min(a.shape[-1], b.shape[-1])  # vocabularies may be padded differently
@@ -313,7 +313,7 @@ class Runner:
         return total / max(1, terms)
 
     def shares_head(self, reference: str) -> bool:
-        """Whether the model has the head of a fine-tuned model's task."""
+        """Return whether the model has the head of a fine-tuned model's task."""
         if self.info.task in ("causal-lm", "seq2seq", "embedding"):
             return True
         prefix = encoder_prefix(self.module)
@@ -323,7 +323,7 @@ class Runner:
         return same_head(self.module, [empty_model(reference, self.info.task)[0]])
 
     def difference(self, reference: str) -> str | None:
-        """Why the answers of a fine-tuned model cannot be compared; None if they can."""
+        """Return why the answers of a fine-tuned model cannot be compared; None if they can."""
         with open_checkpoint(self.model) as ours, open_checkpoint(reference, dequantize=True) as theirs:
             tokens = None if self.info.task == "image" else token_difference(ours, theirs)
         return None if tokens is None else f"another vocabulary: {tokens.lines[0]}"
@@ -331,7 +331,7 @@ class Runner:
 
 @contextlib.contextmanager
 def _prompts(data: str | None, *, chat: bool = False) -> Iterator[str]:
-    """The given data source, or a file with the built-in prompts that every task on texts reads."""
+    """Yield the given data source, or a file with built-in prompts that every text task can read."""
     if data is not None:
         yield data
         return

@@ -64,7 +64,7 @@ class RefinementResult(Displayed):
 
     @abstractmethod
     def card_text(self) -> str:
-        """What the model card says first."""
+        """Return the first section of the model card."""
 
     @abstractmethod
     def page(self, merged: str) -> Page:

@@ -48,9 +48,9 @@ def remove(
 ) -> RemovalResult:
     """Remove what a model has learned from data, and keep what it has learned from other data.
 
-    One step θ + s (S + λ)⁻¹ g is taken, where g is the gradient on the forget set, S the curvature on the retain set,
-    and s the longest step within the budget. To subtract the changes of fine-tuned models instead, merge them with the
-    method `removal` (:func:`gradmerge.merge`).
+    It takes one step θ + s (S + λ)⁻¹ g. Here g is the gradient on the forget set, S the curvature on the retain set,
+    and s the longest step within the budget. To subtract the changes of fine-tuned models instead, merge them with
+    the method `removal` (:func:`gradmerge.merge`).
 
     For a module, ``forget``, ``retain`` and ``unseen`` are batches, as of :func:`gradmerge.estimate_curvature`.
 

@@ -75,10 +75,10 @@ def verify(
 ) -> Verification:
     """Check a merge, a calibrated or distilled model, or an adapter merged into its base.
 
-    Five checks: the model loads with `from_pretrained`; tensors that the recipe excludes are those of the base; the
-    answers are finite; they are closer to those of some fine-tuned model than the answers of the base are, and equal
-    those of base + adapter, run by PEFT, if the model is an adapter merged into its base; and generation stops where
-    that of every fine-tuned model stops.
+    The model must load with `from_pretrained`. Tensors that the recipe excludes must be those of the base. The answers
+    must be finite, and closer to those of some fine-tuned model than the base's answers. If the model is an adapter
+    merged into its base, its answers must equal those of base + adapter, run by PEFT. Generation must stop where that
+    of every fine-tuned model stops.
 
     Args:
         model: The folder of the result.

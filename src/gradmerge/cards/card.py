@@ -217,7 +217,7 @@ def _code(name: str, imports: str | None, load: str | None) -> str:
 
 
 def _head(folder: Path) -> str:
-    """How the name of the `AutoModel` class for an architecture ends; empty for a model without a known head."""
+    """Return the suffix of the `AutoModel` class for an architecture; empty for a model without a known head."""
     config = readable_json(folder / "config.json") or {}
     architectures = config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""

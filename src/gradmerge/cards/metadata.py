@@ -81,7 +81,7 @@ def with_inner(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
 
 
 def _front_matter(folder: Path | None) -> dict[str, Any]:
-    """The front matter of a folder's card without evaluation results; empty if it cannot be read."""
+    """Return the front matter of a folder's card, without evaluation results; empty if it cannot be read."""
     if folder is None or not (path := folder / CARD).is_file() or not lies_within(path, folder):
         return {}
     with contextlib.suppress(InputError):
@@ -93,7 +93,7 @@ def _front_matter(folder: Path | None) -> dict[str, Any]:
 
 
 def _own_hub_id(folder: Path | None) -> str | None:
-    """The Hub id of a snapshot in the Hub's cache, or the one that `gradmerge push` wrote into the record."""
+    """Return the Hub id of a folder in the Hub's cache, or the one that `gradmerge push` wrote into the record."""
     if folder is None:
         return None
     for path in (folder.absolute(), folder.resolve()):
@@ -104,7 +104,7 @@ def _own_hub_id(folder: Path | None) -> str | None:
 
 
 def _base_models(checkpoint: Checkpoint, front: Mapping[str, Any]) -> tuple[str, ...]:
-    """The Hub ids in `base_model` of the card, or else `_name_or_path` of the config."""
+    """Return the Hub ids in `base_model` of the card, or else `_name_or_path` of the config."""
     folder, named = checkpoint.folder, front.get("base_model")
     if folder is None:
         return ()
@@ -128,7 +128,7 @@ def _license(front: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _word(value: Any) -> str | None:
-    """The word that a value, or a list with one item, holds."""
+    """Return the word in a value, or in a list with one item; None for anything else."""
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
     return value if isinstance(value, str) and WORD.fullmatch(value) else None
 
@@ -138,7 +138,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def may_be_hub_id(text: Any, near: Path | None = None) -> TypeGuard[str]:
-    """Whether text from a file is a Hub id, as far as one can tell offline: `owner/name`, and not a local folder."""
+    """Return whether text from a file looks like a Hub id `owner/name`, and is not a local folder."""
     if not isinstance(text, str) or not HUB_ID.fullmatch(text) or "@" in text or len(text) > 96:
         return False
     owner, _, name = text.partition("/")

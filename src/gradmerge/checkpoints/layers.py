@@ -166,8 +166,8 @@ def config_of_layers(front: Checkpoint, layers: Sequence[Layer]) -> dict[str, An
 class StackedCheckpoint(View):
     """Layers of several models one after the other, with new numbers.
 
-    Embeddings and other tensors before the layers come from the model of the first layer, heads and other tensors after
-    the layers from that of the last. Config, tokenizer and folder are those of ``front``.
+    Tensors before the layers, such as embeddings, come from the model of the first layer. Tensors after the layers,
+    such as heads, come from the model of the last layer. Config, tokenizer and folder are those of ``front``.
 
     Args:
         layers: The model and layer for each layer of the result.

@@ -2,8 +2,8 @@
 
 - fp8: float8 codes times scales, one for the tensor, for each row, or for each block (`NAME_scale_inv`, `NAME_scale`).
 - bitsandbytes, 8 bits: int8 codes times the largest absolute entry of their row (`SCB`) over 127.
-- bitsandbytes, 4 bits: two codes per byte, each an index into a table of 16 numbers (`quant_map`), times the largest
-  absolute entry of the block (`absmax`), which can be an 8-bit code itself (nested quantization).
+- bitsandbytes, 4 bits: two codes per byte. Each is an index into a table of 16 numbers (`quant_map`), times the largest
+  absolute entry of the block (`absmax`). That number can be an 8-bit code itself (nested quantization).
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ STEPS: dict[str, list[ModuleType]] = {
 
 
 def name_of(module: ModuleType) -> str:
-    """The command of a module, which has the same name as its function."""
+    """Return the name of the command in a module."""
     return module.__name__.rpartition(".")[2].replace("_", "-")
 
 
@@ -158,7 +158,7 @@ app.add_typer(_curvature, name="curvature", no_args_is_help=True)
 
 
 def script() -> NoReturn:
-    """The `gradmerge` script."""
+    """Run the `gradmerge` script."""
     status: Any = 0
     if chosen := [command for command in app.registered_commands if [command.name] == sys.argv[1:2]]:
         # Otherwise typer builds all commands before it runs one.

@@ -278,7 +278,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def method_names(incomplete: str) -> list[str]:
-    """The methods that the shell completes; of a list with commas, its last.
+    """Return the methods that complete a word. In a list with commas, they complete the last item.
 
     Their names are read from the files of the rules, because importing those would import PyTorch, which takes seconds.
     """

@@ -35,9 +35,9 @@ def verify(
     """Check a merged model: tensors, answers, generation.
 
     It must load, answer like its models, and stop generating where they stop. Tensors that the recipe excludes must be
-    those of the base, and answers must be finite and closer to those of some fine-tuned model than the base's are. An
-    adapter merged into its base must answer like base + adapter. Labels of the data are not read; without data, a few
-    built-in prompts are used. Exit status 1 if a check fails.
+    those of the base. Answers must be finite, and closer to those of some fine-tuned model than the base's answers. An
+    adapter merged into its base must answer like base + adapter. The command does not read labels of the data. Without
+    data, it uses a few built-in prompts. Exit status 1 if a check fails.
     """
     with heavy_imports(), progress(printing.silent, "models") as bar:
         result = verify_model(out, data, models=model or [], progress=bar, **options)

@@ -126,7 +126,7 @@ class Diagnosis(Displayed):
         return {name: self.outcomes[name] for name in names if name in self.outcomes}
 
     def metrics(self, model: str, task: str) -> dict[str, Any]:
-        """The metrics of a model on a task; empty if it was not evaluated there."""
+        """Return the metrics of a model on a task; empty if it was not evaluated there."""
         return self.outcomes[model].metrics.get(task, {})
 
     def relative(self, candidate: str, task: str) -> float | None:
@@ -211,7 +211,7 @@ def find_costs(
 
 
 def _settings(recipe: Recipe, own: str) -> dict[str, Setting]:
-    """The setting that is diagnosed, by the name ``own``, and those that it is compared with."""
+    """Return name → setting: the diagnosed one, under the name ``own``, and those to compare it with."""
     found = {own: make_setting(recipe, recipe.method)}
     if recipe.rule.removes:
         weights = [mapped(weight, operator.neg) for weight in recipe.weights]
@@ -354,7 +354,7 @@ def _origin(recipe: Recipe, inputs: Inputs, number: int) -> str:
 
 
 def _gradient_scale(recipe: Recipe, inputs: Inputs, number: int, examples: int, whole: bool = False) -> float:
-    """What a gradient summed over ``examples`` is multiplied by, to match the task's curvature after reduction.
+    """Return the factor of a gradient summed over ``examples`` that matches the task's reduced curvature.
 
     ``whole``: to match the sum over all examples of the task, whatever the reduction.
     """

@@ -353,8 +353,8 @@ def score_difference(row: Outcome, other: Outcome, criterion: Criterion) -> Diff
 def share_difference(shares: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Difference:
     """Return the difference of the worst task's mean lost share between two settings.
 
-    Which task is worst may depend on the rows. So the error is the spread of means drawn from the normal distribution
-    of the two means of each task, which are correlated because they use the same rows.
+    Which task is worst may depend on the rows. So the error is the standard deviation over random draws of the means.
+    The two means of a task are drawn together, because they use the same rows.
     """
     generator = torch.Generator().manual_seed(0)
     means, drawn = [], []

@@ -1,7 +1,7 @@
 """The output of a merge that is written as one LoRA adapter of its base.
 
-Where the rule is a weighted sum and all models are adapters of the base, their factors are concatenated, and no weight
-of the base is read. Every other tensor goes through the rule, and its difference from the base is factorized. Factors
+If the rule is a weighted sum and all models are adapters of the base, their factors are concatenated. No weight of the
+base is read. Every other tensor goes through the rule, and its difference from the base is factorized. Factors
 stay in memory until the end. Tensors that are saved whole are then merged once more.
 """
 
@@ -367,7 +367,7 @@ class ModuleTensor:
         return f"{PREFIX}{self.module}.{self.parameter}"
 
     def factor_key(self, letter: str) -> str:
-        """The key of its factor A or B."""
+        """Return the key of the factor A or B."""
         name = f"lora_embedding_{letter}" if self.kind == "embedding" else f"lora_{letter}.weight"
         return f"{PREFIX}{self.module}.{name}"
 

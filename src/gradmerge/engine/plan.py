@@ -35,8 +35,8 @@ BLOCK = 1 << 18
 """Entries that go through a rule at once. Smaller blocks stay in a core's cache, but threads then spend their time
 waiting for the interpreter's lock. Larger ones take more memory."""
 FEW_BLOCKS = 12
-"""A thread that holds at most this many blocks in memory takes blocks of twice the size, so that threads wait half as
-often for each other. More blocks of that size would not fit the processor's cache."""
+"""If a thread holds at most this many blocks in memory, blocks have twice the size. Threads then wait half as often for
+each other. More blocks of that size would not fit the processor's cache."""
 
 
 @dataclass

@@ -221,7 +221,7 @@ def _penalty_entry(recipe: Recipe, penalty: CurvatureInput | None) -> dict[str, 
 
 
 def _input_entries(inputs: Inputs) -> list[dict[str, Any]]:
-    """One entry for each model and curvature that was read; for stacked layers, the models that they come from."""
+    """Return an entry for each model and curvature that was read; for stacked layers, for each source model."""
     sources: dict[Source, None] = {}
     for source in inputs.sources:
         sources |= dict.fromkeys(source.parts if isinstance(source, StackedCheckpoint) else [source])

@@ -205,7 +205,7 @@ class AtomicDir:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A path to write to; when the ``with`` block ends, the file replaces ``path``."""
+    """Yield a path to write to. When the ``with`` block ends, the file replaces ``path``."""
     if is_url(path):
         raise InputError(f"{path}: can only be written to this machine; give a local file, and copy it")
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")

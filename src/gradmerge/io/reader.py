@@ -1,7 +1,7 @@
 """Read safetensors files by position.
 
-``pread`` fills buffers that the caller reuses. Memory mapping would be shorter, but every page that it touches counts
-as resident memory, so a merge would seem to need all its inputs at once. Headers are untrusted: everything in them is
+``pread`` fills buffers that the caller reuses. Memory mapping would be shorter, but each page that it touches counts
+as resident memory. A merge would seem to need all its inputs at once. Headers are untrusted: everything in them is
 checked before it is used.
 """
 

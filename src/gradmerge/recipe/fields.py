@@ -128,7 +128,7 @@ def explain(error: ValidationError, where: str, model: type[BaseModel], rule: st
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:
-    """The key of a mistake: `models[0].weight`; without the names of types that pydantic adds."""
+    """Return the key of a mistake, such as `models[0].weight`, without the type names that pydantic adds."""
     text = ""
     for part in loc:
         if isinstance(part, int):
@@ -139,7 +139,7 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
 
 
 def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    """The keys of the mapping at a location in a recipe."""
+    """Return the keys of the mapping at a location in a recipe."""
     inside = [model]
     for part in loc:
         if part in model.model_fields:
@@ -150,7 +150,7 @@ def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The pydantic models in a type."""
+    """Yield the pydantic models in a type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):

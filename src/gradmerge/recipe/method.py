@@ -104,7 +104,7 @@ def _validated(rule: Rule, options: Mapping[str, Any], where: str) -> dict[str, 
 
 @cache
 def _options_model(name: str, options: tuple[Option, ...]) -> type[BaseModel]:
-    """A pydantic model with one field per option."""
+    """Return a pydantic model with one field per option."""
     fields: dict[str, Any] = {}
     for option in options:
         default = ... if option.required else option.default

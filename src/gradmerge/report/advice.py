@@ -76,7 +76,7 @@ def next_commands(
 
 
 def _calibrate(recipe: Recipe, data: Mapping[str, str], merged: str | None, out: str) -> list[str]:
-    """The words of `gradmerge calibrate`; empty if the merge cannot be calibrated."""
+    """Return the words of `gradmerge calibrate`; empty if the merge cannot be calibrated."""
     models, tasks = model_references(recipe, Path.cwd()), task_names(recipe)
     if recipe.method == "removal" or recipe.tokenizer is not None or len(models) != len(tasks):
         return []
@@ -95,7 +95,7 @@ def _calibrate(recipe: Recipe, data: Mapping[str, str], merged: str | None, out:
 
 
 def preview_verdict(preview: Preview) -> list[str]:
-    """The result of a preview in sentences."""
+    """Return the result of a preview in sentences."""
     best, leading = preview.best(), preview.leading()
     trust = [] if preview.measured else [TRUST]
     if best is None or leading is None:
@@ -113,7 +113,7 @@ def preview_verdict(preview: Preview) -> list[str]:
 
 
 def _calibration_advice(commands: Mapping[str, str]) -> list[str]:
-    """The advice to calibrate; empty if the merge cannot be calibrated."""
+    """Return the advice to calibrate; empty if the merge cannot be calibrated."""
     command = commands.get("calibrate")
     if not command:
         return []
@@ -127,7 +127,7 @@ def _calibration_advice(commands: Mapping[str, str]) -> list[str]:
 
 
 def _may_lose(preview: Preview, row: Outcome) -> bool:
-    """Whether a merge loses on a task compared with the task's own model, or this was not measured."""
+    """Return whether a merge loses on a task compared with the task's own model, or this was not measured."""
     shares = [lost_share(row, task) for task in preview.tasks] if preview.measured else []
     known = [share for share in shares if share is not None and math.isfinite(share)]
     if len(known) < len(preview.tasks) or not set(preview.models) <= set(preview.tasks):
@@ -165,7 +165,7 @@ def _measured_best(preview: Preview, best: Outcome, leading: Outcome) -> list[st
 
 
 def _reference_result(preview: Preview, best: Outcome) -> str:
-    """How the recipe's own merge compares with the setting that is taken."""
+    """Compare the recipe's own merge with the setting to use, in a sentence."""
     apart, text = preview.difference(preview.reference, best), reference_text(preview)
     has = f"{text[:1].upper() + text[1:]} has {_score(preview, preview.reference)}"
     if apart is None or apart.tied:
@@ -199,7 +199,7 @@ def reference_text(preview: Preview) -> str:
 
 
 def ranges_text(preview: Preview, rows: Sequence[Outcome]) -> str:
-    """The range of weights of some settings, `0.3–0.6` or by task; else how many they are."""
+    """Return the range of weights of some settings, `0.3–0.6` or by task, or else their number."""
     if len(rows) > 1 and any(row.setting.changes for row in rows):
         return counted(rows, "setting")
     spans = {task: f"{a:g}" if a == b else f"{a:g}–{b:g}" for task, (a, b) in preview.spans(rows).items()}
@@ -209,7 +209,7 @@ def ranges_text(preview: Preview, rows: Sequence[Outcome]) -> str:
 
 
 def diagnosis_verdict(diagnosis: Diagnosis) -> list[str]:
-    """The result of a diagnosis in sentences."""
+    """Return the result of a diagnosis in sentences."""
     models = f"{counted(diagnosis.tuned, 'model')} ({', '.join(diagnosis.tuned)})"
     words = [f"{diagnosis.own} merges {models} into {diagnosis.base_name}."]
     words += _measured_results(diagnosis) if diagnosis.outcomes else _predicted_results(diagnosis)
@@ -233,19 +233,19 @@ def diagnosis_verdict(diagnosis: Diagnosis) -> list[str]:
 
 
 def _preview(diagnosis: Diagnosis, *options: str) -> str:
-    """The command that compares settings of the recipe."""
+    """Return the command that compares settings of the recipe."""
     command = diagnosis.commands.get("preview", f"gradmerge preview {RECIPE}")
     return f"`{' '.join([command, *options, '-o', 'preview'])}`"
 
 
 def _compare_with(diagnosis: Diagnosis, method: str) -> str:
-    """The command that compares the recipe's method with another, over the weights."""
+    """Return the command that compares the recipe's method with another, over the weights."""
     own = [diagnosis.recipe.method] if diagnosis.recipe.rule.fallback is None else []
     return _preview(diagnosis, "--methods", ",".join(dict.fromkeys([*own, method])))
 
 
 def costliest_layers(diagnosis: Diagnosis, count: int = 5) -> list[tuple[str, float]]:
-    """The layer groups with the largest shares of the predicted excess loss; all tasks count equally."""
+    """Return the layer groups with the largest shares of the predicted excess loss. All tasks count equally."""
     excess = diagnosis.prediction.excess
     wholes = {task: excess(diagnosis.own, task) for task in diagnosis.prediction.tasks}
     wholes = {task: whole for task, whole in wholes.items() if whole > 0}
@@ -279,14 +279,14 @@ def _measured_results(diagnosis: Diagnosis) -> list[str]:
 
 
 def _beside_tuned(diagnosis: Diagnosis, task: str) -> Difference | None:
-    """How much larger a task's first metric is for the merge than for the task's own model, on the same rows."""
+    """Return the difference of a task's first metric between the merge and the task's own model, on the same rows."""
     name = headline(diagnosis.metrics(diagnosis.own, task))
     one, other = (diagnosis.outcomes[model].rows.get(task, {}) for model in (diagnosis.own, FINE_TUNED))
     return difference(one[name], other[name]) if name in one and name in other else None
 
 
 def _loss(diagnosis: Diagnosis, task: str) -> float:
-    """How much worse the merge is than the task's own model, in standard errors; 0 if they are tied."""
+    """Return how much worse the merge is than the task's own model, in standard errors; 0 if they are tied."""
     apart = _beside_tuned(diagnosis, task)
     if apart is None or apart.tied:
         return 0.0
@@ -334,7 +334,7 @@ def _ratio(ratio: float) -> str:
 
 
 def _without_penalty(diagnosis: Diagnosis) -> str:
-    """What to do about models that were trained without the penalty."""
+    """Return the advice for models that were trained without the penalty."""
     none = "`base.penalty: none`"
     if diagnosis.without_penalty:
         return f"; the merge with {none} is among those that were measured."
@@ -384,11 +384,11 @@ def _smaller_weights(diagnosis: Diagnosis, why: str) -> str:
 
 
 def _worst(diagnosis: Diagnosis, candidate: str) -> float:
-    """The largest predicted loss of a task, as a multiple of the reference's."""
+    """Return the largest predicted loss of a task, as a multiple of the reference's."""
     return max(diagnosis.relative(candidate, task) or 0.0 for task in diagnosis.prediction.tasks)
 
 
 def _predicted_winner(diagnosis: Diagnosis) -> str:
-    """The merge whose worst task is predicted to lose clearly less than the own merge's, or the own merge."""
+    """Return the merge whose worst task is predicted to lose clearly less, or else the diagnosed merge."""
     best = min(diagnosis.candidates, key=lambda candidate: _worst(diagnosis, candidate))
     return best if _worst(diagnosis, best) < WORTH_TRYING * _worst(diagnosis, diagnosis.own) else diagnosis.own

@@ -29,7 +29,7 @@ Get = Callable[[Outcome], float | None]
 
 
 def preview_page(preview: Preview, recipe: str, provenance: Mapping[str, str], commands: Sequence[str]) -> Page:
-    """The report of a preview, or of a search for weights."""
+    """Return the report of a preview, or of a search for weights."""
     sections = []
     if drawn := _curves(preview):
         text = "Lines through points reach one standard error to each side."
@@ -50,7 +50,7 @@ def preview_page(preview: Preview, recipe: str, provenance: Mapping[str, str], c
 
 
 def _curves(preview: Preview) -> list[Figure]:
-    """The score and every task over the key that varies, with all methods in one figure."""
+    """Return figures of the score and of every task over the axis, each with a curve for every method."""
     charts: list[Figure | None] = []
     if len(preview.tasks) > 1 or not preview.measured:
         title = plain_words(preview.criterion.name)
@@ -67,7 +67,7 @@ def _curves(preview: Preview) -> list[Figure]:
 
 
 def _label(preview: Preview, task: str | None = None) -> str:
-    """What an axis shows: the score, or the number of a task; with data also whether higher is better."""
+    """Return the label of an axis: the score or the number of a task, and with data whether higher is better."""
     higher = preview.criterion.higher if task is None else preview.higher(task)
     return (
         f"{_unit(preview, task)}, {'higher' if higher else 'lower'} is better"
@@ -77,7 +77,7 @@ def _label(preview: Preview, task: str | None = None) -> str:
 
 
 def _marks(preview: Preview, task: str) -> list[tuple[str, float]]:
-    """The metrics of the base and of the task's own model."""
+    """Return the metrics of the base and of the task's own model, to mark in a figure."""
     models = {BASE: "base"} | ({task: "its own model"} if task != BASE else {})
     known = {name: preview.alone.get(model, {}).get(task, {}) for model, name in models.items()}
     values = {name: metrics.get(preview.metric(task)) for name, metrics in known.items() if metrics}
@@ -87,7 +87,7 @@ def _marks(preview: Preview, task: str) -> list[tuple[str, float]]:
 def _chart(
     preview: Preview, title: str, slug: str, label: str, get: Get, alone: Sequence[tuple[str, float]] = ()
 ) -> Figure | None:
-    """A curve for each method and for other keys; a line where nothing varies; None without a curve."""
+    """Return a figure with a curve for each method and its changes. Methods with one setting are horizontal lines."""
     series, marks, stars = [], [], []
     for method in preview.methods:
         rows, best = [row for row in preview.rows if row.setting.method == method], preview.best(method)
@@ -110,15 +110,15 @@ def _chart(
 
 
 def _setting(preview: Preview, row: Outcome) -> str:
-    """The weights and what else is changed."""
+    """Return the weights and the changes of a setting as text."""
     return ", ".join(part for part in (weights_text(preview, row), changes_text(row.setting.changes)) if part)
 
 
 def trade_off_chart(preview: Preview, present: Outcome | None = None) -> LayerChart | None:
-    """Every setting as a point, the Pareto front, and a ring around the present setting; None without two axes.
+    """Return a scatter chart of all settings with their Pareto front; None if there are no two axes.
 
-    The axes are the tasks to forget and the others; else the last task (the base's own data, if there is any) and the
-    mean of the others.
+    A ring marks the setting ``present``. For a removal, the axes are the means of the tasks to forget and of all
+    others. Otherwise one axis is the last task (the base's own data, if there is any), and one the mean of the others.
     """
     removed = [task for task in preview.models if task in preview.tasks] if is_removal(preview.recipe) else []
     across = removed or preview.tasks[:-1]
@@ -140,7 +140,7 @@ def trade_off_chart(preview: Preview, present: Outcome | None = None) -> LayerCh
 
 
 def pareto_front(points: Sequence[tuple[float, float]], more_x: bool, more_y: bool) -> list[tuple[float, float]]:
-    """The points that no other beats on both axes; ``more_x`` and ``more_y``: more is better."""
+    """Return the points that no other beats on both axes. ``more_x`` and ``more_y``: larger is better."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(points, key=lambda p: (-p[0] if more_x else p[0], -p[1] if more_y else p[1])):
         if not front or (y > front[-1][1] if more_y else y < front[-1][1]):
@@ -149,7 +149,7 @@ def pareto_front(points: Sequence[tuple[float, float]], more_x: bool, more_y: bo
 
 
 def _mean(preview: Preview, row: Outcome, tasks: Sequence[str]) -> float:
-    """The mean of the values of some tasks, with its standard error: the rows of tasks are independent."""
+    """Return the mean of the values of some tasks, with its standard error: the rows of tasks are independent."""
     values = [preview.shown_value(row, task) for task in tasks]
     known = [value for value in values if value is not None]
     if len(known) < len(values):
@@ -164,7 +164,7 @@ def _axis(preview: Preview, tasks: Sequence[str], what: str) -> str:
 
 
 def _unit(preview: Preview, task: str | None = None) -> str:
-    """The name of the score, or of the number of a task."""
+    """Return the name of the score, or of the number of a task."""
     if preview.measured:
         return plain_words(preview.criterion.name if task is None else preview.metric(task))
     return f"{preview.criterion.name if task is None else 'predicted loss'}, × reference"
@@ -186,7 +186,7 @@ def _cells(preview: Preview, row: Outcome) -> dict[str, Value]:
 
 
 def best_table(preview: Preview) -> Table:
-    """The setting to take of every method, and the reference."""
+    """Return a table of the setting to use of every method, and of the reference."""
     rows: list[list[Value]] = []
     columns = [*_cells(preview, preview.reference), "tied with the best" if preview.measured else "within 1 % of it"]
     for method in preview.methods:
@@ -204,7 +204,7 @@ def best_table(preview: Preview) -> Table:
 
 
 def _top_table(preview: Preview) -> Table:
-    """The settings, best first."""
+    """Return a table of the best settings."""
     ranked = preview.ranked()
     cut = len(ranked) > SHOWN
     note = (f"The first {SHOWN} of {len(ranked)}. " if cut else "") + (ERRORS if preview.measured else "")
@@ -214,7 +214,7 @@ def _top_table(preview: Preview) -> Table:
 
 
 def _alone_table(preview: Preview) -> Table:
-    """The base and the fine-tuned models on the data of every task."""
+    """Return a table of the base and the fine-tuned models on the data of every task."""
     rows: list[list[Value]] = [
         [name, *(with_error(by_task[task], preview.metric(task)) for task in preview.tasks)]
         for name, by_task in preview.alone.items()
@@ -224,7 +224,7 @@ def _alone_table(preview: Preview) -> Table:
 
 
 def settings_table(preview: Preview) -> Table:
-    """Every setting with all numbers, as in `preview.csv`. Predictions are multiples of the reference's."""
+    """Return the table in `preview.csv`: all settings and numbers. Predictions are multiples of the reference's."""
     columns: dict[str, Iterable[Value]] = {"method": [row.setting.method for row in preview.rows]}
     for model in preview.models:
         columns[f"weight {model}"] = [_cell(preview.weights(row).get(model)) for row in preview.rows]
@@ -267,7 +267,7 @@ _RESIDUAL = (
 
 
 def diagnosis_page(diagnosis: Diagnosis, recipe: str, provenance: Mapping[str, str], commands: Sequence[str]) -> Page:
-    """The report of a diagnosis."""
+    """Return the report of a diagnosis."""
     sections = [_metrics_section(diagnosis)] if diagnosis.outcomes else []
     sections += [_prediction_section(diagnosis), _layer_section(diagnosis)]
     if len(diagnosis.tuned) > 1:
@@ -402,7 +402,7 @@ def _mismatch_table(diagnosis: Diagnosis) -> Table:
 
 
 def _relative_step(step: float, distance: float) -> str | None:
-    """A step relative to the distance from the base; in words where the curvature is almost zero."""
+    """Return a step relative to the distance from the base, in words where the curvature is almost zero."""
     if distance <= 0:
         return None
     times = step / distance

@@ -110,7 +110,7 @@ def trade_off(
 
 
 def bars(groups: Sequence[str], series: Mapping[str, Sequence[float | None]], label: str) -> LayerChart:
-    """A horizontal bar for each group (a task) in each series (a method), with its number beside it."""
+    """Return a bar chart: for each group (a task), one bar for each series (a method), with its number."""
     alt = _altair()
     rows: list[Row] = []
     for name, values in series.items():
@@ -138,7 +138,7 @@ def bars(groups: Sequence[str], series: Mapping[str, Sequence[float | None]], la
 def heat_map(
     rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], label: str
 ) -> LayerChart:
-    """One cell for each row (a layer) and column (a task)."""
+    """Return a heat map with a cell for each row (a layer) and column (a task)."""
     alt = _altair()
     cells: list[Row] = [
         {"row": printable(name), "column": printable(column), **_value("value", value), "text": number(value, 3)}

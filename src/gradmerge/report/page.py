@@ -37,7 +37,7 @@ def finite(value: float | None) -> TypeGuard[float]:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Four significant digits, thousands with commas; whole numbers in full."""
+    """Format a number with four significant digits and commas for thousands. Whole numbers are shown in full."""
     if value is None:
         return MISSING
     if not math.isfinite(value):
@@ -47,7 +47,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def plain_words(metric: str) -> str:
-    """The name of a metric for people: loss per token."""
+    """Return a metric's name with spaces, such as `loss per token`."""
     return metric.replace("_", " ")
 
 
@@ -62,7 +62,7 @@ class Table:
     note: str = ""
 
     def csv(self) -> str:
-        """Numbers in full, errors in columns of their own; a missing number is empty."""
+        """Return the table as CSV with all digits. Errors have their own columns, and missing numbers are empty."""
         out = io.StringIO()
         columns: list[Sequence[object]] = []
         for title, *values in zip(self.columns, *self.rows, strict=True):
@@ -131,7 +131,7 @@ class Figure:
     chart: alt.LayerChart
 
     def table(self) -> Table:
-        """The numbers of the chart."""
+        """Return the numbers of the chart as a table."""
         chart: Any = self.chart
         named: Mapping[str, str] = chart.usermeta["columns"]
         rows: Sequence[dict[str, Value]] = [*chart.data.values, *chart.usermeta["more"]]
@@ -141,7 +141,7 @@ class Figure:
         return self.table().csv()
 
     def json(self) -> str:
-        """The chart as JSON for a script element; no text in it can end the element."""
+        """Return the chart as JSON that is safe in a script element."""
         spec: dict[str, Any] = self.chart.to_dict(validate=False)
         for name in ("$schema", "width", "config"):
             spec.pop(name, None)
@@ -150,7 +150,7 @@ class Figure:
 
 
 def _by_column(rows: Sequence[Mapping[str, Value]]) -> dict[str, Any]:
-    """Rows without repeating the names of their fields."""
+    """Return rows as field names and lists of values."""
     fields = list(dict.fromkeys(field for row in rows for field in row))
     return {"fields": fields, "rows": [[row.get(field) for field in fields] for row in rows]}
 
@@ -173,7 +173,7 @@ def library() -> str:
 
 @cache
 def drawing() -> str:
-    """The script that draws figures."""
+    """Return the script that draws figures."""
     return theme.resource("charts.js")
 
 
@@ -184,7 +184,7 @@ def colors() -> str:
 
 
 def digest(script: str) -> str:
-    """The hash of a script for the content security policy."""
+    """Return the hash of a script for the content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
@@ -243,7 +243,7 @@ def write_report(folder: Path, page: Page) -> list[Path]:
 
 
 def html(page: Page) -> str:
-    """The report as text. The same page gives the same text."""
+    """Return the report as HTML. The same page gives the same text."""
     from markupsafe import Markup
 
     drawn = any(section.figures for section in page.sections)
@@ -264,7 +264,7 @@ def html(page: Page) -> str:
 
 @cache
 def template(name: str) -> Template:
-    """A template. Jinja escapes everything except Markup, which only this module makes."""
+    """Load a template. Jinja escapes everything except Markup, which only this module makes."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -284,7 +284,7 @@ def visible(text: str) -> str:
 
 
 def rich(words: str) -> Markup:
-    """One paragraph with **bold** and `code`."""
+    """Convert a paragraph with **bold** and `code` to HTML."""
     from markupsafe import Markup, escape
 
     parts = re.split(r"`([^`\n]+)`", str(escape(visible(words.replace(" ± ", "\u00a0±\u00a0")))))
@@ -298,13 +298,13 @@ def _paragraphs(words: str) -> list[str]:
 
 
 def _first_rows(table: Table) -> Table:
-    """The table of a figure for readers without JavaScript, or with a screen reader."""
+    """Return the first rows of a figure's table, for readers without JavaScript or with a screen reader."""
     cut = f"The first {SHOWN_ROWS} of {len(table.rows)} rows." if len(table.rows) > SHOWN_ROWS else ""
     return replace(table, rows=table.rows[:SHOWN_ROWS], note=cut)
 
 
 def _with_file_names(sections: Sequence[Section]) -> list[Section]:
-    """The sections with unique slugs that are safe file names."""
+    """Return the sections with unique slugs that are safe file names."""
     taken = {"report"}
 
     def free(slug: str) -> str:

@@ -248,16 +248,16 @@ class Rule:
         return f"about {size} bytes, and 8 for each model, per entry of the largest tensor and thread"
 
     def granularity_of(self, options: Mapping[str, Any]) -> Granularity:
-        """How the engine may split tensors under these options."""
+        """Return how the engine may split tensors under these options."""
         return self.granularity(options) if callable(self.granularity) else self.granularity
 
     def measures_of(self, options: Mapping[str, Any]) -> dict[str, Measure]:
-        """The measures that are needed under these options, including those that others need."""
+        """Return the measures that these options need, including those that other measures need."""
         unused = frozenset(self.inputs) - self.needs(options)
         return {name: measure for name, measure in self.measures.items() if name not in unused}
 
     def needs(self, options: Mapping[str, Any]) -> frozenset[str]:
-        """The inputs that the function uses under these options."""
+        """Return the inputs that the function uses under these options."""
 
         def holds(condition: str | tuple[str, Any]) -> bool:
             if isinstance(condition, str):
