@@ -140,13 +140,21 @@ def test_a_sweep_has_every_combination_for_methods_that_know_the_key() -> None:
     grid = grid_of(recipe, "density=0.1:0.5:0.2", "normalize=true,false", methods=methods)
     settings = grid.settings()
     names = [one.name for one in settings]
-    assert names[:2] == ["ties 1 density 0.1, normalize True", "ties 1 density 0.1, normalize False"]
+    assert names[:2] == ["ties 1 density 0.1, normalize true", "ties 1 density 0.1, normalize false"]
     assert len(settings) == 6 + 2 + 1 and names[-1] == "average"
     assert grid.axis == Axis("density", ("options.density",)) and grid.axis.position(settings[0]) == 0.1
     assert grid.axis.curve(settings[0]) == "ties normalize True"
     for sweeps in (("density=0:1:0.01", "scale=0:1:0.01"), ("density=0:1",)):
         with pytest.raises(gm.InputError, match="sweep"):
             grid_of(recipe, *sweeps).settings()
+
+
+def test_a_model_that_the_recipe_names_twice_has_two_weights(tmp_path: Path) -> None:
+    place = ThreeModels(tmp_path)
+    twice = [{**place.recipe["models"][0], "weight": 1.0}] * 2
+    found = gm.preview({**place.recipe, "models": twice}, weights="0:1:0.5")
+    assert len(set(found.models)) == 2
+    assert {row.setting.weights for row in found.rows} == {(0, 0), (0.5, 0.5), (1, 1)}
 
 
 def test_a_weight_is_a_key_like_any_other() -> None:

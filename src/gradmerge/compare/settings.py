@@ -239,7 +239,10 @@ def task_names(recipe: Recipe) -> list[str]:
     """Return a task name for each fine-tuned model: the last part of its path, or if not unique, the whole path."""
     paths = [model.adapter or model.model for model in recipe.models]
     short = [Path(path.partition("@")[0]).name or path for path in paths]
-    return [path if short.count(name) > 1 or name == BASE else name for path, name in zip(paths, short, strict=True)]
+    names = [path if short.count(name) > 1 or name == BASE else name for path, name in zip(paths, short, strict=True)]
+    # A recipe may name a model twice.
+    earlier = [names[:number].count(name) for number, name in enumerate(names)]
+    return [f"{name} ({count + 1})" if count else name for name, count in zip(names, earlier, strict=True)]
 
 
 def is_removal(recipe: Recipe) -> bool:
