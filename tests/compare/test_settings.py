@@ -143,7 +143,7 @@ def test_a_sweep_has_every_combination_for_methods_that_know_the_key() -> None:
     assert names[:2] == ["ties 1 density 0.1, normalize true", "ties 1 density 0.1, normalize false"]
     assert len(settings) == 6 + 2 + 1 and names[-1] == "average"
     assert grid.axis == Axis("density", ("options.density",)) and grid.axis.position(settings[0]) == 0.1
-    assert grid.axis.curve(settings[0]) == "ties normalize True"
+    assert grid.axis.curve(settings[0]) == "ties normalize true"
     for sweeps in (("density=0:1:0.01", "scale=0:1:0.01"), ("density=0:1",)):
         with pytest.raises(gm.InputError, match="sweep"):
             grid_of(recipe, *sweeps).settings()
