@@ -25,8 +25,13 @@ class Ended(NamedTuple):
     """What its function returned, if it did."""
 
 
-def launch(count: int, run: Callable[[int], Any], folder: Path, timeout: float = 120) -> list[Ended]:
-    """Call a function with its rank in as many processes; what it returns goes through JSON."""
+def launch(
+    count: int, run: Callable[[int], Any], folder: Path, timeout: float = 120, end_others: bool = True
+) -> list[Ended]:
+    """Call a function with its rank in as many processes; what it returns goes through JSON.
+
+    Like torchrun, end the other processes when one fails, unless ``end_others`` is False.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -41,7 +46,7 @@ def launch(count: int, run: Callable[[int], Any], folder: Path, timeout: float =
                     done, status = os.waitpid(pid, os.WNOHANG)
                     if done:
                         ended[rank] = os.waitstatus_to_exitcode(status)
-                        if ended[rank] != 0:  # like torchrun, end the others
+                        if ended[rank] != 0 and end_others:
                             for other, started_pid in enumerate(started):
                                 if other not in ended:
                                     os.kill(started_pid, signal.SIGTERM)

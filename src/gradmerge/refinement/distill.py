@@ -22,7 +22,6 @@ from .blocks import Batch
 from .distances import Outputs, answer_divergence
 from .rows import TaskRows, count_rows, join_batches, positions_in
 
-MATCHES = ("representations", "answers", "both")
 #: The default learning rate is this over the width of the model: 1e-4 at 640, 3e-4 at 200.
 RATE_TIMES_WIDTH = 0.06
 #: The default number of steps is one of these times the square root of the rows per task. A row of a language model has

@@ -154,11 +154,6 @@ def class_label(model: Any, number: int) -> str:
     return str(model.config.id2label.get(number, number)).removeprefix("LABEL_")
 
 
-def has_right_and_wrong(loaded: LoadedTask) -> bool:
-    """Whether every prediction is right or wrong."""
-    return loaded.loss.name in ("classes", "labels", "ranking")
-
-
 @torch.no_grad()
 def predict(loaded: LoadedTask, model: nn.Module, rows: Sequence[int]) -> list[Prediction]:
     """Predict some rows of the data. A language model generates text, which must equal the reference."""
