@@ -99,7 +99,7 @@ class CalibrationResult(RefinementResult):
 
     def card_text(self) -> str:
         """Return the first section of the model card."""
-        what = "The merge was calibrated" if self.improved else "Calibration did not improve the merge"
+        what = "This merge was calibrated" if self.improved else "Calibration did not improve this merge"
         return f"{what} with gradmerge on unlabeled rows, layer by layer."
 
     def page(self, merged: str) -> Page:

@@ -74,7 +74,7 @@ class DistillationResult(RefinementResult):
     def card_text(self) -> str:
         """Return the first section of the model card."""
         steps = self.distillation.steps
-        what = f"The merge was trained for {steps} steps" if self.improved else "Training did not improve the merge"
+        what = f"This merge was trained for {steps} steps" if self.improved else "Training did not improve this merge"
         return f"{what} with gradmerge on unlabeled rows, with the fine-tuned models as teachers."
 
     def page(self, merged: str) -> Page:

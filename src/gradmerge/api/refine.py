@@ -238,13 +238,16 @@ def refine_folder(
         names = {task: name_of(source) for task, source in data.items()}
         known = {**recorded_models(files.info.folder), **references}
         facts = {**result.facts(), **(settings or {}), "data": names}
-        rows = markdown_table(["task", "rows"], [[as_text(task), str(n)] for task, n in result.rows.items()])
+        rows = markdown_table(
+            ["task", "fine-tuned model", "rows"],
+            [[as_text(task), as_text(name_of(references[task])), str(n)] for task, n in result.rows.items()],
+        )
         write_folder(
             staging,
             files,
             changed,
             action=action,
-            card=f"{result.card_text()}\n\n{rows}",
+            card=f"{result.card_text()} The input was {as_text(name_of(merged))}.\n\n{rows}",
             facts={
                 "merged": model_reference(merged, Path(), out),
                 "models": {name: model_reference(model, Path(), out) for name, model in known.items()},
