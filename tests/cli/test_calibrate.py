@@ -75,6 +75,8 @@ def test_it_writes_a_model_that_is_closer_to_the_fine_tuned_ones(texts, tmp_path
     AutoModelForCausalLM.from_pretrained(out)
     assert {"README.md", "gradmerge.json", "report.html", "config.json"} <= {p.name for p in out.iterdir()}
     record = json.loads((out / "gradmerge.json").read_text())
+    assert [entry["role"] for entry in record["inputs"]] == ["merged", "teacher", "teacher"]
+    assert all(entry["files"] for entry in record["inputs"])
     assert record["calibration"]["chosen"] == facts["chosen"]
     # The models are still there for a later command, relative to the new folder.
     assert {name: (out / path).resolve() for name, path in record["models"].items()} == {

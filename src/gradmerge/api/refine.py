@@ -216,7 +216,6 @@ def refine_folder(
     """
     from ..cards.card import as_text, markdown_table
     from ..cards.metadata import name_of
-    from ..cards.provenance import input_entry
     from ..refinement.inputs import find_teachers, model_reference, opened_inputs, recorded_models
     from ..refinement.model_io import ModelFiles, write_folder
 
@@ -254,7 +253,7 @@ def refine_folder(
                 "exclude": list(inputs.excluded),
                 action: facts,
             },
-            inputs=[input_entry("merged", merged, [])],
+            inputs=[_entry("merged", inputs.merged), *(_entry("teacher", t) for t in inputs.teachers.values())],
             seconds=result.seconds,
             notes=list(map(str, result.notes)),
         )
@@ -266,3 +265,13 @@ def refine_folder(
         }
         write_report(staging.folder, replace(result.page(name_of(merged)), **facts))
     return result
+
+
+def _entry(role: str, model: AnyModel) -> dict[str, Any]:
+    """Return the entry of a model in `inputs` of the record."""
+    from ..cards.provenance import input_entry
+    from ..refinement.model_io import ModelFiles
+
+    assert isinstance(model, ModelFiles)
+    checkpoint = model.checkpoint
+    return input_entry(role, checkpoint.label, checkpoint.files(), checkpoint.hub_id, checkpoint.folder)

@@ -557,12 +557,12 @@ class AdapterReport:
     def text(self) -> str:
         """What the rank loses, for the card and as a note."""
         if self.lost_share <= LOSSLESS:
-            return "A LoRA adapter that holds all that the merge changes of its base."
+            return "A LoRA adapter that holds the whole change from its base."
         worst = max(self.lost, key=lambda name: self.lost[name])
         return (
-            f"A LoRA adapter of rank {self.rank}, which lacks {100 * self.lost_share:.3g} % of what the merge changes "
-            f"(squared Frobenius norm), of {worst} {100 * self.lost[worst]:.3g} %. gradmerge.json has the share of "
-            "every tensor."
+            f"A LoRA adapter of rank {self.rank}. It lacks {100 * self.lost_share:.3g} % of the change from its base "
+            f"(squared Frobenius norm), and {100 * self.lost[worst]:.3g} % of the change of {worst}. gradmerge.json "
+            "has the share of every tensor."
         )
 
     def notes(self) -> list[Note]:
