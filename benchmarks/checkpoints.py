@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradmerge.curvature.format import metadata
+from gradmerge.io.reader import TensorInfo
 from gradmerge.io.writer import ShardWriter
 
 
@@ -74,7 +75,7 @@ def _write(
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    writer = ShardWriter(folder, stem, {n: (dtype, s) for n, s in shapes.items()}, shard_size, header)
+    writer = ShardWriter(folder, stem, {n: TensorInfo(dtype, s) for n, s in shapes.items()}, shard_size, header)
     writer.open()
     for number, (name, shape) in enumerate(shapes.items()):
         values = make(number, shape).to(torch.bfloat16 if dtype == "BF16" else torch.float32)
