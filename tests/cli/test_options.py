@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ import gradmerge as gm
 from gradmerge.cli.options import api_options
 from gradmerge.cli.output import with_options
 from gradmerge.load_options import DEFAULTS
+
+from ..making import run
 
 
 def test_options_of_loading_are_those_of_python_with_the_same_defaults() -> None:
@@ -39,3 +42,12 @@ def test_options_of_merge_are_those_of_python_with_the_same_defaults() -> None:
 )
 def test_messages_of_the_library_name_options(message: str, expected: str) -> None:
     assert with_options(message, ["force", "allow_code", "rank", "threads", "out"]) == expected
+
+
+def test_a_folder_with_the_name_of_an_argument_is_not_called_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("calibrate", "merged", "--data", "a=a.jsonl", "-o", "out", status=2)
+    assert "merged" in result.output
+    assert "--merged" not in result.output

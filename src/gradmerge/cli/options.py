@@ -150,11 +150,12 @@ def command(
         parameters: dict[str, inspect.Parameter] = {}
         for name, parameter in declared.items():
             parameters |= {"options": from_api, "printing": printing_options}.get(name, {name: parameter})
+        options = [name for name, parameter in parameters.items() if not _is_argument(parameter)]
 
         @functools.wraps(function)
         def run(**values: Any) -> None:
             printing = Printing(**{name: values.pop(name) for name in printing_options})
-            errors = handle_errors(printing.debug, printing.json, parameters)
+            errors = handle_errors(printing.debug, printing.json, options)
             with errors, _name_variable(dict(values)), note_downloads(printing.silent):
                 _check_processes(function.__name__, processes)
                 values |= {name: output_path(value) for name, value in values.items() if isinstance(value, Path)}
@@ -265,6 +266,11 @@ def _name_variable(values: dict[str, Any]) -> Iterator[None]:
             if from_environment(option, values.get(option)) and re.search(rf"\b{option}\b", str(error)):
                 error.args = (f"{error}\n  It comes from the environment: {variable}={values[option]}",)
         raise
+
+
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    """Return whether a parameter is positional on the command line, such as MERGED."""
+    return any(isinstance(value, typer.models.ArgumentInfo) for value in get_args(parameter.annotation))
 
 
 @functools.cache
