@@ -213,6 +213,23 @@ def engine_results() -> str:
     return table(header, rows) + about
 
 
+def scale_results() -> str:
+    """Merges and calibration against the depth of the model, from the last `python -m benchmarks.scale` that was kept."""
+    report = json.loads((RESULTS / "scale.json").read_text("utf-8"))
+    rows = [
+        (
+            run["step"],
+            f"{run['parameters'] / 1e9:.2f} B, {run['layers']} layers",
+            f"{run['cpu_s']:.0f}",
+            f"{run['peak_rss_bytes'] / 2**30:.2f}",
+            f"{2 * run['model_bytes'] / 2**30:.2f}",
+        )
+        for run in sorted(report["runs"], key=lambda run: (run["step"], run["layers"]))
+    ]
+    header = ("step", "model", "CPU seconds", "peak memory, GiB", "one model in float32, GiB")
+    return table(header, rows)
+
+
 #: What a page may ask for, by the name that it uses.
 TABLES: dict[str, Callable[[], str]] = {
     "benchmark": benchmark_results,
@@ -221,4 +238,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "precision": precision_results,
     "ranking": ranking_results,
     "same-work": same_work_results,
+    "scale": scale_results,
 }
