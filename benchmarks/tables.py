@@ -214,7 +214,7 @@ def engine_results() -> str:
 
 
 def scale_results() -> str:
-    """Merges and calibration against the depth of the model, from the last `python -m benchmarks.scale` that was kept."""
+    """Merges and calibration against the depth of the model, from the last `python -m benchmarks.scale`."""
     report = json.loads((RESULTS / "scale.json").read_text("utf-8"))
     rows = [
         (
