@@ -47,7 +47,7 @@ def stem_of(name: str) -> str | None:
 
 
 def page_card(package: Package, present: Collection[str]) -> dict[str, Path | bytes]:
-    """The card of curvature, which the page of a repository without a card of its own shows."""
+    """Return the card of curvature, for a repository that has no other card."""
     card = package.files.get(f"{STEM}/{CARD}")
     return {CARD: card} if package.kind == STEM and card is not None and CARD not in present else {}
 

@@ -226,7 +226,7 @@ def _ray_cluster(
 
 
 def check_count(name: str, number: int | None) -> None:
-    """Raise InputError unless a number of threads or workers is from 1 to 256; None stands for the default."""
+    """Raise InputError unless a number of threads or workers is from 1 to 256; None means the default."""
     if number is not None and not 1 <= number <= 256:
         raise InputError(f"{name} {number}: must be from 1 to 256")
 

@@ -31,7 +31,7 @@ class Upload:
         self._fs, self._path = file_system(url)
         digest = hashlib.sha256(redact(url).encode()).hexdigest()[:16]
         self.folder = cache_folder() / "out" / f"{digest}-{out.name}"
-        """The folder in the cache that stands for the result."""
+        """The local folder in the cache that holds the result before the upload."""
         self._started = False
         self._lock = threading.Lock()
 

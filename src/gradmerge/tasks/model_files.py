@@ -184,7 +184,7 @@ def offline() -> Iterator[None]:
 
 
 def _read_config(reference: str, folder: Path, base_folder: Path, adapter: dict[str, Any] | None) -> Any:
-    """Read the model's config. An adapter without one has its base's, with the number of classes of its own head."""
+    """Read the model's config. An adapter without one has its base's, with the classes of the adapter's head."""
     from transformers import AutoConfig
 
     path = folder / "config.json"
@@ -201,7 +201,7 @@ def _read_config(reference: str, folder: Path, base_folder: Path, adapter: dict[
 
 
 def _num_classes(folder: Path) -> int | None:
-    """Return the number of classes of an adapter that has a classification head of its own."""
+    """Return the number of classes of an adapter that stores a classification head."""
     files = open_files(folder, "adapter_model") or []
     shapes = [file.entries[name].shape for file in files for name in _HEAD_WEIGHTS if name in file.entries]
     close_files(files)
